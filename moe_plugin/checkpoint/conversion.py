@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats import Layout, Progress, convert, formats
+from moe_plugin.checkpoint.formats.base import Layout, Progress, convert, formats
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.read_sums import ReadSums, summed
 from moe_plugin.checkpoint.source import (

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_plugin.checkpoint.formats import convert
-from moe_plugin.checkpoint.huggingface.files import write_safetensors
+from moe_plugin.checkpoint.formats.base import convert
+from moe_plugin.checkpoint.formats.huggingface.files import write_safetensors
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.regular_files import check_output, half_of, write_remedy

@@ -1,5 +1,5 @@
 """Checkpoints of plain PyTorch training: a directory, written completely or not at all, read at any
-number of ranks. Its files are described in `moe_plugin.checkpoint.plain`.
+number of ranks. Its files are described in `moe_plugin.checkpoint.formats.plain`.
 
 Every file has a checksum (`moe_plugin.checkpoint.checksums`), verified before anything is loaded.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint import checksums, torch_files
 from moe_plugin.checkpoint.conversion import move_into_place
-from moe_plugin.checkpoint.plain import (
+from moe_plugin.checkpoint.formats.plain import (
     check_part,
     open_folder,
     part_name,

@@ -129,7 +129,7 @@ class Source(ABC):
     """A checkpoint that is open for reading, by several threads where they want.
 
     Attributes:
-        format: name of its format, as registered in `moe_plugin.checkpoint.formats`.
+        format: name of its format, as registered in `moe_plugin.checkpoint.formats.base`.
         entries: all tensors by key, as whole tensors.
         values: what is not a tensor, JSON-like where possible: "step", "settings", schedules,
             random states, optimizer groups.

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats import Format, Layout
+from moe_plugin.checkpoint.formats.base import Format, Layout
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.source import (
     MODEL,

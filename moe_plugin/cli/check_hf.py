@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    from moe_plugin.checkpoint.huggingface.files import CONFIG, read_json
-    from moe_plugin.checkpoint.huggingface.quantization import quantization_of
+    from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, read_json
+    from moe_plugin.checkpoint.formats.huggingface.quantization import quantization_of
     from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
     from moe_plugin.planner.units import show_time
 

@@ -25,8 +25,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open and print."""
-    import moe_plugin.cli.checkpoint_formats  # noqa: F401 - registers
-    from moe_plugin.checkpoint.formats import open_source
+    import moe_plugin.checkpoint.formats.all  # noqa: F401 - registers
+    from moe_plugin.checkpoint.formats.base import open_source
     from moe_plugin.checkpoint.inspection import summary
 
     with open_source(args.checkpoint, args.origin, args.trust) as source:

@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options."""
     from moe_plugin.checkpoint import trust
-    from moe_plugin.cli.checkpoint_formats import formats
+    from moe_plugin.checkpoint.formats.all import formats
 
     p.description = ("Writes the checkpoint IN as the folder OUT, tensor by tensor. A conversion "
                      "that was interrupted goes on where it stopped when the same command is given "
@@ -43,7 +43,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def add_source_options(p: argparse.ArgumentParser) -> None:
     """The option of a checkpoint's format."""
-    from moe_plugin.cli.checkpoint_formats import formats
+    from moe_plugin.checkpoint.formats.all import formats
 
     p.add_argument("--from", dest="origin", choices=formats.names(),
                    help="format of the checkpoint (default: found out)")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from moe_plugin.checkpoint.conversion import Conversion
-    from moe_plugin.checkpoint.formats import Layout, formats, open_source
+    from moe_plugin.checkpoint.formats.base import Layout, formats, open_source
     from moe_plugin.planner.units import show_size, show_time
 
     sizes = {name: vars(args)[name] for name in SIZES}

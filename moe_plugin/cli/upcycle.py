@@ -38,9 +38,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; print what was made."""
-    from moe_plugin.checkpoint.formats import detect, open_source
+    from moe_plugin.checkpoint.formats.all import formats
+    from moe_plugin.checkpoint.formats.base import detect, open_source
     from moe_plugin.checkpoint.upcycle import Upcycling, upcycle, write_new
-    from moe_plugin.cli.checkpoint_formats import formats
 
     plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
                      shared=args.shared, shared_gate=args.shared_gate, every=args.every,

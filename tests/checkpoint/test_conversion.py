@@ -22,8 +22,8 @@ from torch import nn
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, checksums, load, save, split, torch_files
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, Progress, detect, open_source
-from moe_plugin.checkpoint.plain import part_name, write_index
+from moe_plugin.checkpoint.formats.base import Layout, Progress, detect, open_source
+from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import Derived, Entry, blocks, window_shape
 from moe_plugin.cli.main import main
@@ -313,7 +313,7 @@ def test_files_keep_shared_tensors_and_strides(tmp_path: Path) -> None:
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from moe_plugin.checkpoint.plain import open_folder
+from moe_plugin.checkpoint.formats.plain import open_folder
 from moe_plugin.cli.main import main
 from moe_plugin.cli.reshard import peak_bytes
 folder = Path(sys.argv[1])

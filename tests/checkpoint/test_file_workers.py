@@ -19,7 +19,7 @@ import torch
 from moe_plugin.checkpoint import CheckpointError, file_workers, torch_files
 from moe_plugin.checkpoint.conversion import PLAN, Conversion
 from moe_plugin.checkpoint.file_workers import FileWorkers, Stopped, usable_cores
-from moe_plugin.checkpoint.formats import Layout, open_source
+from moe_plugin.checkpoint.formats.base import Layout, open_source
 from moe_plugin.checkpoint.source import Derived, Entry, Window, window_shape
 from tests.checkpoint.test_conversion import write
 

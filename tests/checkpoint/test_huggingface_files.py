@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats import Layout, Progress, detect, formats, open_source
-from moe_plugin.checkpoint.huggingface.files import HuggingFaceSource, write_folder
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
+from moe_plugin.checkpoint.formats.base import Layout, Progress, detect, formats, open_source
+from moe_plugin.checkpoint.formats.huggingface.files import HuggingFaceSource, write_folder
 from moe_plugin.checkpoint.inspection import summary
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
 from moe_plugin.checkpoint.source import MODEL, Source, View, cast, derive
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
 from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens
 
 transformers = pytest.importorskip("transformers")

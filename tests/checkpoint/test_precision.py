@@ -15,12 +15,12 @@ from torch import nn
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
-from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
+from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import MODEL, Derived, Entry, Source, View
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.huggingface import restore_moe_blocks, swap_moe_blocks
 from moe_plugin.routing import routers

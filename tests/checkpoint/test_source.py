@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats import Format, Layout
+from moe_plugin.checkpoint.formats.base import Format, Layout
 from moe_plugin.checkpoint.neutral import check_names
 from moe_plugin.checkpoint.source import (
     CheckpointError,

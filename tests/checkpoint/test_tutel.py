@@ -14,9 +14,9 @@ from torch import Tensor
 import moe_plugin
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, detect, open_source
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, detect, open_source
 from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats import formats, open_source
+from moe_plugin.checkpoint.formats.base import formats, open_source
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.checkpoint.upcycle import Upcycling, upcycle
 from moe_plugin.cli.main import main

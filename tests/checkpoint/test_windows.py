@@ -15,9 +15,9 @@ from torch import nn
 
 from moe_plugin.checkpoint import CheckpointError, save, windows
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, open_source
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
+from moe_plugin.checkpoint.formats.base import Layout, open_source
 from moe_plugin.checkpoint.source import MODEL
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
 from tests.fuzz.hostile import bounded
 
 AXES = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=4)

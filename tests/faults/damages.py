@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.checkpoint.plain import read_index
+from moe_plugin.checkpoint.formats.plain import read_index
 from moe_plugin.emulate.damage import WAYS, damage, files_of
 from tests.faults.cases import Row
 from tests.faults.hosts import RANKS, Host, Plain
@@ -164,7 +164,7 @@ def _plain(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
 
 
 def _fairseq(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
-from moe_plugin.checkpoint.huggingface.files import write_folder
-from moe_plugin.checkpoint.huggingface.format import StateSource
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.huggingface.files import write_folder
+from moe_plugin.checkpoint.formats.huggingface.format import StateSource
 from tests.checkpoint import quantized, test_tutel
 from tests.fuzz.hostile import VALUES, replaced
 

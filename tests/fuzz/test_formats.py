@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_plugin.checkpoint import CheckpointError, checksums
-from moe_plugin.checkpoint.formats import convert, detect, open_source
+from moe_plugin.checkpoint.formats.base import convert, detect, open_source
 from moe_plugin.checkpoint.source import Key, Source, full_window
 from moe_plugin.emulate.damage import WAYS, damage, files_of
 from tests.fuzz.hostile import bounded, is_named, replaced

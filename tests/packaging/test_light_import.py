@@ -47,7 +47,7 @@ def test_using_the_layer_loads_no_heavy_module(code: str) -> None:
 def test_converting_checkpoints_loads_no_symbolic_algebra() -> None:
     # with torch.distributed.tensor, a third of the time until a conversion begins
     found = loaded(WITH_TORCH, "import moe_plugin.checkpoint.conversion, "
-                               "moe_plugin.cli.checkpoint_formats")
+                               "moe_plugin.checkpoint.formats.all")
     assert "sympy" not in found - loaded(WITH_TORCH, "import torch")
 
 

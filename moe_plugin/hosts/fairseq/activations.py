@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import Comm
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.plain.activations import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 

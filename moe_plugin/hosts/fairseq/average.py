@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.messages import Parser, short
 from moe_plugin.quiet import own_log
 from moe_plugin.regular_files import check_output, make_folder

@@ -20,9 +20,9 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 
+from moe_plugin.checkpoint.formats.fairseq.translate import plain_value
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
-from moe_plugin.hosts.fairseq.translate import plain_value
 from moe_plugin.observe.history.fairseq_log import CHANGED
 from moe_plugin.observe.history.settings import comparable
 

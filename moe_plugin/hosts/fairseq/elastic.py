@@ -7,9 +7,9 @@ from typing import Any
 
 from fairseq import metrics
 
+from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.resilience.elastic import (
     ElasticReplica,
     ModuleState,

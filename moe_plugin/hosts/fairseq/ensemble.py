@@ -14,6 +14,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.logging.meters import Meter
 from torch import Tensor
 
+from moe_plugin.checkpoint.formats.fairseq.translate import plain_value, setting
 from moe_plugin.ensembles import (
     HISTOGRAMS,
     EnsembleHeads,
@@ -22,7 +23,6 @@ from moe_plugin.ensembles import (
 )
 from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
-from moe_plugin.hosts.fairseq.translate import plain_value, setting
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm.named_errors import gather_objects
 from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.sharding import join
-from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.byzshield import Assignment, assign
 from moe_plugin.resilience.overflow import StepStart

@@ -17,6 +17,13 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import nn
 
 from moe_plugin import determinism
+from moe_plugin.checkpoint.formats.fairseq.translate import (
+    check_experts_given,
+    gradient_factor,
+    layer_config,
+    masks_padding,
+    setting,
+)
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
 from moe_plugin.config.options import unread_allowed
 from moe_plugin.gradients.sync import exclude_experts
@@ -33,13 +40,6 @@ from moe_plugin.hosts.fairseq.layers import (
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.hosts.fairseq.tokens import give_token_ids
-from moe_plugin.hosts.fairseq.translate import (
-    check_experts_given,
-    gradient_factor,
-    layer_config,
-    masks_padding,
-    setting,
-)
 from moe_plugin.messages import short
 from moe_plugin.pregate import link
 

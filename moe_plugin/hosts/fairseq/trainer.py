@@ -18,6 +18,9 @@ from fairseq.trainer import Trainer
 from omegaconf import open_dict
 from torch import Tensor
 
+from moe_plugin.checkpoint.formats.fairseq import files
+from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
+from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.comm.named_errors import collectives_named
@@ -31,7 +34,6 @@ from moe_plugin.gradients.replicas import (
     replica_comm,
     replicas_of,
 )
-from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.activations import activations_of
 from moe_plugin.hosts.fairseq.changed_settings import changed_line
@@ -41,12 +43,10 @@ from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.elastic import ElasticUpdates, wants_replicas
-from moe_plugin.hosts.fairseq.file_entries import PARAMETERS
 from moe_plugin.hosts.fairseq.gradients import norm_squared
 from moe_plugin.hosts.fairseq.guards import StepVotes, assignment_of, guard_of
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.observe import FirstStep, observer
-from moe_plugin.hosts.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.resilience.overflow import StepRepeat, StepStart, limits_of
 from moe_plugin.resilience.stopping import RUN

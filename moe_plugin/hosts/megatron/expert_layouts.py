@@ -1,9 +1,9 @@
 """Loading a distributed checkpoint whose experts are in the other layout: Megatron's own into our
 layers, ours into Megatron's own.
 
-The names and orders are those of `offline.experts`. A sharded tensor whose name the checkpoint does
-not have is replaced by a factory that asks for the other name and brings what was loaded into
-place; optimizer state is treated as its parameter.
+The names and orders are those of `checkpoint.formats.megatron.experts`. A sharded tensor whose name
+the checkpoint does not have is replaced by a factory that asks for the other name and brings what
+was loaded into place; optimizer state is treated as its parameter.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
+from moe_plugin.checkpoint.formats.megatron.common import fitted
+from moe_plugin.checkpoint.formats.megatron.folders import METADATA
+from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.hosts.megatron.compat.common_state import changed
-from moe_plugin.hosts.megatron.offline.common import fitted
-from moe_plugin.hosts.megatron.offline.folders import METADATA
-from moe_plugin.hosts.megatron.offline.torch_dist import DistributedFiles
 
 _NATIVE = "mlp.experts.experts."
 # ours, Megatron's, whether the last two axes are swapped; of the first maps, the gate comes first

@@ -27,7 +27,7 @@ from moe_plugin.config import (
 from moe_plugin.config.router import only_read, router_names
 from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
-from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
+from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not

@@ -15,10 +15,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.huggingface import StateSource, to_neutral
-from moe_plugin.checkpoint.huggingface.families import FAMILIES, family_of
-from moe_plugin.checkpoint.huggingface.names import family_tensors
-from moe_plugin.checkpoint.huggingface.quantization import PLAIN_IN_TRANSFORMERS, quantization_of
+from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_of
+from moe_plugin.checkpoint.formats.huggingface.names import family_tensors
+from moe_plugin.checkpoint.formats.huggingface.quantization import (
+    PLAIN_IN_TRANSFORMERS,
+    quantization_of,
+)
 from moe_plugin.checkpoint.layers import (
     NEUTRAL_NAMES,
     full_state,

@@ -13,11 +13,11 @@ import torch
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, detect, open_source
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, detect, open_source
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.layer import MoELayer
 from tests.hosts.fairseq.branch_files import rank_model, write
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
@@ -108,7 +108,7 @@ def test_experts_compute_what_the_branch_s_do(trained: tuple[Path, Result, str],
         prefix = "decoder.layers.1.moe_layer."
         model.load_state_dict({name: source.read(("model", name)) for _, name in source.entries
                                if ("model", name) in source.entries}, strict=False)
-        from moe_plugin.checkpoint.formats import convert as view_as
+        from moe_plugin.checkpoint.formats.base import convert as view_as
 
         view = view_as(source, "fairseq")
         state = {name.removeprefix(prefix + "moe."): view.read((field, name))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.checkpoint.formats.fairseq import files
 from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import (
     DROPLESS,
@@ -60,7 +60,7 @@ def test_a_file_without_checksum_loads_with_one_warning(
     os.truncate(path, os.path.getsize(path) - 27)
     files.agree(path, WANTED, None)
     (record,) = (r for r in caplog.records if "without checksums" in r.getMessage())
-    assert record.name == "moe_plugin.hosts.fairseq.checkpoint_files"
+    assert record.name == "moe_plugin.checkpoint.formats.fairseq.files"
 
 
 def test_a_damaged_last_checkpoint_gives_way_to_an_older_one(

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, formats, open_source
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, formats, open_source
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.ranks import GROUPS
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.hosts.fairseq import checkpoint_files as files
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import Corpus, fork
 

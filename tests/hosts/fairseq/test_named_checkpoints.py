@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_plugin.hosts.fairseq import checkpoint_files as files
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.hosts.fairseq.average import main
 from tests.hosts.fairseq.conftest import (
     DROPLESS,

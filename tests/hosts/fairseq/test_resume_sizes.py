@@ -13,14 +13,14 @@ import torch
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import split
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats import Layout, detect, open_source
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, detect, open_source
+from moe_plugin.checkpoint.formats.fairseq import files
+from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
+from moe_plugin.checkpoint.formats.fairseq.format import survey
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq.checkpoint_format import survey
-from moe_plugin.hosts.fairseq.file_entries import PARAMETERS
 from tests.checkpoint.test_conversion import same
 from tests.hosts.fairseq.conftest import (
     DROPLESS,

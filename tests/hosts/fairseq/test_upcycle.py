@@ -9,7 +9,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 
-from moe_plugin.checkpoint.formats import open_source
+from moe_plugin.checkpoint.formats.base import open_source
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, run

@@ -23,7 +23,9 @@ pytest.importorskip("megatron.core",
 from safetensors.torch import load_file
 
 from moe_plugin.checkpoint.expert_file import write_experts
-from moe_plugin.checkpoint.formats import Layout, convert, detect, formats, open_source
+from moe_plugin.checkpoint.formats.base import Layout, convert, detect, formats, open_source
+from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
+from moe_plugin.checkpoint.formats.megatron.writer import _Writer
 from moe_plugin.checkpoint.source import MODEL as MODEL_FIELD
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
@@ -37,8 +39,6 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.megatron.offline import formats as _registers  # noqa: F401
-from moe_plugin.hosts.megatron.offline.writer import _Writer
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
 from tests.hosts.megatron.ranks import on_ranks

@@ -50,8 +50,8 @@ def _evaluations(argv: list[str], folder: str) -> list[tuple[Any, ...]]:
     import torch.distributed as dist
 
     from moe_plugin.checkpoint.expert_file import write_experts
-    from moe_plugin.checkpoint.formats import open_source
-    from moe_plugin.hosts.megatron.offline import formats as _registers  # noqa: F401
+    from moe_plugin.checkpoint.formats.base import open_source
+    from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 

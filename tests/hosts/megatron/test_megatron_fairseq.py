@@ -15,11 +15,11 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 
-from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.cli.main import main
-from moe_plugin.hosts.fairseq import checkpoint_files as files
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.hosts.fairseq.options import MoELanguageModelConfig
 from tests.hosts.fairseq.small import dictionary

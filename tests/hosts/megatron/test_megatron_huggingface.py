@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="needs pip install 'moe-plugin[hf]'")
 
 import transformers
 
-import moe_plugin.cli.checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
+import moe_plugin.checkpoint.formats.all  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import logits, refusal
 

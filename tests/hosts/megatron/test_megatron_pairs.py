@@ -19,8 +19,8 @@ pytest.importorskip("transformers", reason="needs pip install 'moe-plugin[hf]'")
 
 import transformers
 
-from moe_plugin.checkpoint.formats import formats, open_source
-from moe_plugin.cli import checkpoint_formats  # noqa: F401 - registers all formats
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
+from moe_plugin.checkpoint.formats.base import formats, open_source
 from moe_plugin.cli.main import main
 from tests.hosts.megatron.test_megatron_fairseq import MOE, write
 

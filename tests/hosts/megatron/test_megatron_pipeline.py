@@ -54,7 +54,7 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
 
 
 def test_fairseq_has_no_stages() -> None:
-    from moe_plugin.hosts.fairseq.translate import layer_config
+    from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
 
     class Flags:
         pipeline_schedule = "eager-1f1b"

@@ -292,8 +292,8 @@ def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> 
 @pytest.mark.slow
 def test_experts_elsewhere_evaluate_alike(tmp_path: Path) -> None:
     from moe_plugin.checkpoint.expert_file import write_experts
-    from moe_plugin.checkpoint.formats import open_source
-    from moe_plugin.hosts.megatron.offline import formats as _registers  # noqa: F401
+    from moe_plugin.checkpoint.formats.base import open_source
+    from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
 
     flags = [*FLAGS, "--expert-model-parallel-size", "2", "--moe-parallel", "fixed",
              "--train-iters", "2", "--eval-iters", "2"]

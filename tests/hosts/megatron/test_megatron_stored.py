@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 
-from moe_plugin.checkpoint.formats import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.source import MODEL, Source
 from moe_plugin.cli.main import main
-from moe_plugin.hosts.fairseq import checkpoint_files as files
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.test_megatron_fairseq import (
     EXPERTS,

@@ -22,7 +22,7 @@ def checksums() -> None:
     """
     from fairseq import checkpoint_utils
 
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
 
     original = checkpoint_utils.torch_persistent_save
     manager = checkpoint_utils.PathManager
@@ -82,7 +82,7 @@ def training_from_rank_files() -> None:
 
 def _names(cfg: Any) -> dict[str, str | None]:
     """What settings that name checkpoints are for fairseq. `ValueError`: there is none."""
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
 
     names: dict[str, str | None] = {}
     if files.has_rank(cfg.restore_file):
@@ -105,7 +105,7 @@ def _existing(path: str) -> str | None:
     """The file, or its first rank's; remote files are taken to be there."""
     from fairseq.file_io import PathManager
 
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
 
     if PathManager.path_requires_pathmanager(path):
         return path
@@ -113,7 +113,7 @@ def _existing(path: str) -> str | None:
 
 
 def _missing(flag: str, path: str) -> ValueError:
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
 
     return ValueError(f"{flag} {short(path)} does not exist, nor does {files.with_rank(path, 0)}; "
                       "give the path of a checkpoint, with or without the number of a rank")
@@ -127,10 +127,10 @@ def evaluation_from_rank_files() -> None:
     """
     from fairseq import checkpoint_utils
 
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
+    from moe_plugin.checkpoint.formats.fairseq.part_state import part_state
     from moe_plugin.hosts.fairseq.compat.expert_store import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation, evaluating
-    from moe_plugin.hosts.fairseq.part_state import part_state
 
     build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task,
                             checkpoint_utils.get_maybe_sharded_checkpoint_filename,

@@ -22,12 +22,12 @@ from typing import Any, Optional
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.config.flags import add_arguments, flag_specs
 from moe_plugin.hosts.fairseq.compat.fields import add_field, flag_metadata
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
-from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
 from moe_plugin.records import HostContext

@@ -46,7 +46,7 @@ def full_checkpoints() -> None:
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
 
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.hosts.fairseq.groups import current_evaluation
 
     def load(*args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def saving_flags() -> None:
     from fairseq import checkpoint_utils
     from fairseq.dataclass.configs import CheckpointConfig
 
-    from moe_plugin.hosts.fairseq import checkpoint_files as files
+    from moe_plugin.checkpoint.formats.fairseq import files
 
     for name, text in FLAGS.items():
         add_field(CheckpointConfig, name, bool, False, text)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_plugin.checkpoint.formats.megatron.common import group_value
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +161,6 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
         for key in keys:
             if alike and key not in stated and group_value(alike[0], key) is not None:
                 saved[key] = group_value(alike[0], key)
-
-
-def group_value(group: Mapping[str, Any], key: str) -> Any:
-    """What a parameter group says, under Megatron's name or NeMo's; None: nothing."""
-    return group.get(key, group.get(f"pre_{key}"))
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:

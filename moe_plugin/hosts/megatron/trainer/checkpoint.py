@@ -24,18 +24,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.comm import CommError
-from moe_plugin.comm.named_errors import collectives_named, comm_of
-from moe_plugin.hosts.megatron import checkpoint_trust
-from moe_plugin.hosts.megatron.compat import core, writers
-from moe_plugin.hosts.megatron.compat import optimizer as optimizers
-from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
-from moe_plugin.hosts.megatron.offline.folders import BACKEND
-from moe_plugin.hosts.megatron.offline.source import (
+from moe_plugin.checkpoint.formats.megatron import trust as checkpoint_trust
+from moe_plugin.checkpoint.formats.megatron.folders import BACKEND
+from moe_plugin.checkpoint.formats.megatron.source import (
     MegatronSource,
     refuse_other_optimizers,
 )
+from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.comm import CommError
+from moe_plugin.comm.named_errors import collectives_named, comm_of
+from moe_plugin.hosts.megatron.compat import core, writers
+from moe_plugin.hosts.megatron.compat import optimizer as optimizers
+from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
 from moe_plugin.hosts.megatron.trainer.model import Training
 from moe_plugin.messages import short

@@ -24,8 +24,8 @@ from moe_plugin.hosts.megatron.trainer.data import Batch
 from moe_plugin.hosts.megatron.trainer.ensemble import Ensemble, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.trainer.model_settings import model_settings
 from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
-from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
 from moe_plugin.memory.activations.offload import Activations
+from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.pregate import link
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from moe_plugin.checkpoint import CheckpointError, checksums, torch_files, trust
 from moe_plugin.checkpoint.conversion import without_optimizer
-from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq.checkpoint_format import (
+from moe_plugin.checkpoint.formats.fairseq import files
+from moe_plugin.checkpoint.formats.fairseq.format import (
     Written,
     open_written,
     state_of_rank,

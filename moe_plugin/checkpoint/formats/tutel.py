@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import torch_files, trust
-from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.source import (

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
-from moe_plugin.checkpoint.huggingface.config import Model, config_of, family_for
-from moe_plugin.checkpoint.huggingface.families import decoder_settings
-from moe_plugin.checkpoint.huggingface.files import (
+from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.huggingface.config import Model, config_of, family_for
+from moe_plugin.checkpoint.formats.huggingface.families import decoder_settings
+from moe_plugin.checkpoint.formats.huggingface.files import (
     CONFIG,
     INDEX,
     SINGLE,
     HuggingFaceSource,
     write_folder,
 )
-from moe_plugin.checkpoint.huggingface.names import family_tensors, neutral_tensors
-from moe_plugin.checkpoint.huggingface.quantization import check_plain, dequantized
+from moe_plugin.checkpoint.formats.huggingface.names import family_tensors, neutral_tensors
+from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, dequantized
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,

@@ -8,13 +8,13 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from moe_plugin.checkpoint.formats.fairseq.neutral_names import PADDING_ROWS, POSITIONS
+from moe_plugin.checkpoint.formats.fairseq.translate import ACTIVATIONS, layer_config, plain_value
 from moe_plugin.checkpoint.layers import layer_settings
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.config import MoEConfig, flatten, from_dict, to_dict
 from moe_plugin.config.flags import setting_specs
-from moe_plugin.hosts.fairseq.neutral_names import PADDING_ROWS, POSITIONS
-from moe_plugin.hosts.fairseq.translate import ACTIVATIONS, layer_config, plain_value
 from moe_plugin.messages import short
 
 # fields of the neutral settings that fairseq's have a form of

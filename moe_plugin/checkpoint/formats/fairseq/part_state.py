@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 from moe_plugin.checkpoint import CheckpointError, torch_files, trust
+from moe_plugin.checkpoint.formats.fairseq.files import without_rank
+from moe_plugin.checkpoint.formats.fairseq.format import open_written, survey
+from moe_plugin.checkpoint.formats.fairseq.resume import damage
 from moe_plugin.checkpoint.ranks import columns_of_rank
 from moe_plugin.checkpoint.source import MODEL
-from moe_plugin.hosts.fairseq.checkpoint_files import without_rank
-from moe_plugin.hosts.fairseq.checkpoint_format import open_written, survey
-from moe_plugin.hosts.fairseq.resume import damage
 
 
 def part_state(path: str, rank: int = 0, size: int = 1,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moe_plugin.checkpoint.formats.megatron.folders import NATIVE, OURS
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -29,7 +30,6 @@ from moe_plugin.checkpoint.source import (
     part_of,
     transposed,
 )
-from moe_plugin.hosts.megatron.offline.folders import NATIVE, OURS
 
 _FC1, _FC2 = "experts.experts.linear_fc1", "experts.experts.linear_fc2"
 # ours, Megatron's, whether axes are swapped

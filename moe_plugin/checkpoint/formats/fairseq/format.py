@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.checkpoint import torch_files, trust
-from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.fairseq import files, neutral
+from moe_plugin.checkpoint.formats.fairseq.entries import (
+    AVERAGES,
+    CRITERION,
+    OPTIMIZER,
+    PARAMETERS,
+    STATE,
+    names_by_order,
+)
+from moe_plugin.checkpoint.formats.fairseq.flat_state import by_parameter
 from moe_plugin.checkpoint.ranks import (
     GROUPS,
     RankedSource,
@@ -26,17 +36,6 @@ from moe_plugin.checkpoint.ranks import (
 )
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source
-from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq import neutral
-from moe_plugin.hosts.fairseq.file_entries import (
-    AVERAGES,
-    CRITERION,
-    OPTIMIZER,
-    PARAMETERS,
-    STATE,
-    names_by_order,
-)
-from moe_plugin.hosts.fairseq.flat_state import by_parameter
 from moe_plugin.messages import short
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_plugin.checkpoint.formats.fairseq.entries import CRITERION, OPTIMIZER, names_of_parameters
 from moe_plugin.checkpoint.source import MODEL, Derived, Entry, Window
-from moe_plugin.hosts.fairseq.file_entries import CRITERION, OPTIMIZER, names_of_parameters
 
 
 def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,10 @@
 models of their kind.
 """
 
-from moe_plugin.checkpoint.huggingface.format import HuggingFaceFormat, StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import (
+    HuggingFaceFormat,
+    StateSource,
+    to_neutral,
+)
 
 __all__ = ["HuggingFaceFormat", "StateSource", "to_neutral"]

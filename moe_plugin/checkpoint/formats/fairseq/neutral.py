@@ -12,6 +12,21 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moe_plugin.checkpoint.formats.fairseq import files
+from moe_plugin.checkpoint.formats.fairseq.entries import OPTIMIZER, PARAMETERS, STATE
+from moe_plugin.checkpoint.formats.fairseq.neutral_names import (
+    fairseq_tensors,
+    more_tensors,
+    neutral_prefix,
+    neutral_tensors,
+    our_prefix,
+    parameter_order,
+)
+from moe_plugin.checkpoint.formats.fairseq.neutral_settings import (
+    from_decoder,
+    model_arguments,
+    to_decoder,
+)
 from moe_plugin.checkpoint.layers import layer_settings
 from moe_plugin.checkpoint.neutral import OPTIMIZER_VALUES, check_names, is_zero
 from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
@@ -25,17 +40,6 @@ from moe_plugin.checkpoint.source import (
     View,
 )
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq.file_entries import OPTIMIZER, PARAMETERS, STATE
-from moe_plugin.hosts.fairseq.neutral_names import (
-    fairseq_tensors,
-    more_tensors,
-    neutral_prefix,
-    neutral_tensors,
-    our_prefix,
-    parameter_order,
-)
-from moe_plugin.hosts.fairseq.neutral_settings import from_decoder, model_arguments, to_decoder
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)

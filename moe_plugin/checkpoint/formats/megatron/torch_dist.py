@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.formats.megatron.folders import METADATA
+from moe_plugin.checkpoint.formats.megatron.trust import ALLOWED
 from moe_plugin.checkpoint.source import (
     UNREADABLE,
     CheckpointError,
@@ -38,8 +40,6 @@ from moe_plugin.checkpoint.source import (
     window_shape,
 )
 from moe_plugin.checkpoint.windows import read_strided
-from moe_plugin.hosts.megatron.checkpoint_trust import ALLOWED
-from moe_plugin.hosts.megatron.offline.folders import METADATA
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 

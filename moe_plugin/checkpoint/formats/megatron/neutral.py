@@ -20,6 +20,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moe_plugin.checkpoint.formats.megatron import names, settings
+from moe_plugin.checkpoint.formats.megatron.common import optimizer_values
+from moe_plugin.checkpoint.formats.megatron.folders import OURS
+from moe_plugin.checkpoint.formats.megatron.source import refuse_other_optimizers
 from moe_plugin.checkpoint.neutral import (
     DecoderSettings,
     check_names,
@@ -38,10 +42,6 @@ from moe_plugin.checkpoint.source import (
     joined,
     part_of,
 )
-from moe_plugin.hosts.megatron.offline import names, settings
-from moe_plugin.hosts.megatron.offline.common import optimizer_values
-from moe_plugin.hosts.megatron.offline.folders import OURS
-from moe_plugin.hosts.megatron.offline.source import refuse_other_optimizers
 
 _EMBED, _POSITION, _OUTPUT = ("embedding.word_embeddings.weight",
                               "embedding.position_embeddings.weight", "output_layer.weight")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.checkpoint.huggingface.families import (
+from moe_plugin.checkpoint.formats.huggingface.families import (
     ACTIVATIONS,
     FAMILIES,
     INERT,

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
+from moe_plugin.checkpoint.formats.megatron import names
+from moe_plugin.checkpoint.formats.megatron.source import optimizer_parts
 from moe_plugin.checkpoint.neutral import OPTIMIZER_VALUES
-from moe_plugin.hosts.megatron.compat.optimizer import group_value
-from moe_plugin.hosts.megatron.offline import names
-from moe_plugin.hosts.megatron.offline.source import optimizer_parts
 
 # what tells one group from another, besides `is_expert_parallel`
 _SAME = ("wd_mult", "lr_mult", "is_decoupled_lr")
@@ -67,6 +66,11 @@ def fitted(state: Any, wanted: Any) -> Any:
         new.append(_with_groups(parts[min(index, len(parts) - 1)], groups))
     several = all(isinstance(key, int) for key in wanted)
     return dict(enumerate(new)) if several else new[0]
+
+
+def group_value(group: Mapping[str, Any], key: str) -> Any:
+    """What a parameter group says, under Megatron's name or NeMo's; None: nothing."""
+    return group.get(key, group.get(f"pre_{key}"))
 
 
 def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:

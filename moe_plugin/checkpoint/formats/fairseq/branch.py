@@ -19,7 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.checkpoint import torch_files, trust
-from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.fairseq import files, neutral
+from moe_plugin.checkpoint.formats.fairseq.branch_names import (
+    branch_order,
+    expert_of,
+    our_order,
+    renumbered,
+    to_branch,
+    to_ours,
+)
+from moe_plugin.checkpoint.formats.fairseq.entries import OPTIMIZER as _OPTIMIZER
+from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS, trained_names
+from moe_plugin.checkpoint.formats.fairseq.entries import STATE as _STATE
+from moe_plugin.checkpoint.formats.fairseq.format import read_file
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
 from moe_plugin.checkpoint.source import (
@@ -31,20 +44,6 @@ from moe_plugin.checkpoint.source import (
     Source,
     View,
 )
-from moe_plugin.hosts.fairseq import checkpoint_files as files
-from moe_plugin.hosts.fairseq import neutral
-from moe_plugin.hosts.fairseq.branch_names import (
-    branch_order,
-    expert_of,
-    our_order,
-    renumbered,
-    to_branch,
-    to_ours,
-)
-from moe_plugin.hosts.fairseq.checkpoint_format import read_file
-from moe_plugin.hosts.fairseq.file_entries import OPTIMIZER as _OPTIMIZER
-from moe_plugin.hosts.fairseq.file_entries import PARAMETERS, trained_names
-from moe_plugin.hosts.fairseq.file_entries import STATE as _STATE
 
 _GATE = ".gate.wg.weight"
 _SHARED = re.compile(r"-shared(?=\.pt$)")

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import checksums, huggingface, torch_files, trust
-from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint import checksums, torch_files, trust
+from moe_plugin.checkpoint.formats import huggingface
+from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
 from moe_plugin.checkpoint.neutral import check_names
 from moe_plugin.checkpoint.ranks import (
     GROUPS,

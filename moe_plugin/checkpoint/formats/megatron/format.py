@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from moe_plugin.checkpoint.formats import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.megatron import folders
 from moe_plugin.checkpoint.source import CheckpointError, Source
-from moe_plugin.hosts.megatron.offline import folders
 
 _SIZES = frozenset({"world", "ep", "tp", "pp", "etp"})
 
@@ -26,7 +26,7 @@ class _Megatron(Format):
 
     def open(self, path: Path, trust: bool = False) -> Source:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import source as sources
+        from moe_plugin.checkpoint.formats.megatron import source as sources
 
         found = sources.MegatronSource(path, trust)
         if found.format != self.name:
@@ -38,8 +38,8 @@ class _Megatron(Format):
     def write(self, source: Source, path: Path, layout: Layout,
               progress: Progress = Progress()) -> None:
         """See `Format`. Megatron loads what is written at any parallel sizes."""
-        from moe_plugin.hosts.megatron.offline.source import refuse_other_optimizers
-        from moe_plugin.hosts.megatron.offline.writer import write
+        from moe_plugin.checkpoint.formats.megatron.source import refuse_other_optimizers
+        from moe_plugin.checkpoint.formats.megatron.writer import write
 
         refuse_other_optimizers(source)
         write(source, path, layout, progress)
@@ -56,19 +56,19 @@ class MegatronFormat(_Megatron):
 
     def to_neutral(self, source: Source) -> Source:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import neutral
+        from moe_plugin.checkpoint.formats.megatron import neutral
 
         return neutral.to_neutral(source)
 
     def from_neutral(self, source: Source) -> Source:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import neutral
+        from moe_plugin.checkpoint.formats.megatron import neutral
 
         return neutral.from_neutral(source)
 
     def from_format(self, source: Source) -> Source | None:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import experts
+        from moe_plugin.checkpoint.formats.megatron import experts
 
         return experts.to_ours(source) if source.format == folders.NATIVE else None
 
@@ -84,18 +84,18 @@ class NativeFormat(_Megatron):
 
     def to_neutral(self, source: Source) -> Source:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import experts, neutral
+        from moe_plugin.checkpoint.formats.megatron import experts, neutral
 
         return neutral.to_neutral(experts.to_ours(source))
 
     def from_neutral(self, source: Source) -> Source:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import experts, neutral
+        from moe_plugin.checkpoint.formats.megatron import experts, neutral
 
         return experts.to_native(neutral.from_neutral(source))
 
     def from_format(self, source: Source) -> Source | None:
         """See `Format`."""
-        from moe_plugin.hosts.megatron.offline import experts
+        from moe_plugin.checkpoint.formats.megatron import experts
 
         return experts.to_native(source) if source.format == folders.OURS else None

@@ -24,7 +24,7 @@ from moe_plugin.config.flags import (
 from moe_plugin.config.options import check
 from moe_plugin.config.router import only_read, router_names
 from moe_plugin.dispatch import check_settings, dispatchers
-from moe_plugin.hosts.plain.streamed import refuse_streamed_weights
+from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from moe_plugin.checkpoint.huggingface.families import Family
+from moe_plugin.checkpoint.formats.huggingface.families import Family
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
 from moe_plugin.checkpoint.source import (
     CheckpointError,

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moe_plugin.checkpoint.formats.megatron import names
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.hosts.megatron.offline import names
 from moe_plugin.messages import short
 
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"

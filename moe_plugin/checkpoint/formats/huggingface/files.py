@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint.file_workers import FileWorkers
-from moe_plugin.checkpoint.formats import Progress
-from moe_plugin.checkpoint.huggingface.families import FAMILIES
+from moe_plugin.checkpoint.formats.base import Progress
+from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,

@@ -20,6 +20,16 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.formats.megatron import names
+from moe_plugin.checkpoint.formats.megatron.folders import (
+    BACKEND,
+    COMMON,
+    META,
+    NATIVE,
+    OURS,
+    folder_of,
+)
+from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles, Objects
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
@@ -29,16 +39,6 @@ from moe_plugin.checkpoint.source import (
     Source,
     Window,
 )
-from moe_plugin.hosts.megatron.offline import names
-from moe_plugin.hosts.megatron.offline.folders import (
-    BACKEND,
-    COMMON,
-    META,
-    NATIVE,
-    OURS,
-    folder_of,
-)
-from moe_plugin.hosts.megatron.offline.torch_dist import DistributedFiles, Objects
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 from moe_plugin.routing.contract import FLOAT32

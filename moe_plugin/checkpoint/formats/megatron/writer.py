@@ -34,7 +34,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats import Layout, Progress
+from moe_plugin.checkpoint.formats.base import Layout, Progress
+from moe_plugin.checkpoint.formats.megatron import common, names
+from moe_plugin.checkpoint.formats.megatron.folders import BACKEND, COMMON, LATEST, META, NATIVE
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
@@ -46,8 +48,6 @@ from moe_plugin.checkpoint.source import (
     blocks,
     window_shape,
 )
-from moe_plugin.hosts.megatron.offline import common, names
-from moe_plugin.hosts.megatron.offline.folders import BACKEND, COMMON, LATEST, META, NATIVE
 
 CHUNK_BYTES, FILE_BYTES = 1 << 25, 1 << 29
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,

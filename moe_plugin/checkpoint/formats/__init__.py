@@ -1,0 +1,1 @@
+"""Formats of checkpoints, one module or package a format; `all` registers them."""

@@ -1,0 +1,1 @@
+"""Checkpoints of fairseq with our layers, and of its `moe` branch, without fairseq."""
