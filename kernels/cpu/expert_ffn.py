@@ -111,6 +111,7 @@ class _FFNCall:
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
+        # `reach`: products may compute some rows behind a unit's own, which must be there to write
         memory = self.memory.empty(purpose, (end, width), like)
         return BlockRows(self.blocks, memory, whole)
 
@@ -123,7 +124,7 @@ class _FFNCall:
 
 def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
     """For each block, what each of its units takes of a tensor [L, ...]."""
-    one_by_one = x_L.unbind(0)
+    one_by_one = x_L.unbind(0)  # one operation for all views: indexing costs one for each
     parts: list[list[Tensor]] = []
     for block in blocks:
         first = block.units[0].first
@@ -177,9 +178,11 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     limit = BLOCK_BYTES // (inner * x.element_size())
     blocks = blocks_of(counts, limit, row_rule(x, width, inner))
     maps = _Maps.of(plan, padding_of(counts, blocks))
+    # rows that are read where they lie have nothing behind the last one to compute along
     if maps.token_R is None:
         blocks = clipped(blocks)
     act, native = ACTIVATIONS[p.activation], passes(x, p.activation)
+    # `native` computes a gated expert's activation again while it reads both factors anyway
     keep_after = keep and not (act.cheap or p.recompute or (native and p.w_gate_LDF is not None))
     # the output's bias has a part in the gates' gradient, and its own needs weighted rows
     late = native is not None and gates_TK is not None and p.b_out_LD is None
@@ -190,6 +193,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
         sums.expect()
     call = _FFNCall(counts, blocks, act, native, p.memory, maps, keep, keep_after, late, redirected,
                     sums)
+    # operands are cast already; inside, products write into buffers of their own dtype
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -291,6 +295,7 @@ class _WeightGrad:
             return
         experts = range(expert.start, expert.stop)
         before = self.written.intersection(experts)
+        # a first product is written, later ones are added: a batch with both is done one by one
         if before and len(before) < len(experts):
             for one, a, b in zip(experts, a_IN, b_NO, strict=True):
                 self.add_matmul(one, a, b)
@@ -333,6 +338,7 @@ class _Backward:
         self.before = BlockRows(call.blocks, before, True, by_row=False)
         self.after = (call.make("recomputed act", inner, grad_y) if after is None
                       else BlockRows(call.blocks, after, True, by_row=False))
+        # `inner` is what the last matmul read: the activation, or its product with the other factor
         self.recompute, self.inner = after is None, self.after
         self.activation_grad = call.make("activation grad", inner, grad_y)
         self.up = self.up_grad = None
@@ -385,6 +391,7 @@ class _Backward:
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
                                   scale_N, self.dots[block], not self.recompute)
+        # the last product took the output's gradient without gates; its weight's gradient has them
         if scale_N is not None and W_OUT in self.grads:
             self.call.native.scale(self.grad_output.rows.of_block[block], scale_N)
 
@@ -435,11 +442,11 @@ class _Backward:
     def _input_side(self, block: int, grads: dict[str, BlockRows]) -> None:
         """Gradients of the first matmuls' weights and biases, and of the rows."""
         if self.input is not None:
-            self.input.take(block)
+            self.input.take(block)  # gathered again: cheaper than to keep k copies of each token
         for name, rows in grads.items():
             grad = rows.of_units[block]
             self._add_weight_grads(name, block, grad.own)
-            if self.grad_rows is not None:
+            if self.grad_rows is not None:  # both factors of a gated expert read the same rows
                 self.transposed[name].into(block, grad, self.grad_rows, add=name != W_IN)
 
     def _grad_x(self) -> Tensor | None:

@@ -41,11 +41,14 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
         parts: of the graph.
         k: trees per root.
     """
+    # What lanes between the parts take is not there for trees within them: so lanes come first.
     left = dict(counted.capacity)
     lanes = [_lanes(counted, parts, left, place, k) for place in range(parts.size)]
     part = _part(counted, parts, left)
     if part is None or not all(lanes):
         return None
+    # Within a part, each place is a root for its own shard and for those that enter there from
+    # every other part. Trees exist if every cut carries all of them (Edmonds).
     roots = [k * parts.count] * parts.size
     if parts.size > 1 and Demand(part.nodes, part.graph.capacity, roots).missing(1)[0]:
         return None
@@ -61,6 +64,8 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
     empty where there are not enough. What they take is taken from `left`, of part 0.
     """
     ways = _ways(counted, parts, place)
+    # One part stands for all: what it sends up to the part at a distance, it receives down from the
+    # part at that distance on the other side. So both directions are taken of part 0's links.
     found: list[list[Lane]] = []
     for _ in range(1, parts.count):
         lanes, missing = [], k
@@ -140,7 +145,7 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
     for node in members:  # grows as it goes
         for other in beside[node]:
             if other not in index:
-                if other < counted.ranks:
+                if other < counted.ranks:  # a rank of another part: this one is no graph alone
                     return None
                 index[other] = len(members)
                 members.append(other)
@@ -178,6 +183,9 @@ class _Assembly:
         """First and number of a root's trees that are alike: cut where lanes and inner trees
         change.
         """
+        # Trees between two cuts take the same lanes and inner trees at every distance, so that one
+        # tree with a weight stands for them. Inner trees are counted through all distances, k for
+        # each: where one ends, counted within its distance, is a cut.
         cuts, at = {0, self._k}, 0
         for tree in self._inner[place]:
             at += tree.weight
@@ -196,13 +204,13 @@ class _Assembly:
         levels: Levels = [[]]
         for distance in range(count):
             other = (part + distance) % count
-            if distance:
+            if distance:  # up to a switch between the parts, and the same way down
                 way = _at(self._lanes[place][distance - 1], first)
                 path = (*(self._names[part][v] for v in way),
                         *(self._names[other][v] for v in reversed(way[:-1])))
                 levels[0].append(Edge(root, other * size + place, ((path, weight),)))
             for depth, edges in enumerate(self._inside(other, place, distance, first, weight)):
-                depth += bool(distance)
+                depth += bool(distance)  # the lane was the first edge
                 if depth == len(levels):
                     levels.append([])
                 levels[depth].extend(edges)
