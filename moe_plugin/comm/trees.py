@@ -24,6 +24,7 @@ from moe_plugin.planner.forest.schedule import Schedule
 
 AHEAD = LAG + 2  # rounds whose receives are posted early
 KEPT = 64  # lists of rounds of one group, by size
+# a gather only moves bits: as integers, also those dtypes travel that a backend does not know
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -146,6 +147,8 @@ class _Run:
                 wait = self.comm.post([], self._addressed(self._posted, buffers))
                 self._arriving[self._posted] = wait, buffers
             self._posted += 1
+        # `rounds_of` lets LAG rounds pass before a rank sends what it has received: so messages of
+        # that many rounds are on the links at once, and only then is one waited for
         self._complete(number - LAG)
         sends = self._sends(number)
         if sends:

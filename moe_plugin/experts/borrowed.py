@@ -121,6 +121,12 @@ class BorrowingDispatcher(WrappedDispatcher):
 
 
 class _Tie(torch.autograd.Function):
+    """x, with exchanges that backward must reverse on this rank as well.
+
+    A rank that borrows nothing uses nothing of what arrived: its backward would skip the exchanges,
+    and the owners would wait for it.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, arrived: Tensor) -> Tensor:
         ctx.like = arrived
@@ -179,7 +185,7 @@ class _WeightTransfer:
         others = iter(_cut(arrived_N, [n for of_peer in self.lengths for n in of_peer]))
         by_peer = {(loan.expert, peer): next(others)
                    for peer, loans in enumerate(self.by_peer) for loan in loans}
-        if not by_peer:
+        if not by_peer:  # `arrived_N` is empty; it is here for its exchange in backward
             return torch.cat([self.parts_N, arrived_N])
         return torch.cat([self.own[loan.expert] if peer == self.place.comm.rank
                           else by_peer[loan.expert, peer]
@@ -205,6 +211,7 @@ def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
     part of each of its guests, one after another.
     """
     rank, ranks = place.comm.rank, range(place.comm.size)
+    # one vector of an expert's parameters: parts are cut across them, all of one length
     flat = {loan.expert: torch.cat([value[loan.expert % place.local].reshape(-1)
                                     for value in local.values()])
             for loan in spill.loans if loan.owner == rank}
