@@ -70,6 +70,5 @@ def _is_user_dir() -> bool:
     return any(os.path.realpath(folder) == home for folder in getattr(function, "memo", ()))
 
 
-# fairseq 0.12 imports the models of a user dir, too; its `moe` branch the package alone
 if _is_user_dir():
-    importlib.import_module("moe_plugin.models.fairseq_models")
+    importlib.import_module("moe_plugin.hosts.fairseq.register")

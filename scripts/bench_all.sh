@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure everything that docs/benchmarks holds, on this machine. Minutes; keep the machine quiet meanwhile.
 #
-#   bash scripts/bench_all.sh [--venv DIR] [options of moe_plugin.bench.suite]
+#   bash scripts/bench_all.sh [--venv DIR] [options of moe_plugin.lab.bench.suite]
 #
 #   --venv DIR       the environment (default: .venv in the repository)
 #   --only PARTS     layer, kernels, scaling, with commas (default: all)
@@ -20,4 +20,4 @@ while [ $# -gt 0 ]; do
 done
 [ -x "$VENV/bin/python" ] || die "no environment in $VENV; run: bash scripts/setup.sh"
 cd "$ROOT"
-exec "$VENV/bin/python" -m moe_plugin.bench.suite ${ARGS[@]+"${ARGS[@]}"}
+exec "$VENV/bin/python" -m moe_plugin.lab.bench.suite ${ARGS[@]+"${ARGS[@]}"}

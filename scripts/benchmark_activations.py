@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin import MoELayer
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.machine import cpu_name
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.units import show_size, show_time

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.bench.layouts import one_step, slowest
-from moe_plugin.bench.report import check_folder, paragraph, pyplot, save_figure, write_json
 from moe_plugin.comm.base import FunctionExchange
 from moe_plugin.config import from_dict
-from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.lab.bench.layouts import one_step, slowest
+from moe_plugin.lab.bench.report import check_folder, paragraph, pyplot, save_figure, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular

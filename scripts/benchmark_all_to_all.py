@@ -23,21 +23,14 @@ from typing import Any
 
 import torch
 
-from moe_plugin.bench.all_to_all import Plan, Row, as_dicts, measure_emulated, measurements_of
-from moe_plugin.bench.all_to_all_report import markdown, plot
-from moe_plugin.bench.report import table, write_json
 from moe_plugin.cli.simulate_all_to_all import plot as plot_model
 from moe_plugin.cli.simulate_all_to_all import tables
-from moe_plugin.emulate import EmulatedCluster
-from moe_plugin.planner import (
-    Cluster,
-    Fit,
-    dump_cluster,
-    fit,
-    load_cluster,
-    predict,
-    predict_table,
-)
+from moe_plugin.lab.bench.all_to_all import Plan, Row, as_dicts, measure_emulated, measurements_of
+from moe_plugin.lab.bench.all_to_all_report import markdown, plot
+from moe_plugin.lab.bench.report import table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.lab.planning.fit import Fit, fit
+from moe_plugin.planner import Cluster, dump_cluster, load_cluster, predict, predict_table
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.regular_files import output_folder, write_regular
 

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from moe_plugin.bench.collectives import WIRE, measure, ring_bound_s
-from moe_plugin.bench.corpus import build_corpus
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.comm.forest import plan_few
-from moe_plugin.emulate import EmulatedCluster
-from moe_plugin.emulate.launch import start_torchrun, wait
-from moe_plugin.emulate.networks import SHAPES
+from moe_plugin.lab.bench.collectives import WIRE, measure, ring_bound_s
+from moe_plugin.lab.bench.corpus import build_corpus
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.lab.emulate.launch import start_torchrun, wait
+from moe_plugin.lab.emulate.networks import SHAPES
 from moe_plugin.planner.units import show_size
 from moe_plugin.regular_files import write_regular
 

@@ -24,10 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.bench.measure import versions
-from moe_plugin.bench.report import check_folder, page, paragraph, table, write_json
+from moe_plugin.lab.bench.measure import versions
+from moe_plugin.lab.bench.report import check_folder, page, paragraph, table, write_json
+from moe_plugin.lab.vision.data import write_example
 from moe_plugin.regular_files import write_regular
-from moe_plugin.vision.data import write_example
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("ensembles.json", "ensembles.md")
@@ -53,8 +53,8 @@ def train(folder: Path, data: Path, row: str, seed: int, epochs: int) -> dict[st
     """The last evaluation of a run."""
     out = folder / f"{list(ROWS).index(row)} {seed}"
     subprocess.run(
-        [sys.executable, "-m", "moe_plugin.vision.train", "--data", str(data), "--out", str(out),
-         "--epochs", str(epochs), "--seed", str(seed), *COMMON, *ROWS[row]], check=True,
+        [sys.executable, "-m", "moe_plugin.lab.vision.train", "--data", str(data), "--out",
+         str(out), "--epochs", str(epochs), "--seed", str(seed), *COMMON, *ROWS[row]], check=True,
         stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1",
                                         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
     found = json.loads((out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])

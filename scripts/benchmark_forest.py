@@ -79,7 +79,7 @@ def measure(most: int) -> dict[str, list[dict[str, Any]]]:
 
 def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
     """The page."""
-    from moe_plugin.bench.report import paragraph, table
+    from moe_plugin.lab.bench.report import paragraph, table
 
     rows = [[series, c["network"], str(c["gpus"]), c["inverse_rate"], str(c["k"]),
              str(c["trees"]), f"{c['seconds']:.3f}", f"{c['peak_mib']:.0f}"]
@@ -121,8 +121,8 @@ def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
     """Time and memory over the number of GPUs."""
-    from moe_plugin.bench.plots import log_scale, log_ticks
-    from moe_plugin.bench.report import pyplot, save_figure
+    from moe_plugin.lab.bench.plots import log_scale, log_ticks
+    from moe_plugin.lab.bench.report import pyplot, save_figure
 
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -153,7 +153,7 @@ def main() -> int:
         print(json.dumps(plan_one(args.one, not args.all_parts)))
         return 0
     # not at the top: it imports torch, whose memory is none of planning's
-    from moe_plugin.bench.report import write_json
+    from moe_plugin.lab.bench.report import write_json
 
     try:
         folder = output_folder(args.out, FILES)

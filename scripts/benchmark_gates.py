@@ -24,8 +24,8 @@ import quickstart
 import torch
 import yaml
 
-from moe_plugin.bench.corpus import build_corpus
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.bench.corpus import build_corpus
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import make_folder, write_regular
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_plugin import MoELayer
-from moe_plugin.bench.memory_limit import AnonymousPeak, run_limited
-from moe_plugin.bench.report import paragraph, table, write_json
+from moe_plugin.lab.bench.memory_limit import AnonymousPeak, run_limited
+from moe_plugin.lab.bench.report import paragraph, table, write_json
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.pregate import link
 from moe_plugin.records import HostContext

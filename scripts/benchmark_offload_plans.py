@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.lab.planning.offload.peers import Peers, versus_pipeline
 from moe_plugin.planner.offload.atom import Layer, StreamPlan, plan
-from moe_plugin.planner.offload.peers import Peers, versus_pipeline
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import output_folder, write_regular
 
@@ -66,7 +66,7 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The page."""
-    from moe_plugin.bench.report import paragraph, table
+    from moe_plugin.lab.bench.report import paragraph, table
 
     intro = paragraph(
         "Made by `python scripts/benchmark_offload_plans.py`: computed by "
@@ -96,8 +96,8 @@ def markdown(found: dict[str, Any]) -> str:
 
 def draw(path: Path, found: dict[str, Any]) -> None:
     """Ratios over bandwidth."""
-    from moe_plugin.bench.plots import log_scale, log_ticks
-    from moe_plugin.bench.report import pyplot, save_figure
+    from moe_plugin.lab.bench.plots import log_scale, log_ticks
+    from moe_plugin.lab.bench.report import pyplot, save_figure
 
     plt = pyplot()
     figure, axes = plt.subplots(1, len(found), figsize=(10, 4), sharey=True, layout="constrained")
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks",
                         help="folder to write to")
     args = parser.parse_args()
-    from moe_plugin.bench.report import write_json
+    from moe_plugin.lab.bench.report import write_json
 
     try:
         folder = output_folder(args.out, FILES)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.bench.layouts import slowest
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.comm.regions import gather
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
-from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.lab.bench.layouts import slowest
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import ExpertRows
 from moe_plugin.regular_files import write_regular

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_peers.py [--out docs/benchmarks] [--rates 50 20 10]
 
-Needs what `moe_plugin.emulate` needs (root) and torchft, and about 4 minutes. Writes peers.json,
-peers.md and peers.png.
+Needs what `moe_plugin.lab.emulate` needs (root) and torchft, and about 4 minutes. Writes
+peers.json, peers.md and peers.png.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
-from moe_plugin.bench.plots import log_ticks
-from moe_plugin.bench.report import paragraph, pyplot, save_figure, table, write_json
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import with_overrides
-from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.lab.bench.plots import log_ticks
+from moe_plugin.lab.bench.report import paragraph, pyplot, save_figure, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.regular_files import output_folder, write_regular

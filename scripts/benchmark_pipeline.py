@@ -3,7 +3,7 @@
     python scripts/benchmark_pipeline.py [--out docs/benchmarks] [--rates 200 100] [--rounds 3]
         [--part schedules|slices|all]
 
-Needs what `moe_plugin.emulate` needs (root) and megatron-core, and about 4 minutes. Writes
+Needs what `moe_plugin.lab.emulate` needs (root) and megatron-core, and about 4 minutes. Writes
 pipeline.json and pipeline.md; of a part alone, the other one stays as the folder has it. A pass
 waits for its time in place of computing, so that the stages need no processors of their own;
 transfers are real.
@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
-from moe_plugin.emulate import EmulatedCluster
-from moe_plugin.emulate.networks import chain
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.lab.emulate.networks import chain
 from moe_plugin.planner.pipeline.one_f_one_b import Pipeline
 from moe_plugin.planner.pipeline.slices import SlicePipeline
 from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.bench.device import measure_device
-from moe_plugin.bench.layouts import one_step, slowest
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
-from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.lab.bench.device import measure_device
+from moe_plugin.lab.bench.layouts import one_step, slowest
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner import Cluster, load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.device import Device

@@ -24,8 +24,15 @@ from typing import Any
 import quickstart
 import torch
 
-from moe_plugin.bench.corpus import build_corpus
-from moe_plugin.bench.report import check_folder, paragraph, pyplot, save_figure, table, write_json
+from moe_plugin.lab.bench.corpus import build_corpus
+from moe_plugin.lab.bench.report import (
+    check_folder,
+    paragraph,
+    pyplot,
+    save_figure,
+    table,
+    write_json,
+)
 from moe_plugin.regular_files import make_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.checkpoint import checksums, torch_files
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.source import Derived, Entry, window_shape
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.regular_files import write_regular
 
 FILES = ("reshard.json", "reshard.md")

@@ -12,10 +12,10 @@ import argparse
 from importlib.metadata import version
 from pathlib import Path
 
-from moe_plugin.bench import report
-from moe_plugin.bench.chips import GPUS
-from moe_plugin.bench.resources import Resources, cases, compile_for
-from moe_plugin.bench.suite import LAYERS
+from moe_plugin.lab.bench import report
+from moe_plugin.lab.bench.chips import GPUS
+from moe_plugin.lab.bench.resources import Resources, cases, compile_for
+from moe_plugin.lab.bench.suite import LAYERS
 
 PAGE = "resources.md"  # and one for each GPU, `page_of`
 TITLE = "What the kernels need of a GPU"

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import from_dict
-from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
 from moe_plugin.regular_files import write_regular

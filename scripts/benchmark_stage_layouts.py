@@ -3,7 +3,7 @@ to each receiver.
 
     python scripts/benchmark_stage_layouts.py [--out docs/benchmarks] [--rate 200] [--rounds 5]
 
-Needs what `moe_plugin.emulate` needs (root), and a minute. Writes stage_layouts.json and
+Needs what `moe_plugin.lab.emulate` needs (root), and a minute. Writes stage_layouts.json and
 stage_layouts.md.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.emulate import EmulatedCluster
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
+from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.relays import CHUNKS, Hop, relays
 from moe_plugin.planner.resharding import TensorLayout, unique_slices
 from moe_plugin.regular_files import write_regular

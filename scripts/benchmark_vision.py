@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_plugin.bench.measure import interleaved, versions
-from moe_plugin.bench.report import check_folder, page, paragraph, table, write_json
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
+from moe_plugin.lab.bench.measure import interleaved, versions
+from moe_plugin.lab.bench.report import check_folder, page, paragraph, table, write_json
+from moe_plugin.lab.vision.model import PRESETS, build
 from moe_plugin.regular_files import write_regular
-from moe_plugin.vision.model import PRESETS, build
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("vision.json", "vision.md")
@@ -179,7 +179,7 @@ def train(seeds: Sequence[int], epochs: int) -> Accuracy:
 
 def started(folder: Path, side: str, seed: int, epochs: int) -> subprocess.Popen[bytes]:
     """A training run of one thread."""
-    command = [sys.executable, "-m", "moe_plugin.vision.train", "--example", "digits", "--data",
+    command = [sys.executable, "-m", "moe_plugin.lab.vision.train", "--example", "digits", "--data",
                str(folder / f"images of {side}"), "--out", str(folder / f"{side}{seed}"),
                "--epochs", str(epochs), "--seed", str(seed), *(["--dense"] * (side == "dense"))]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL,

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
-from moe_plugin.bench.memory_limit import AnonymousPeak, run_limited
-from moe_plugin.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.config import with_overrides
+from moe_plugin.lab.bench.memory_limit import AnonymousPeak, run_limited
+from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.regular_files import write_regular

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_plugin.bench.report import check_folder, paragraph, table
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig
+from moe_plugin.lab.bench.report import check_folder, paragraph, table
+from moe_plugin.lab.planning.fit import nonnegative_least_squares
 from moe_plugin.planner import Cluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Link
 from moe_plugin.planner.device import Device
-from moe_plugin.planner.fit import nonnegative_least_squares
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices
 from moe_plugin.regular_files import write_regular
 from moe_plugin.tuning.default_hardware import default_cluster, default_device

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.bench.corpus import CorpusInfo, build_corpus, read_info
+from moe_plugin.lab.bench.corpus import CorpusInfo, build_corpus, read_info
 from moe_plugin.observe import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
@@ -264,7 +264,7 @@ def prepare_megatron(corpus: Path) -> Path:
 
 def table(results: list[dict[str, Any]], entropy: float) -> str:
     """The results, a line per host."""
-    from moe_plugin.bench import report  # imports torch
+    from moe_plugin.lab.bench import report  # imports torch
 
     head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
             "busiest expert / mean", "seconds")

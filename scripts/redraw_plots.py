@@ -21,12 +21,12 @@ import benchmark_peers
 import benchmark_pregate
 from benchmark_all_to_all import predicted_cluster
 
-from moe_plugin.bench.all_to_all import Row
-from moe_plugin.bench.all_to_all_report import plot as plot_all_to_all
-from moe_plugin.bench.layer import LayerReport
-from moe_plugin.bench.plots import layer_plot, scaling_plot
-from moe_plugin.bench.report import check_folder
 from moe_plugin.cli.simulate_all_to_all import plot as plot_model
+from moe_plugin.lab.bench.all_to_all import Row
+from moe_plugin.lab.bench.all_to_all_report import plot as plot_all_to_all
+from moe_plugin.lab.bench.layer import LayerReport
+from moe_plugin.lab.bench.plots import layer_plot, scaling_plot
+from moe_plugin.lab.bench.report import check_folder
 
 NUMBERS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 PLOTS = (*(f"layer_{number}.svg" for number in range(4)), "scaling.svg", "all_to_all.png",

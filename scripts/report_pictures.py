@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from moe_plugin.bench.report import check_folder
+from moe_plugin.lab.bench.report import check_folder
 from moe_plugin.observe.history import RunRecord, read_run
 from moe_plugin.observe.report import render, render_comparison
 from moe_plugin.regular_files import write_regular

@@ -14,7 +14,7 @@ from moe_plugin.cli.options import add_exchange_sizes, links_of
 from moe_plugin.messages import short
 
 if TYPE_CHECKING:
-    from moe_plugin.bench.all_to_all import Plan
+    from moe_plugin.lab.bench.all_to_all import Plan
 
 NAMES = "native,linear,2dh,leader,auto"
 SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
@@ -38,13 +38,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. On real ranks only rank 0 prints."""
-    from moe_plugin.bench.all_to_all import Plan
     from moe_plugin.comm import algorithms
     from moe_plugin.config import CommConfig
+    from moe_plugin.lab.bench.all_to_all import Plan
     from moe_plugin.planner.units import parse_size
 
     if args.plot:
-        from moe_plugin.bench.report import check_figure
+        from moe_plugin.lab.bench.report import check_figure
 
         check_figure(args.plot)
     names = tuple(args.algorithms.split(","))
@@ -74,8 +74,8 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[list, dict[str, Any]]
 
 
 def _emulated(args: argparse.Namespace, plan: Plan) -> tuple[list, dict[str, Any]]:
-    from moe_plugin.bench.all_to_all import measure_emulated
-    from moe_plugin.emulate import EmulatedCluster
+    from moe_plugin.lab.bench.all_to_all import measure_emulated
+    from moe_plugin.lab.emulate import EmulatedCluster
     from moe_plugin.planner.units import parse_grid
 
     links, rows = links_of(args), []
@@ -89,8 +89,8 @@ def _own_ranks(plan: Plan) -> tuple[list, dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from moe_plugin.bench.all_to_all import measure_rank, rows_of
     from moe_plugin.comm import TorchComm
+    from moe_plugin.lab.bench.all_to_all import measure_rank, rows_of
 
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
         raise ValueError("no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
@@ -110,8 +110,8 @@ def _own_ranks(plan: Plan) -> tuple[list, dict[str, Any]]:
 
 
 def _show(args: argparse.Namespace, rows: list, about: dict[str, Any]) -> None:
-    from moe_plugin.bench.all_to_all import as_dicts
-    from moe_plugin.bench.all_to_all_report import markdown, plot
+    from moe_plugin.lab.bench.all_to_all import as_dicts
+    from moe_plugin.lab.bench.all_to_all_report import markdown, plot
 
     if args.json:
         json.dump({**about, "rows": as_dicts(rows)}, sys.stdout, indent=2)

@@ -33,7 +33,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write."""
-    from moe_plugin.bench import host, report
+    from moe_plugin.lab.bench import host, report
     from moe_plugin.regular_files import check_output
 
     for path in (args.out, args.out.with_suffix(".md")) if args.out else ():

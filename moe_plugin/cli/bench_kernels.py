@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     from dataclasses import asdict
 
-    from moe_plugin.bench import kernels, report, resources
-    from moe_plugin.bench.chips import GPUS
+    from moe_plugin.lab.bench import kernels, report, resources
+    from moe_plugin.lab.bench.chips import GPUS
 
     if args.resources:
         found = [resources.compile_for(case, target) for target in GPUS

@@ -25,8 +25,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    from moe_plugin.bench import layer, plots, report
-    from moe_plugin.bench.peers import peers
+    from moe_plugin.lab.bench import layer, plots, report
+    from moe_plugin.lab.bench.peers import peers
 
     problem = problem_of(args)
     if args.plot:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from moe_plugin.cli.options import add_links, links_of
 
 if TYPE_CHECKING:
-    from moe_plugin.bench.train.results import TrainReport
+    from moe_plugin.lab.bench.train.results import TrainReport
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write. On ranks of a launcher only rank 0 prints and writes."""
-    from moe_plugin.bench.report import write_json
-    from moe_plugin.bench.train.results import merged, read, sides_table, summary_table
-    from moe_plugin.bench.train.write import write_pages
+    from moe_plugin.lab.bench.report import write_json
+    from moe_plugin.lab.bench.train.results import merged, read, sides_table, summary_table
+    from moe_plugin.lab.bench.train.write import write_pages
     from moe_plugin.regular_files import check_output
 
     for name in ("steps", "warm_up", "ranks"):
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> Iterator[TrainReport]:
-    from moe_plugin.bench.train import run as runs
-    from moe_plugin.bench.train.shapes import for_host, parse_shapes
-    from moe_plugin.emulate import EmulatedCluster
+    from moe_plugin.lab.bench.train import run as runs
+    from moe_plugin.lab.bench.train.shapes import for_host, parse_shapes
+    from moe_plugin.lab.emulate import EmulatedCluster
     from moe_plugin.planner.units import parse_grid
 
     grid = parse_grid(args.emulate) if args.emulate else None

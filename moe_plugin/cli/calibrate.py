@@ -29,9 +29,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and say how well the fit describes what was measured."""
-    from moe_plugin.bench.all_to_all import Plan, measurements_of
     from moe_plugin.cli.bench_all_to_all import measure
-    from moe_plugin.planner import Cluster, dump_cluster, fit
+    from moe_plugin.lab.bench.all_to_all import Plan, measurements_of
+    from moe_plugin.lab.planning.fit import fit
+    from moe_plugin.planner import Cluster, dump_cluster
     from moe_plugin.planner.units import parse_size
 
     check_output(args.out)

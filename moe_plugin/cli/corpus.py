@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_plugin.bench.corpus import SPLITS, build_corpus
+from moe_plugin.lab.bench.corpus import SPLITS, build_corpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

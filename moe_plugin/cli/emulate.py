@@ -40,8 +40,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it; the exit status of the first node that fails, else 0."""
-    from moe_plugin.emulate import EmulatedCluster
-    from moe_plugin.emulate.launch import start_plain, start_torchrun, wait
+    from moe_plugin.lab.emulate import EmulatedCluster
+    from moe_plugin.lab.emulate.launch import start_plain, start_torchrun, wait
     from moe_plugin.planner.units import parse_grid
 
     if args.max_restarts < 0:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from moe_plugin.messages import short
 
 if TYPE_CHECKING:
-    from moe_plugin.emulate.faults import Fault
+    from moe_plugin.lab.emulate.faults import Fault
 
 _REMEDIES = {
     "exchange": "; ranks exchange rows where they share the experts (in Megatron: "
@@ -34,7 +34,7 @@ EXAMPLES = """examples:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from moe_plugin.emulate.faults import KINDS, PLACES, Fault
+    from moe_plugin.lab.emulate.faults import KINDS, PLACES, Fault
 
     p.usage = "moe-plugin fault KIND [options] -- COMMAND ..."
     p.epilog = EXAMPLES
@@ -70,7 +70,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program; its exit status."""
-    from moe_plugin.emulate.faults import Fault
+    from moe_plugin.lab.emulate.faults import Fault
 
     program = _program(args.program)
     fault = Fault(args.kind, args.ranks, args.step, args.place, args.seconds, args.bytes, args.bit)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _why(fault: Fault, made: int) -> str:
     """Why it did not happen in a program that made so many steps."""
-    from moe_plugin.emulate.faults import PLACES
+    from moe_plugin.lab.emulate.faults import PLACES
 
     if made < fault.step:
         return (f"step {fault.step}, place {fault.place}, was not reached; the program made {made} "

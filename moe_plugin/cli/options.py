@@ -9,7 +9,7 @@ from moe_plugin.messages import short
 from moe_plugin.planner.units import parse_rate, parse_time
 
 if TYPE_CHECKING:
-    from moe_plugin.bench.problem import Problem
+    from moe_plugin.lab.bench.problem import Problem
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
     """The problem that the options describe; sets the number of torch's threads."""
     import torch
 
-    from moe_plugin.bench.problem import Problem
+    from moe_plugin.lab.bench.problem import Problem
 
     if args.threads is not None:
         if not 1 <= args.threads <= 4096:

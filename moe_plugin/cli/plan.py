@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli import plan_memory, plan_pipeline
+from moe_plugin.lab.planning.write import HOSTS
 from moe_plugin.messages import short
-from moe_plugin.planner.write import HOSTS
 from moe_plugin.regular_files import make_folder, write_regular
 
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
@@ -70,18 +70,18 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ValueError(f"--{missing[0]} FILE is missing; a plan of parallel sizes needs --model, "
                          "--cluster and --device, one of a device's memory --memory and --profile")
+    from moe_plugin.lab.planning.explain import breakdown, explain
+    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.lab.planning.model_search import Space, search
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.device import load_device
-    from moe_plugin.planner.explain import breakdown, explain
-    from moe_plugin.planner.model import load_model
-    from moe_plugin.planner.model_search import Space, search
 
     for name in ("data", "script", "auto"):
         if getattr(args, name) and not args.write:
             raise ValueError(f"--{name} says what --write DIR writes: give that, too, or leave "
                              f"--{name} out")
     if args.plot:
-        from moe_plugin.bench.report import check_figure
+        from moe_plugin.lab.bench.report import check_figure
 
         check_figure(args.plot)
     for name, value in (("top", args.top), ("nodes", args.nodes),
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> int:
     from dataclasses import asdict
 
-    from moe_plugin.planner.static_layer import scale_table, scale_text
+    from moe_plugin.lab.planning.static_layer import scale_table, scale_text
     from moe_plugin.planner.units import parse_counts
 
     nodes = parse_counts("--scale", args.scale, "1,2,4")
@@ -129,7 +129,7 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> i
 
 
 def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> None:
-    from moe_plugin.planner.launch import (
+    from moe_plugin.lab.planning.launch import (
         CONFIG,
         LINE,
         LaunchCommand,
@@ -137,8 +137,8 @@ def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> Non
         launch_text,
         launch_words,
     )
+    from moe_plugin.lab.planning.write import plan_yaml
     from moe_plugin.planner.units import show_time
-    from moe_plugin.planner.write import plan_yaml
 
     note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted "
             f"{show_time(best.seconds)} per step.")
@@ -155,7 +155,7 @@ def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> Non
 
 def _plot(path: Path, plans: list[Any]) -> None:
     """Stacked bars of the plans' times, and the best plan's MoE layer as a timeline."""
-    from moe_plugin.bench.report import pyplot, save_figure
+    from moe_plugin.lab.bench.report import pyplot, save_figure
 
     plt = pyplot()
     figure, (bars, lanes) = plt.subplots(

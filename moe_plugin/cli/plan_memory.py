@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         check_output(args.trace)
     if args.plot:
-        from moe_plugin.bench.report import check_figure
+        from moe_plugin.lab.bench.report import check_figure
 
         check_figure(args.plot)
     profile = load_profile(args.profile)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
-    from moe_plugin.planner.offload.explain import as_dict, explain
+    from moe_plugin.lab.planning.offload.explain import as_dict, explain
     from moe_plugin.planner.offload.karma import blocks_of, plan
 
     base = profile.base_bytes + sum(b.parameter_bytes + b.gradient_bytes for b in profile.blocks)
@@ -73,8 +73,8 @@ def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 
 def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
+    from moe_plugin.lab.planning.offload.explain import explain_stream, stream_as_dict
     from moe_plugin.planner.offload.atom import fewest_batches, layers_of, plan
-    from moe_plugin.planner.offload.explain import explain_stream, stream_as_dict
 
     layers, base, made = layers_of(profile), profile.base_bytes, None
     if args.accumulate is None:
@@ -88,7 +88,7 @@ def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 def _plot(path: Path, outcome: Any, limit: int) -> None:
     """The streams as lanes over the bytes on the device."""
-    from moe_plugin.bench.report import pyplot, save_figure
+    from moe_plugin.lab.bench.report import pyplot, save_figure
 
     plt = pyplot()
     figure, (lanes, memory) = plt.subplots(2, 1, figsize=(11, 5), sharex=True,

@@ -23,8 +23,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict, show, write."""
+    from moe_plugin.lab.planning.pipeline import as_dict, explain, trace
     from moe_plugin.planner.pipeline.choice import choose, load_profile
-    from moe_plugin.planner.pipeline.explain import as_dict, explain, trace
 
     given = [name for name in OTHERS if getattr(args, name) is not None]
     if given:

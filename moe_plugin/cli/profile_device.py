@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     import yaml
 
-    from moe_plugin.bench.device import measure_device
+    from moe_plugin.lab.bench.device import measure_device
     from moe_plugin.planner.units import show_time
 
     check_output(args.out)

@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_plugin.lab.planning.launch import CONFIG, LINE
+from moe_plugin.lab.planning.write import HOSTS
 from moe_plugin.messages import short
-from moe_plugin.planner.launch import CONFIG, LINE
-from moe_plugin.planner.write import HOSTS
 from moe_plugin.regular_files import output_folder, write_regular
 
 if TYPE_CHECKING:
     import torch
 
     from moe_plugin.comm import Comm
+    from moe_plugin.lab.planning.measured import MeasuredNetwork, Processor, Record
+    from moe_plugin.lab.planning.model import ModelShape
+    from moe_plugin.lab.planning.model_cost import PlanCost
+    from moe_plugin.lab.planning.trust import Estimate
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
-    from moe_plugin.planner.measured import MeasuredNetwork, Processor, Record
-    from moe_plugin.planner.model import ModelShape
-    from moe_plugin.planner.model_cost import PlanCost
-    from moe_plugin.planner.trust import Estimate
 
 NETWORK, PROCESSOR = "network.json", "processor.json"
 FILES = (NETWORK, PROCESSOR, CONFIG, LINE)
@@ -80,8 +80,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, plan, judge, write, print. Only rank 0 prints and writes."""
-    from moe_plugin.bench.own_cluster import own_ranks
-    from moe_plugin.planner.model import load_model
+    from moe_plugin.lab.bench.own_cluster import own_ranks
+    from moe_plugin.lab.planning.model import load_model
 
     for name in ("nodes", "ranks_per_node", "nics", "repeats", "top"):
         value = getattr(args, name)
@@ -128,7 +128,7 @@ def _quiet(verbose: bool) -> Iterator[None]:
 def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bool) -> int:
     import torch
 
-    from moe_plugin.bench.own_cluster import grid_of, rank_memory
+    from moe_plugin.lab.bench.own_cluster import grid_of, rank_memory
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
 
@@ -166,10 +166,10 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
     """Plans that fit the memory, some of them with layers recomputed."""
+    from moe_plugin.lab.planning.model_search import Space, search
+    from moe_plugin.lab.planning.recompute import recomputed
     from moe_plugin.planner.all_to_all import COSTS
     from moe_plugin.planner.device import MAX_NUMBER
-    from moe_plugin.planner.model_search import Space, search
-    from moe_plugin.planner.recompute import recomputed
 
     # on one node, and with one rank a node, all of them run as linear
     same = 1 in (cluster.nodes, cluster.ranks_per_node)
@@ -193,13 +193,13 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
     """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
     nothing of what was kept; one rank has no network.
     """
-    from moe_plugin.bench.own_cluster import (
+    from moe_plugin.lab.bench.own_cluster import (
         about_network,
         about_processor,
         measure_network,
         measure_processor,
     )
-    from moe_plugin.planner.measured import MeasuredNetwork, Processor, dump
+    from moe_plugin.lab.planning.measured import MeasuredNetwork, Processor, dump
 
     network = None
     if comm.size > 1:
@@ -221,7 +221,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
     """(Whether rank 0's folder has what was measured on ranks like these, that on rank 0)."""
-    from moe_plugin.planner.measured import load
+    from moe_plugin.lab.planning.measured import load
 
     record, path = None, args.out / name
     if comm.rank == 0 and not args.fresh and path.exists():
@@ -245,8 +245,8 @@ def _say(args: argparse.Namespace, line: str) -> None:
 def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
            network: MeasuredNetwork | None, processor: Processor, cluster: Cluster) -> None:
     """Correct the predictions, refuse what cannot be trusted, write and print."""
-    from moe_plugin.planner import advice, trust
-    from moe_plugin.planner.measured import UPDATE
+    from moe_plugin.lab.planning import advice, trust
+    from moe_plugin.lab.planning.measured import UPDATE
 
     ratios = trust.residuals(network, processor)
     update = next((t for t in processor.timings if t.name == UPDATE), None)
@@ -270,9 +270,14 @@ def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster:
     """Write moe.yaml and launch.sh; returns the launch line."""
     import torch
 
-    from moe_plugin.planner.launch import LaunchCommand, launch_script, launch_text, launch_words
+    from moe_plugin.lab.planning.launch import (
+        LaunchCommand,
+        launch_script,
+        launch_text,
+        launch_words,
+    )
+    from moe_plugin.lab.planning.write import plan_yaml
     from moe_plugin.planner.units import show_time
-    from moe_plugin.planner.write import plan_yaml
 
     note = (f"Written by `moe-plugin recommend`: {best.cost.plan.label}, predicted "
             f"{show_time(best.seconds)} per step.")

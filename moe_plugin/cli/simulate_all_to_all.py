@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """A markdown table for each size."""
-    from moe_plugin.bench.report import table
+    from moe_plugin.lab.bench.report import table
     from moe_plugin.planner.units import show_size, show_time
 
     parts = []
@@ -65,8 +65,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
     """Time by ranks, one panel for each size."""
-    from moe_plugin.bench.plots import log_scale, log_ticks
-    from moe_plugin.bench.report import pyplot, save_figure
+    from moe_plugin.lab.bench.plots import log_scale, log_ticks
+    from moe_plugin.lab.bench.report import pyplot, save_figure
     from moe_plugin.planner.units import show_size
 
     sizes = list(dict.fromkeys(row["bytes"] for row in rows))

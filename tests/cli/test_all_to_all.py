@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import main
-from moe_plugin.emulate import why_not
+from moe_plugin.lab.emulate import why_not
 from moe_plugin.planner import load_cluster
 from tests.distributed import free_port
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from moe_plugin import MoEConfig, MoELayer
-from moe_plugin.bench.layer import LayerReport
-from moe_plugin.bench.suite import layer_page
-from moe_plugin.bench.train.results import read
-from moe_plugin.bench.train.write import write_pages
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import DispatchConfig, from_dict, from_yaml, register_hydra
 from moe_plugin.config.flags import flag_specs
+from moe_plugin.lab.bench.layer import LayerReport
+from moe_plugin.lab.bench.suite import layer_page
+from moe_plugin.lab.bench.train.results import read
+from moe_plugin.lab.bench.train.write import write_pages
 from moe_plugin.records import Routing
 from moe_plugin.routing.capacity import capacity
 from tests.faults.cases import Row

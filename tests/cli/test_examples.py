@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.config import MoEConfig, from_yaml
-from moe_plugin.emulate import why_not
+from moe_plugin.lab.emulate import why_not
 from tests import text
 from tests.cli.examples import FENCES, ROOT, Block, Shell, blocks, commands, indented
 

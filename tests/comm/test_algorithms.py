@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe_plugin.comm import Comm, CommError, Exchange, Topology, Traffic, algorithms, run_simulated
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.comm.handles import start
-from moe_plugin.emulate.clock import Clock
 from moe_plugin.kernels import kernels
+from moe_plugin.lab.emulate.clock import Clock
 from moe_plugin.planner import COSTS, Cluster, Link, predict
 from tests.comm.exchanges import WIDTH, column, expected_of, random_counts, rows_of
 

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from tests.distributed import free_port
-from tests.emulate.host_faults import processes_of, wait_for
 from tests.hosts import kills
+from tests.lab.emulate.host_faults import processes_of, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY, NODES, STEPS, WAIT_S = 5, 4, 40, 600.0

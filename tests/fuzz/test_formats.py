@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_plugin.checkpoint import CheckpointError, checksums
 from moe_plugin.checkpoint.formats.base import convert, detect, open_source
 from moe_plugin.checkpoint.source import Key, Source, full_window
-from moe_plugin.emulate.damage import WAYS, damage, files_of
+from moe_plugin.lab.emulate.damage import WAYS, damage, files_of
 from tests.fuzz.hostile import bounded, is_named, replaced
 from tests.fuzz.samples import TARGETS, damage_content, format_of, sample
 

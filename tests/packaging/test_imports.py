@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 # Bottom to top. A room imports from itself and from the rooms before it.
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
          "config row_counts records output planner kernels comm routing dispatch experts memory "
-         "tuning layer pregate gradients checkpoint ensembles observe resilience hosts vision "
-         "emulate bench cli").split()
-# fairseq finds its models in the folder `models` of a user module: a part of that host.
-ALIASES = {"models": "hosts"}
+         "tuning layer pregate gradients checkpoint ensembles observe resilience hosts lab "
+         "cli").split()
+# Bottom to top inside `lab`, which nothing but the command imports.
+LAB = ("planning", "vision", "emulate", "bench")
 # Upward imports under `if TYPE_CHECKING`, with the reason.
 TYPE_CHECKING_UPWARD = {
     ("records", "kernels.expert_ffn"): "a record carries an expert's call and names its types",
@@ -89,8 +89,7 @@ def edges(checking: bool = False) -> frozenset[tuple[str, str]]:
 
 def room(module: str) -> str:
     """The first part of a module's name."""
-    first = module.partition(".")[0]
-    return ALIASES.get(first, first)
+    return module.partition(".")[0]
 
 
 def upward(pairs: frozenset[tuple[str, str]]) -> set[tuple[str, str]]:
@@ -141,7 +140,7 @@ def test_planner_never_imports_torch():
     """Neither itself nor through what it imports of ours."""
     links, paths = graph(), modules()
     for name in paths:
-        if room(name) != "planner":
+        if room(name) != "planner" and not name.startswith("lab.planning"):
             continue
         for module in {name, *reachable(name, links)}:
             for node in runtime_nodes(tree(paths[module])):
@@ -154,9 +153,19 @@ def test_nothing_imports_the_command():
     assert {a for a, b in edges() if room(b) == "cli" and room(a) != "cli"} == set()
 
 
+def test_imports_go_downward_in_the_lab():
+    """The lab is built with the layer; its order against all others is that of the rooms."""
+    def level(module: str) -> int:
+        return LAB.index(module.split(".")[1])
+
+    inside = {(a, b) for a, b in edges() if room(a) == room(b) == "lab" and "." in a and "." in b}
+    assert {level(a) for a, _ in inside} == set(range(len(LAB)))
+    assert sorted((a, b) for a, b in inside if level(b) > level(a)) == []
+
+
 def test_hosts_do_not_import_each_other():
     def host(module: str) -> str:
-        return "fairseq" if module.startswith("models") else module.split(".")[1]
+        return module.split(".")[1]
 
     for a, b in edges():
         if room(a) == room(b) == "hosts" and "." in a and "." in b:

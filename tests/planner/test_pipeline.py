@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.planner.pipeline.explain import trace
+from moe_plugin.lab.planning.pipeline import trace
 from moe_plugin.planner.pipeline.one_f_one_b import MODES, Pipeline
 
 TIMES = st.floats(0.0, 4.0)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.planner import multicast
+from moe_plugin.lab.planning import multicast
+from moe_plugin.lab.planning.multicast import Multicast, MulticastStep
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.multicast import Multicast, MulticastStep
 from moe_plugin.planner.relays import relays
 from moe_plugin.planner.resharding import Slice, TensorLayout, unique_slices
 

@@ -46,7 +46,7 @@ def test_three_digits_are_kept(value: float) -> None:
     assert float(number) * parse_size(f"1{unit}") == pytest.approx(value * 2**20, rel=0.006)
 
 
-@pytest.mark.parametrize("room", ["bench", "checkpoint", "cli", "observe", "offload", "planner",
+@pytest.mark.parametrize("room", ["checkpoint", "cli", "lab", "observe", "offload", "planner",
                                   "tuning"])
 def test_nobody_formats_by_hand(room: str) -> None:
     """In a text with values, a unit of time or size never follows a value's format."""

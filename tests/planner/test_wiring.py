@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from moe_plugin.planner.preemption import Preemptions, deliver
+from moe_plugin.lab.planning.preemption import Preemptions, deliver
 from moe_plugin.planner.wiring import (
     Throughput,
     Wiring,

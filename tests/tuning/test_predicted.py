@@ -12,7 +12,7 @@ import yaml
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.emulate import networks
+from moe_plugin.lab.emulate import networks
 from moe_plugin.planner.choice import LayoutChoice
 from tests.distributed import run_gloo
 

@@ -21,7 +21,7 @@ from moe_plugin.tuning.compute_times import ChoiceFiles
 from moe_plugin.tuning.exchange import DEFAULT_WHEN_UNSET
 
 # commands; the others import fairseq or Megatron
-_APART = ("moe_plugin.cli", "moe_plugin.hosts", "moe_plugin.models")
+_APART = ("moe_plugin.cli", "moe_plugin.hosts")
 _OPTIONAL = {"rich", "triton"}
 
 

@@ -1,4 +1,4 @@
-"""The way in. Imported once, by `--user-dir` (through `moe_plugin.models`).
+"""The way in. Imported once, by `--user-dir` (see `moe_plugin.__init__`).
 
 In stock fairseq it registers models, criteria and trainer. In fairseq's own `moe` branch, which has
 them, it swaps the MoE layer and adds our flags to the branch's models.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulate import jobs
 from tests.hosts import kills
 from tests.hosts.fairseq.conftest import (
     BIN,
@@ -21,6 +20,7 @@ from tests.hosts.fairseq.conftest import (
     environment,
     run,
 )
+from tests.lab.emulate import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fairseq]
 

@@ -6,7 +6,7 @@ Interface assumed of the branch (fairseq `moe`, from December 2021 on):
 the linear map to experts; `experts` are this rank's modules, [rows, D] to [rows, D];
 `forward(x, input_padding_mask=None)` returns `(output, l_aux)`, where there is a `CMRLayer`, too,
 `(output, {"moe_gate_loss": l_aux})`; its criterion reads the dict `metadata` of every `MOELayer`.
-Such a branch imports the package of a user dir, not its `models` (`moe_plugin.__init__`).
+Such a branch imports the package of a user dir and nothing else (`moe_plugin.__init__`).
 """
 
 from __future__ import annotations

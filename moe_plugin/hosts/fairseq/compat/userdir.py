@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -20,16 +21,15 @@ NAME = "moe_plugin"
 
 
 def own_user_dir() -> None:
-    """Import the `models` of a user dir even if the package was imported before.
+    """Register what `--user-dir` brings even if the package was imported before.
 
-    fairseq <= 0.12.3 imports them only if it was not.
+    fairseq <= 0.12.3 imports a user dir only if it was not.
 
     With this, `--user-dir moe_plugin` and a path to the installed package both work, in spawned
     processes and in programs that already imported the package. The bare name is that package, also
     in a folder that holds another copy; a path to another copy is refused.
     """
     from fairseq import utils
-    from fairseq.models import import_models
 
     original = utils.import_user_module
 
@@ -43,7 +43,7 @@ def own_user_dir() -> None:
                                  "or the path of a folder") from error
         home = _checked_home(given)
         original(argparse.Namespace(user_dir=home))
-        import_models(os.path.join(home, "models"), "moe_plugin.models")
+        importlib.import_module("moe_plugin.hosts.fairseq.register")
 
     utils.import_user_module = import_user_module
 

@@ -1,0 +1,82 @@
+"""Measured and predicted all-to-all times as markdown tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_plugin.lab.bench.all_to_all import Row
+from moe_plugin.lab.bench.plots import OURS, log_scale, size_ticks
+from moe_plugin.lab.bench.report import pyplot, save_figure, table
+from moe_plugin.planner.units import show_size, show_time
+
+TITLES = {"native": "gloo's own"}
+
+
+def grids(rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """The grids that occur, in order of first occurrence."""
+    return list(dict.fromkeys((row.nodes, row.ranks_per_node) for row in rows))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table per grid: a row per size, median time of each algorithm, floor and CPU time."""
+    parts = []
+    for grid in grids(rows):
+        mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
+        names = list(dict.fromkeys(row.algorithm for row in mine))
+        header = [
+            "bytes per rank", "wire floor", *[TITLES.get(name, name) for name in names],
+            "auto chose", "own CPU: " + " / ".join(_shown(names))
+        ]
+        lines = [_line(mine, size, names) for size in dict.fromkeys(row.bytes for row in mine)]
+        parts.append(
+            f"{grid[0]} nodes of {grid[1]} ranks, median time of one "
+            f"exchange:\n\n{table(header, lines)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _line(rows: Sequence[Row], size: int, names: Sequence[str]) -> list[str]:
+    cells = {row.algorithm: row for row in rows if row.bytes == size}
+    one = next(iter(cells.values()))
+    chosen = cells["auto"].chosen if "auto" in cells else None
+    return [
+        show_size(size),
+        _time(one.floor_ms),
+        *[_time(cells[name].median_ms) if name in cells else "" for name in names], chosen or "",
+        " / ".join(_time(cells[name].cpu_ms) for name in _shown(names))
+    ]
+
+
+def _shown(names: Sequence[str]) -> list[str]:
+    """Algorithms whose CPU time a table shows; auto runs one of the others."""
+    return [name for name in names if name != "auto"]
+
+
+def _time(value: float | None) -> str:
+    return "" if value is None else show_time(value / 1e3)
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Time by size, a panel per grid, both axes logarithmic."""
+    found = grids(rows)
+    figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.5), squeeze=False,
+                                     sharey=True, layout="constrained")
+    for axis, grid in zip(axes[0], found, strict=True):
+        mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
+        for name in dict.fromkeys(row.algorithm for row in mine):
+            line = [row for row in mine if row.algorithm == name]
+            own = {"linestyle": "--", "color": OURS, "linewidth": 2.5, "zorder": 3} if (
+                name == "auto") else {}
+            axis.plot([r.bytes for r in line], [r.median_ms for r in line], marker="o",
+                      label=TITLES.get(name, name), **own)
+        floor = {row.bytes: row.floor_ms for row in mine if row.floor_ms is not None}
+        if floor:
+            axis.plot(list(floor), list(floor.values()), color="black", linestyle=":",
+                      label="wire floor")
+        axis.set(xlabel="sent by each rank", ylabel="ms of one exchange",
+                 title=f"{grid[0]} nodes x {grid[1]} ranks")
+        size_ticks(axis, [row.bytes for row in mine])
+        log_scale(axis, "y")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    save_figure(figure, path)

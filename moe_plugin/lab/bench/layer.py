@@ -1,0 +1,198 @@
+"""Measures the layer and its peers: same weights, same input, outputs compared, one run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.lab.bench.bound import GemmBound
+from moe_plugin.lab.bench.measure import (
+    Times,
+    interleaved,
+    peak_extra_mib,
+    training_step,
+    versions,
+)
+from moe_plugin.lab.bench.peers import Candidate, UnsupportedProblem, ours, peers
+from moe_plugin.lab.bench.problem import Data, Problem, make_data
+
+logger = logging.getLogger(__name__)
+SLOW = 3.0  # multiple of the bound above which a candidate is measured less often
+# relative, in the norm of the whole output
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One candidate. Times in ms.
+
+    ratio_to_bound: median over the bound's median. error: relative distance of its output from
+    ours.
+    """
+
+    name: str
+    median_ms: float
+    min_ms: float
+    ratio_to_bound: float
+    ratio_of_minima: float
+    peak_extra_mib: float | None
+    tflops: float
+    gbytes_per_s: float
+    error: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """All candidates of one problem; the first result is ours.
+
+    refused: peers that could not run, with the reason.
+    """
+
+    problem: Problem
+    bound_ms: float
+    bound_min_ms: float
+    results: list[Result]
+    refused: dict[str, str]
+    threads: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Our numbers at the top level, those of the peers in a list."""
+        mine = asdict(self.results[0])
+        return {
+            **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
+            **asdict(self.problem), "threads": self.threads, "peers": [
+                asdict(r) for r in self.results[1:]
+            ], "refused": self.refused, "versions": versions(self.problem.device)
+        }
+
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerReport:
+        """The inverse of `as_dict`, without versions."""
+        def part(kind: type, of: Mapping[str, Any]) -> Any:
+            return kind(**{f.name: of[f.name] for f in fields(kind)})
+
+        return cls(part(Problem, values), values["bound_ms"], values["bound_min_ms"],
+                   [part(Result, one) for one in (values, *values["peers"])], values["refused"],
+                   values["threads"])
+
+
+def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
+                     names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """(our layer and the peers by name, why others cannot run). stack: ends what peers began."""
+    refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
+    candidates = {"moe-plugin": ours(problem, data)}
+    for name in [n for n in names if n not in refused]:
+        try:
+            candidates[name] = stack.enter_context(peers.get(name)(problem, data))
+        except UnsupportedProblem as reason:
+            refused[name] = str(reason)
+    return candidates, refused
+
+
+def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
+    """Measure our layer and the named peers.
+
+    Raises:
+        ValueError: unknown peer, a peer whose output is not ours, or one without balance loss.
+    """
+    data = make_data(problem)
+    device = torch.device(problem.device)
+    with contextlib.ExitStack() as stack:
+        candidates, refused = enter_candidates(stack, problem, data, names)
+        errors = agreement(candidates, data, problem)
+        check_losses(candidates, data, problem)
+        steps = {
+            n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
+                             data.grad_TD) for n, c in candidates.items()
+        }
+        _warm_up(problem, data)
+        memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
+        bound = GemmBound(problem, data, loads(problem, data))
+        times = interleaved([bound, *steps.values()], device, rounds, slow=SLOW)
+    results = [
+        _result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
+        for name, mine in zip(steps, times[1:], strict=True)
+    ]
+    return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused,
+                       torch.get_num_threads())
+
+
+def loads(problem: Problem, data: Data) -> list[int]:
+    """Rows of each expert."""
+    ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k,
+                        dim=1).indices
+    return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
+
+
+def _warm_up(problem: Problem, data: Data) -> None:
+    """Run what happens only once before memory is counted.
+
+    A step of a small layer makes libraries allocate their buffers; a forward pass of a layer like
+    ours makes `experts.compute=auto` choose.
+    """
+    small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
+                    device=problem.device)
+    little = make_data(small)
+    candidate = ours(small, little)
+    training_step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(),
+                  little.grad_TD)()
+    ours(problem, data).forward(data.x_TD)
+
+
+def agreement(candidates: dict[str, Candidate], data: Data,
+              problem: Problem) -> dict[str, float | None]:
+    """Relative distance of each candidate's output from ours; None: it computes something else.
+
+    Raises: ValueError: an output that is not ours.
+    """
+    outputs: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, candidate in candidates.items():
+            outputs[name] = candidate.forward(data.x_TD)[0].float()
+    mine, errors = outputs["moe-plugin"], {}
+    for name, y in outputs.items():
+        errors[name] = None if name == "dense" else float((y - mine).norm() / mine.norm())
+        if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
+            raise ValueError(
+                f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
+                f"{TOLERANCE[problem.dtype]}; leave it out with --peers and report this for "
+                f"{problem.label()}")
+    return errors
+
+
+def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
+    """Check that every candidate with experts pays for its balance loss: without a gradient of
+    its output it alone reaches a parameter.
+
+    Raises: ValueError: a candidate without one.
+    """
+    if problem.top_k == problem.experts:  # nothing to balance
+        return
+    for name, candidate in candidates.items():
+        if name == "dense":
+            continue
+        x_TD = data.x_TD.clone().requires_grad_()
+        nothing_TD = torch.zeros_like(data.grad_TD)
+        training_step(candidate.forward, candidate.parameters, x_TD, nothing_TD)()
+        reached = any(p.grad is not None and bool(p.grad.any()) for p in candidate.parameters)
+        for parameter in candidate.parameters:
+            parameter.grad = None
+        if not reached:
+            raise ValueError(f"{name} computes no balance loss, as the other layers do: its time "
+                             "is not comparable; leave it out with --peers")
+
+
+def _result(problem: Problem, name: str, note: str, mine: Times, bound: Times, memory: float | None,
+            error: float | None) -> Result:
+    return Result(name=name, median_ms=mine.median * 1e3, min_ms=mine.best * 1e3,
+                  ratio_to_bound=mine.median / bound.median, ratio_of_minima=mine.best / bound.best,
+                  peak_extra_mib=memory, tflops=problem.flops / mine.median / 1e12,
+                  gbytes_per_s=problem.bytes / mine.median / 1e9, error=error, note=note)

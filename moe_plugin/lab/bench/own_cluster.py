@@ -1,0 +1,276 @@
+"""Measures the ranks that run: their network, their processors, and parts of a model on them.
+
+All ranks measure at the same time, and each repeat counts with the slowest of them, so that every
+rank has the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.comm.torch_comm import default_comm
+from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.lab.bench.all_to_all import Plan, measure_rank
+from moe_plugin.lab.bench.device import Samples, sample_device
+from moe_plugin.lab.bench.tensor_parallel import TensorParallelBlock, tensor_group, tensor_ranks
+from moe_plugin.lab.planning.fit import Measurement, fit
+from moe_plugin.lab.planning.measured import (
+    ALL_REDUCE,
+    DENSE,
+    HEAD,
+    MATMUL,
+    MOE,
+    TENSOR,
+    UPDATE,
+    MeasuredNetwork,
+    Processor,
+    Timing,
+)
+from moe_plugin.lab.planning.model import ModelPlan, ModelShape
+from moe_plugin.lab.planning.write import moe_settings
+from moe_plugin.layer import MoELayer
+from moe_plugin.machine import device_name, memory_bytes, wait_for_device
+from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.device import Device
+
+KIB, MIB = 1 << 10, 1 << 20
+# bytes per rank: 4 KiB, four times as many, and so on
+FIRST_SIZE, LEAST_SIZE, MOST_SIZE = 4 * KIB, 4 * MIB, 64 * MIB
+MICRO_BATCHES = (1, 2, 4, 8)
+ENOUGH_S = 0.5  # no larger size is measured after one that takes longer
+PLAIN = LayoutChoice(r=1)
+LEAST_S = 0.02  # of a repeat of what takes little time
+PARAMETERS = 4 * MIB  # of the optimizer step
+
+
+@contextlib.contextmanager
+def own_ranks(cuda: bool) -> Iterator[Comm]:
+    """The ranks that a launcher has started, one group; one process alone is a group of one."""
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if started:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield default_comm()
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def grid_of(comm: Comm) -> tuple[int, int]:
+    """(nodes, ranks per node); collective.
+
+    Raises: ValueError: nodes have different numbers of ranks.
+    """
+    nodes = comm.prepare().nodes
+    sizes = sorted({len(node) for node in nodes})
+    if len(sizes) > 1:
+        raise ValueError(f"nodes have {sizes} ranks: plans need nodes of one size; start as many "
+                         "ranks on each node")
+    return len(nodes), sizes[0]
+
+
+def rank_memory(device: torch.device, ranks_per_node: int) -> float:
+    """Bytes that a rank may use: the ranks of a node share its memory, but have a GPU each."""
+    memory = float(memory_bytes(device) or Device().memory_bytes)
+    return memory if device.type == "cuda" else memory / ranks_per_node
+
+
+def largest_size(model: ModelShape) -> int:
+    """Bytes per rank up to which the network is measured for a model, a power of four of KiB."""
+    rows = model.layer(MICRO_BATCHES[-1] * model.sequence)
+    wanted = max(rows.rows * rows.row_bytes, 4 * model.dense_parameters)
+    size = LEAST_SIZE
+    while size < min(wanted, MOST_SIZE):
+        size *= 4
+    return size
+
+
+def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
+    """What another run's network has in common with this one, if it may be taken for it."""
+    return {
+        "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
+        "backend": dist.get_backend(), "device": device_name(device), "torch": torch.__version__
+    }
+
+
+def about_processor(model: ModelShape, comm: Comm, device: torch.device,
+                    ranks_per_node: int) -> dict[str, str]:
+    """The same of processors: ranks of one machine share it."""
+    return {
+        "device": device_name(device), "ranks": str(comm.size),
+        "tensor_ranks": str(tensor_ranks(model, ranks_per_node)),
+        "threads": str(torch.get_num_threads() if device.type == "cpu" else 0),
+        "model": " ".join(f"{name}={getattr(model, name)}" for name in (
+            "model_dim", "ffn_dim", "expert_dim", "heads", "vocab", "sequence", "experts", "top_k",
+            "capacity_factor", "gated", "element_bytes")),
+        "torch": torch.__version__
+    }
+
+
+def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
+                    nics: int, repeats: int) -> MeasuredNetwork:
+    """All-to-alls by algorithm and size, all-reduces by size, and the cluster that fits them."""
+    sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
+    shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
+    timings: list[Timing] = []
+    for size in sizes:
+        _, cells = measure_rank(Plan(tuple(COSTS), (size,), repeats), comm)
+        timings += [Timing(name=c.name, size=c.size, seconds=c.seconds) for c in cells]
+        if size >= LEAST_SIZE and timings[-1].median > ENOUGH_S:
+            break
+    found = fit([Measurement(*grid, t.name, t.size, t.median) for t in timings], shape)
+    for size in sizes:
+        x = torch.zeros(size // 4, device=comm.device)
+        timings.append(Timing(name=ALL_REDUCE, size=size, seconds=_repeats(
+            comm, lambda x=x: comm.all_reduce(x), repeats)))
+        if size >= LEAST_SIZE and timings[-1].median > ENOUGH_S:
+            break
+    return MeasuredNetwork(about=about, cluster=found.cluster, timings=timings)
+
+
+def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
+                      about: dict[str, str], repeats: int, ranks_per_node: int) -> Processor:
+    """Matmuls of the experts' widths, and parts of the model by numbers of tokens.
+
+    memory: bytes of a rank; an MoE layer that takes more than a part of it is measured with fewer
+    experts. ranks_per_node: those that can be tensor-parallel.
+    """
+    dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
+    where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
+    comm.barrier()
+    samples = _slowest(comm, sample_device(where, dtype, model.model_dim, model.expert_dim,
+                                           repeats, LEAST_S))
+    timings = [Timing(name=MATMUL, size=rows, seconds=seconds)
+               for rows, seconds in samples.products.items()]
+    model = _smaller(model, comm.size, memory)
+    layer = MoELayer(_layer_config(model, comm.size), comm).to(device=device, dtype=dtype)
+    timings += _by_tokens(MOE, comm, model, device, dtype, repeats,
+                          lambda x_SLD: layer(x_SLD, choice=PLAIN).output)
+    block = DenseBlock(model).to(device=device, dtype=dtype)
+    timings += _by_tokens(DENSE, comm, model, device, dtype, repeats, block)
+    cut = tensor_ranks(model, ranks_per_node)
+    if cut > 1:
+        part = TensorParallelBlock(model, tensor_group(cut, comm.size)).to(device, dtype)
+        timings += _by_tokens(TENSOR, comm, model, device, dtype, repeats, part, cut)
+    if model.vocab:
+        head = nn.Linear(model.model_dim, model.vocab, bias=False, device=device, dtype=dtype)
+
+        def loss(x_SLD: Tensor) -> Tensor:
+            logits_TV = head(x_SLD).flatten(0, 1).float()
+            return F.cross_entropy(logits_TV, logits_TV.new_zeros(len(logits_TV)).long())
+
+        timings += _by_tokens(HEAD, comm, model, device, dtype, repeats, loss)
+    timings.append(_update(comm, device, repeats))
+    return Processor(about=about, device=samples.device(memory, device_name(device)), model=model,
+                     timings=timings, tensor_ranks=cut)
+
+
+def _layer_config(model: ModelShape, ranks: int) -> MoEConfig:
+    cut = max(1, ranks // model.experts)
+    plan = ModelPlan(tp=1, pp=1, dp=ranks, ep=ranks // cut, etp=cut, micro_batch=1, layout=PLAIN)
+    return from_dict({"model_dim": model.model_dim, **moe_settings(model, plan, auto=False)})
+
+
+def _smaller(model: ModelShape, ranks: int, memory: float) -> ModelShape:
+    """With experts that fit an eighth of the memory and divide over the ranks; at least one on each
+    rank, or one for several where experts are fewer.
+    """
+    if model.experts < ranks and ranks % model.experts == 0:
+        return model
+    each = 2 * model.layer(1).expert_bytes  # with its gradient
+    here = min(max(1, model.experts // ranks), max(1, int(memory / 8 / each)))
+    return replace(model, experts=here * ranks, top_k=min(model.top_k, here * ranks))
+
+
+class DenseBlock(nn.Module):
+    """Attention and feed-forward network of one layer: [S, L, D] to [S, L, D], causal."""
+
+    def __init__(self, model: ModelShape) -> None:
+        super().__init__()
+        d, self.heads, self.gated = model.model_dim, model.heads, model.gated
+        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up = nn.Linear(d, model.ffn_dim * (2 if model.gated else 1))
+        self.down = nn.Linear(model.ffn_dim, d)
+
+    def forward(self, x_SLD: Tensor) -> Tensor:
+        """One layer with both residuals."""
+        samples, length, width = x_SLD.shape
+        qkv = self.qkv(self.norms[0](x_SLD)).view(samples, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_SLD = x_SLD + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+        inner = self.up(self.norms[1](x_SLD))
+        if self.gated:
+            gate, inner = inner.chunk(2, -1)
+            return x_SLD + self.down(F.silu(gate) * inner)
+        return x_SLD + self.down(F.gelu(inner))
+
+
+def _by_tokens(name: str, comm: Comm, model: ModelShape, device: torch.device, dtype: torch.dtype,
+               repeats: int, forward: Callable[[Tensor], Tensor], cut: int = 1) -> list[Timing]:
+    """Forward and backward of one, two, four, eight sequences, until one takes long enough.
+
+    forward: of [S, L, D]; of [L / cut, S, D] on `cut` tensor-parallel ranks.
+    """
+    found: list[Timing] = []
+    for sequences in MICRO_BATCHES:
+        shape = sequences, model.sequence, model.model_dim
+        if cut > 1:
+            shape = model.sequence // cut, sequences, model.model_dim
+        x_SLD = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        found.append(Timing(name=name, size=sequences * model.sequence, seconds=_repeats(
+            comm, lambda x=x_SLD: forward(x).float().square().mean().backward(), repeats, device)))
+        if found[-1].median > ENOUGH_S:
+            break
+    return found
+
+
+def _update(comm: Comm, device: torch.device, repeats: int) -> Timing:
+    """Clipping and Adam over parameters in float32."""
+    parts = [torch.zeros(PARAMETERS // 8, device=device, requires_grad=True) for _ in range(8)]
+    for part in parts:
+        part.grad = torch.ones_like(part)
+    optimizer = torch.optim.AdamW(parts)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(parts, 1.0)
+        optimizer.step()
+
+    return Timing(name=UPDATE, size=PARAMETERS, seconds=_repeats(comm, step, repeats, device))
+
+
+def _repeats(comm: Comm, run: Callable[[], object], repeats: int,
+             device: torch.device | None = None) -> list[float]:
+    """Seconds of each repeat, on the slowest rank; all begin together, once without a clock."""
+    where, seconds = device or comm.device, []
+    run()
+    for _ in range(repeats):
+        comm.barrier()
+        wait_for_device(where)
+        begin = time.perf_counter()
+        run()
+        wait_for_device(where)
+        seconds.append(time.perf_counter() - begin)
+    return comm.agree_max(seconds)
+
+
+def _slowest(comm: Comm, samples: Samples) -> Samples:
+    """Each repeat as on the slowest rank."""
+    return replace(samples, launch=comm.agree_max(samples.launch),
+                   copy=comm.agree_max(samples.copy),
+                   products={n: comm.agree_max(s) for n, s in samples.products.items()})

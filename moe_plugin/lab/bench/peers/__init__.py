@@ -1,0 +1,21 @@
+"""Other layers that compute the same function as ours, built from the same weights.
+
+Importing this package registers every peer in `peers`; each imports its library when it is built.
+"""
+
+from moe_plugin.lab.bench.peers import (
+    deepspeed,
+    grouped_mm,
+    local,
+    megablocks,
+    megatron,
+    scattermoe,
+    sonicmoe,
+)
+from moe_plugin.lab.bench.peers.base import Candidate, UnsupportedProblem, peers
+from moe_plugin.lab.bench.peers.local import ours
+
+__all__ = [
+    "Candidate", "UnsupportedProblem", "deepspeed", "grouped_mm", "local", "megablocks",
+    "megatron", "ours", "peers", "scattermoe", "sonicmoe"
+]

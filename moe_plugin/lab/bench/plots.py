@@ -1,0 +1,123 @@
+"""Plots of benchmarks, and axes that read well: plain numbers and sizes, ticks with room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_plugin.lab.bench.layer import LayerReport
+from moe_plugin.lab.bench.report import pyplot, save_figure
+from moe_plugin.planner.units import show_size, show_time
+
+OURS, OTHERS, BOUND = "#0969da", "#8c959f", "#1f2328"
+# ticks in each decade, for an axis of less than so many
+STEPS = ((0.4, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)),
+         (1.1, (1, 1.5, 2, 3, 4, 6, 8)), (2.6, (1, 2, 5)), (math.inf, (1,)))
+NAMES = {"dense": "dense, no routing", "einsum": "one-hot einsum"}
+TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token (k)"}
+
+
+def layer_plot(report: LayerReport, path: str) -> None:
+    """Time next to its bound and peak memory: a bar per candidate, ours first and in color."""
+    ours, *others = report.results
+    results = [ours, *sorted(others, key=lambda r: r.median_ms)]
+    figure, (time, memory) = pyplot().subplots(
+        1, 2, figsize=(10, 0.45 * len(results) + 1.6), sharey=True, layout="constrained")
+    names = [NAMES.get(r.name, r.name) for r in results]
+    _bars(time, names, [r.median_ms for r in results],
+          [f"{show_time(r.median_ms / 1e3)}, {r.ratio_to_bound:.2f}x" for r in results])
+    time.axvline(report.bound_ms, color=BOUND, linestyle="--",
+                 label=f"1x: matmuls alone, {show_time(report.bound_ms / 1e3)}")
+    time.set_xlabel("forward + backward, ms")
+    figure.legend(loc="outside upper right", frameon=False)
+    _bars(memory, names, [r.peak_extra_mib or 0.0 for r in results], [
+        "?" if r.peak_extra_mib is None else show_size(r.peak_extra_mib * 2**20) for r in results])
+    memory.set_xlabel("peak extra memory, MiB")
+    time.invert_yaxis()
+    time.get_yticklabels()[0].set_fontweight("bold")
+    p = report.problem
+    figure.suptitle(
+        f"{p.tokens:,} tokens, width {p.model_dim:,}, inner width {p.hidden_dim:,}, {p.experts} "
+        f"experts, k = {p.top_k}, {p.dtype}", x=0.01, ha="left", fontsize="medium")
+    save_figure(figure, path)
+
+
+def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
+    """Horizontal bars with their texts, the first one ours. One that is much longer than the next
+    ends at the edge, and its text says so.
+    """
+    second, longest = sorted(values)[-2:] if len(values) > 1 else (values[0], values[0])
+    end = min(longest, 1.6 * second) if longest > 2 * second else longest
+    axis.barh(names, [min(value, end) for value in values],
+              color=[OURS] + [OTHERS] * (len(values) - 1))
+    for row, (value, text) in enumerate(zip(values, texts, strict=True)):
+        axis.annotate(text if value <= end else f"{text} (cut)", (min(value, end), row),
+                      (6, 0), textcoords="offset points", va="center",
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    axis.set_xlim(0, 1.85 * end)
+    _tidy(axis)
+
+
+def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
+    """Time, its bound and memory along each axis, log-log: linear growth has slope one."""
+    names = list(dict.fromkeys(axis for axis, _ in found))
+    figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,
+                                     sharex="col", layout="constrained")
+    for column, name in enumerate(names):
+        mine = [(getattr(r.problem, name), r) for axis, r in found if axis == name]
+        at, (time, memory) = [value for value, _ in mine], (grid[0][column], grid[1][column])
+        time.plot(at, [r.results[0].median_ms for _, r in mine], "o-", color=OURS,
+                  label="moe-plugin")
+        time.plot(at, [r.bound_ms for _, r in mine], "--", color=BOUND, label="matmuls alone")
+        memory.plot(at, [max(0.1, r.results[0].peak_extra_mib or 0.1) for _, r in mine], "o-",
+                    color=OURS)
+        memory.set_xlabel(TITLES[name])
+        for axis in (time, memory):
+            log_ticks(axis, "x", at)
+            log_scale(axis, "y")
+            _tidy(axis)
+    grid[0][0].set_ylabel("forward + backward, ms")
+    grid[1][0].set_ylabel("peak extra memory, MiB")
+    grid[0][0].legend(frameon=False)
+    save_figure(figure, path)
+
+
+def log_ticks(axis: Any, which: str, values: Sequence[float],
+              show: Callable[[float], str] = "{:,g}".format) -> None:
+    """A logarithmic axis with a tick at each of these values and nowhere else.
+
+    which: "x" or "y". show: the text of a tick.
+    """
+    from matplotlib.ticker import NullLocator
+
+    axis.set(**{f"{which}scale": "log"})
+    side, values = getattr(axis, f"{which}axis"), sorted(set(values))
+    side.set_ticks(values, [show(value) for value in values])
+    side.set_minor_locator(NullLocator())
+
+
+def size_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Sizes in bytes along x: "16 KiB", "1 MiB"."""
+    log_ticks(axis, "x", values, show_size)
+
+
+def log_scale(axis: Any, which: str) -> None:
+    """A logarithmic axis with plain numbers: 1, 10, or those between where it spans few decades.
+
+    Call it when everything is drawn: the range decides.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set(**{f"{which}scale": "log"})
+    side = getattr(axis, f"{which}axis")
+    low, high = getattr(axis, f"get_{which}lim")()
+    decades = math.log10(high / low)
+    steps = next(steps for most, steps in STEPS if decades < most)
+    side.set_major_locator(LogLocator(subs=steps, numticks=50))
+    side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    side.set_minor_formatter(NullFormatter())
+
+
+def _tidy(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,176 @@
+"""A language model in fairseq's trainer with our layer, with that of fairseq's `moe` branch, and
+without experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.config.flags import flag_specs
+from moe_plugin.experts.marks import is_expert
+from moe_plugin.lab.bench.peers.base import copy
+from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
+from moe_plugin.lab.bench.train.shapes import TrainShape
+from moe_plugin.lab.bench.train.sides import Settings, layout_of, tuners_settled
+from moe_plugin.lab.bench.train.steps import Side, batch
+from moe_plugin.layer import MoELayer
+
+NATIVE = "fairseq's moe branch"
+_FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-attention-heads 4 "
+          "--dropout 0 --attention-dropout 0 --share-decoder-input-output-embed "
+          "--criterion moe_cross_entropy --moe-gate-loss-wt 0.01 --optimizer adam --lr 1e-3 "
+          "--lr-scheduler fixed --clip-norm 1.0 --cpu --distributed-backend gloo "
+          "--ddp-backend legacy_ddp --log-format none").split()
+
+
+def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
+          ours: Mapping[str, Settings]) -> list[Side]:
+    """All models with equal weights; the process group must exist.
+
+    text: uint8 [N], what they train on. ours: settings of our layer by the side's name.
+    """
+    logging.getLogger("fairseq").setLevel(logging.ERROR)
+    from moe_plugin.hosts.fairseq import registered  # noqa: F401
+
+    experts = ["--moe-freq", "1", "--moe-expert-count", str(shape.experts),
+               "--moe-second-expert-policy", "all"]
+    experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
+    make = _Maker(shape, text, rank, ranks)
+    models = {(name, "ours"): make.model(shape.inner, [*experts, *_flags(settings)])
+              for name, settings in ours.items()}
+    models[NATIVE, "native"] = make.model(shape.inner, experts, _become_branch)
+    models["dense", "dense"] = make.model(shape.inner * shape.top_k, [])
+    first = next(iter(models.values())).get_model()
+    for made in models.values():
+        _copy_weights(first, made.get_model())
+    return [make.side(name, kind, made) for (name, kind), made in models.items()]
+
+
+def _flags(settings: Settings) -> list[str]:
+    by_path = {spec.path: spec.flag for spec in flag_specs()}
+    # a dispatcher of its own takes the place of the branch's capacity
+    own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
+    given = {**settings, **own}
+    return [word for path, value in given.items() for word in (by_path[path], str(value))]
+
+
+class _Maker:
+    """Makes models, and sides of them."""
+
+    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int) -> None:
+        self.shape, self.text, self.rank, self.ranks = shape, text, rank, ranks
+        self.sentences = shape.sentences(ranks)
+
+    def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
+        """fairseq's trainer of one model, on `fairseq-train`'s command line."""
+        import fairseq.benchmark  # noqa: F401  (registers the task)
+        from fairseq import options, tasks, trainer
+        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+        from omegaconf import open_dict
+
+        shape = self.shape
+        sizes = {
+            "tokens-per-sample": shape.length, "decoder-embed-dim": shape.width,
+            "decoder-input-dim": shape.width, "decoder-output-dim": shape.width,
+            "decoder-ffn-embed-dim": inner, "decoder-layers": shape.layers,
+            "batch-size": self.sentences, "distributed-world-size": self.ranks
+        }
+        given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        parsed = options.parse_args_and_arch(options.get_training_parser(),
+                                             input_args=[*_FIXED, *given, *flags])
+        config = convert_namespace_to_omegaconf(parsed)
+        with open_dict(config):
+            config.distributed_training.distributed_rank = self.rank
+        torch.manual_seed(1)
+        task = tasks.setup_task(config.task)
+        model = task.build_model(config.model)
+        if change is not None:
+            change(model, shape)
+        made = trainer.Trainer(config, task, model, task.build_criterion(config.criterion))
+        made.begin_epoch(1)
+        return made
+
+    def side(self, name: str, kind: str, made: Any) -> Side:
+        """A side of a trainer."""
+        from moe_plugin.hosts.fairseq.layers import moe_layers
+
+        def step(number: int) -> float:
+            return made.train_step([self._sample(number)])["inner_loss"] * math.log(2)
+
+        found = moe_layers(made.get_model()) if kind == "ours" else []
+        layers = [layer.moe_layer.moe for layer in found]
+        return Side(name, kind, step, [made.optimizer.optimizer], tuners_settled(layers),
+                    lambda: layout_of(layers))
+
+    def _sample(self, number: int) -> dict[str, Any]:
+        shape = self.shape
+        first = 4  # symbols before the first byte in fairseq's dictionary
+        bytes_BT = batch(self.text, number, self.sentences, shape.length, self.rank) + first
+        return {
+            "id": torch.arange(self.sentences), "nsentences": self.sentences,
+            "ntokens": self.sentences * shape.length, "net_input": {
+                "src_tokens": bytes_BT[:, :-1],
+                "src_lengths": torch.full((self.sentences,), shape.length)
+            }, "target": bytes_BT[:, 1:].contiguous()
+        }
+
+
+class _BranchFFN(nn.Module):
+    """The branch's layer where a model has ours.
+
+    moe: what the trainer and the criterion read of a layer. stats: nothing is logged of this one.
+    """
+
+    stats = None
+
+    def __init__(self, branch: BranchMoE, ours: MoELayer) -> None:
+        super().__init__()
+        self.branch, factor = branch, 1 / branch.comm.size
+        self.moe = SimpleNamespace(config=ours.config, comm=branch.comm, router=ours.router)
+        for parameter in branch.parameters():
+            if is_expert(parameter):
+                parameter.register_hook(lambda gradient: gradient * factor)
+
+    def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `ExpertFFN`; nothing is padded here."""
+        x_BTD = x_TBD.transpose(0, 1)
+        y_SD, loss = self.branch(x_BTD.reshape(-1, x_BTD.shape[-1]))
+        return y_SD.view(x_BTD.shape).transpose(0, 1), loss
+
+
+def _become_branch(model: nn.Module, shape: TrainShape) -> None:
+    from moe_plugin.hosts.fairseq.layers import moe_layers
+
+    for layer in moe_layers(model):
+        ours = layer.moe_layer.moe
+        branch = BranchMoE(shape.width, shape.inner, shape.experts, shape.top_k, ours.comm)
+        layer.moe_layer = _BranchFFN(branch, ours)
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Equal weights: parameters of one name, and experts, whose names differ."""
+    from moe_plugin.hosts.fairseq.layers import moe_layers
+
+    known = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if name in known and known[name].shape == parameter.shape and known[name] is not parameter:
+            copy(parameter, known[name])
+    for mine, theirs in zip(moe_layers(source), moe_layers(target), strict=False):
+        if isinstance(theirs.moe_layer, _BranchFFN):
+            _copy_experts(mine.moe_layer.moe, theirs.moe_layer.branch)
+
+
+def _copy_experts(ours: Any, branch: BranchMoE) -> None:
+    copy(branch.gate.weight, ours.router.weight_ED)
+    for number, (first, second) in enumerate(branch.experts):
+        copy(first.weight, ours.experts.w_in_LDF[number].t())
+        copy(second.weight, ours.experts.w_out_LFD[number].t())
+        copy(first.bias, ours.experts.b_in_LF[number])
+        copy(second.bias, ours.experts.b_out_LD[number])

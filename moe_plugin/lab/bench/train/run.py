@@ -1,0 +1,117 @@
+"""Starts ranks on this machine or on an emulated cluster, and measures training steps on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.comm import TorchComm
+from moe_plugin.lab.bench.corpus import build_corpus
+from moe_plugin.lab.bench.measure import versions
+from moe_plugin.lab.bench.processes import on_processes
+from moe_plugin.lab.bench.train.results import TrainReport
+from moe_plugin.lab.bench.train.shapes import TrainShape
+from moe_plugin.lab.bench.train.sides import our_settings
+from moe_plugin.lab.bench.train.steps import WARM_UP, Side, SideTimes, measure
+from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.planner.units import show_time
+
+TEXT_BYTES = 1_000_000
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What to measure.
+
+    host: megatron or fairseq. text: path of the text that models train on. steps: timed ones of
+    each side. several_nodes: whether to compare every all-to-all.
+    """
+
+    host: str
+    shape: TrainShape
+    text: str
+    steps: int
+    warm_up: int = WARM_UP
+    several_nodes: bool = False
+
+
+def write_text(folder: Path) -> str:
+    """The text to train on, in `folder`; returns its path."""
+    build_corpus(folder, size=TEXT_BYTES)
+    return str(folder / "train.txt")
+
+
+def measure_rank(plan: TrainPlan) -> list[SideTimes]:
+    """All sides; every rank calls it in an initialized group, and all get the same result."""
+    torch.set_num_threads(1)
+    # Megatron compiles some small functions: 15 s in every process, and none of them is a layer's
+    torch.compiler.set_stance("force_eager")
+    text = torch.frombuffer(bytearray(Path(plan.text).read_bytes()), dtype=torch.uint8)
+    comm = TorchComm()
+    sides = _builder(plan.host)(plan.shape, text, comm.rank, comm.size,
+                                our_settings(plan.several_nodes))
+    return measure(sides, comm, plan.steps, plan.warm_up)
+
+
+def _builder(host: str) -> Callable[..., list[Side]]:
+    # one of them is imported: they import their host
+    if host == "megatron":
+        from moe_plugin.lab.bench.train import megatron as module
+    else:
+        from moe_plugin.lab.bench.train import fairseq as module
+    return module.build
+
+
+def on_own_ranks(plan: TrainPlan) -> TrainReport | None:
+    """Measure on the ranks that a launcher started; rank 0 returns the report."""
+    joined = dist.is_initialized()
+    if not joined:
+        dist.init_process_group("gloo")
+    try:
+        before, ranks = os.getloadavg()[0], dist.get_world_size()
+        sides, first = measure_rank(plan), dist.get_rank() == 0
+        return _report(plan, f"{ranks} ranks", ranks, sides, before) if first else None
+    finally:
+        if not joined:
+            dist.destroy_process_group()
+
+
+def on_this_machine(plan: TrainPlan, ranks: int) -> TrainReport:
+    """Measure on `ranks` new processes of this machine."""
+    before = os.getloadavg()[0]
+    sides = on_processes(ranks, measure_rank, plan)
+    return _report(plan, f"one machine, {ranks} ranks", ranks, sides, before)
+
+
+def on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> TrainReport:
+    """Measure on a running emulated cluster, whose ranks are forked with the host imported."""
+    _builder(plan.host)
+    _import_host(plan.host)
+    before = os.getloadavg()[0]
+    sides = cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
+    place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
+             f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
+    return _report(plan, place, cluster.size, sides, before)
+
+
+def _import_host(host: str) -> None:
+    if host == "megatron":
+        from moe_plugin.hosts.megatron.compat import cpu
+
+        cpu.enable(force=True)
+        from moe_plugin.hosts.megatron.trainer import model  # noqa: F401
+    else:
+        from moe_plugin.hosts.fairseq import registered  # noqa: F401
+
+
+def _report(plan: TrainPlan, place: str, ranks: int, sides: list[SideTimes],
+            before: float) -> TrainReport:
+    load = (round(before, 2), round(os.getloadavg()[0], 2))
+    found = {name: value for name, value in versions("cpu").items() if name != "triton"}
+    return TrainReport(plan.host, place, ranks, plan.shape, sides, load, found)

@@ -1,0 +1,1 @@
+"""Schedules of collectives, beside others: simulated, explained, exported."""

@@ -1,0 +1,135 @@
+"""The command line that trains a planned model: torchrun, the host's program and its flags."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_plugin.lab.planning.model import ModelPlan, ModelShape
+from moe_plugin.lab.planning.write import host_flags
+
+BYTES = 257  # tokens of the byte tokenizers of both hosts
+COLUMNS = 100
+CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
+FAIRSEQ = "$(which fairseq-train)"  # for a shell, so never quoted
+BALANCE = "0.01"  # weight of the balance loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCommand:
+    """What a command line needs beyond the plan.
+
+    Attributes:
+        nodes, ranks_per_node: processes.
+        head: address of the first node, where there are several.
+        cpu: train on the processor.
+        threads: of each rank there; 0: as many as it likes.
+        data: folder (fairseq) or prefix (Megatron) of the data.
+        config: the plan's file for `--moe-config`.
+        script: Megatron-LM's `pretrain_gpt.py`; None: our own script.
+        steps: of the run.
+        learning_rate: of Adam.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    head: str = "HEAD"
+    cpu: bool = False
+    threads: int = 0
+    data: str = "DATA"
+    config: Path = Path("moe.yaml")
+    script: str | None = None
+    steps: int = 10000
+    learning_rate: float = 5e-4
+
+
+def torchrun_words(start: LaunchCommand) -> list[str]:
+    """`torchrun` and its own options; on several nodes the line is run on each of them."""
+    words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
+    if start.nodes == 1:
+        return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
+    return [
+        *words, "torchrun", "--nnodes", str(start.nodes), "--nproc_per_node",
+        str(start.ranks_per_node), "--rdzv_backend", "c10d", "--rdzv_endpoint",
+        f"{start.head}:29500", "--rdzv_id", "moe"
+    ]
+
+
+def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
+    """All words of the line.
+
+    host: see `planner.write.HOSTS`. Data types follow `model.element_bytes`: 2 is bf16.
+    Raises: ValueError: the host cannot run the plan, or `script` is given to fairseq.
+    """
+    flags = host_flags(model, plan, host)
+    if host == "fairseq":
+        if start.script is not None:
+            raise ValueError(f"--script {start.script} is Megatron's; use --host megatron, or "
+                             "leave it out")
+        program = [FAIRSEQ, start.data, *_fairseq(model, start), *flags]
+    elif start.script is None:
+        program = ["-m", "moe_plugin.hosts.megatron.train", *_megatron(start), *flags]
+        if model.vocab not in (0, BYTES):
+            program += ["--vocab-size", str(model.vocab)]
+        program += ["--cpu"] if start.cpu else []
+    else:
+        program = [
+            "-m", "moe_plugin.hosts.megatron.launch", *(["--moe-cpu"] if start.cpu else []),
+            start.script, "--spec", "moe_plugin.hosts.megatron.spec", "moe_layer",
+            *_megatron(start), *flags, "--max-position-embeddings", str(model.sequence),
+            "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab or BYTES)
+        ]
+    program += ["--bf16"] if model.element_bytes == 2 else []
+    return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
+
+
+def _fairseq(model: ModelShape, start: LaunchCommand) -> list[str]:
+    sizes = {
+        "layers": model.layers, "embed-dim": model.model_dim, "ffn-embed-dim": model.ffn_dim,
+        "attention-heads": model.heads
+    }
+    words = ["--user-dir", "moe_plugin", "--task", "language_modeling", "--arch", "moe_lm_tiny"]
+    for name, size in sizes.items():
+        words += [f"--decoder-{name}", str(size)]
+    words += [
+        "--moe-expert-count", str(model.experts), "--criterion", "moe_cross_entropy",
+        "--moe-gate-loss-wt", BALANCE, "--dropout", "0", "--optimizer", "adam", "--lr",
+        f"{start.learning_rate:g}", "--max-update", str(start.steps)
+    ]
+    return [*words, *(["--cpu", "--distributed-backend", "gloo"] if start.cpu else [])]
+
+
+def _megatron(start: LaunchCommand) -> list[str]:
+    return [
+        "--data-path", start.data, "--train-iters", str(start.steps), "--lr",
+        f"{start.learning_rate:g}", "--moe-aux-loss-coeff", BALANCE, "--hidden-dropout", "0",
+        "--attention-dropout", "0", "--disable-bias-linear"
+    ]
+
+
+def launch_text(words: list[str]) -> str:
+    """The line for a shell, in parts of at most `COLUMNS` columns; a flag stays with its values."""
+    parts: list[str] = []
+    for word in words:
+        shown = word if word == FAIRSEQ or _assigns(word) else shlex.quote(word)
+        if word.startswith("--") or not parts:
+            parts.append(shown)
+        else:
+            parts[-1] += f" {shown}"
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 > COLUMNS:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return " \\\n".join(lines)
+
+
+def launch_script(text: str, note: str) -> str:
+    """A shell script of a launch line; further flags can be added when it is run."""
+    return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
+
+
+def _assigns(word: str) -> bool:
+    return word.startswith("OMP_NUM_THREADS=")

@@ -1,0 +1,1 @@
+"""Plans of what lies where, explained; pre-gated experts and memory of peers, simulated."""

@@ -1,0 +1,206 @@
+"""Folders of images: one folder a class (torchvision's layout), FOLDER/train/CLASS/*.png, val/; or
+images and masks of their foreground, FOLDER/train/images/*.png, FOLDER/train/masks/*.png, val/.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.lab.vision.backbone import optional
+
+EXAMPLES = ("digits", "noisy-digits", "digits-with-masks")
+_NOISE = 0.25  # standard deviation, of 1 for ink
+_COPIES = 3  # of a noisy image for validation
+_VALIDATION = 5  # each so many images of a class
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, timm's default
+_CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
+
+
+def write_example(name: str, folder: Path) -> None:
+    """Write an image folder from images inside an installed package; nothing where it exists.
+
+    Args:
+        name: digits: 1,797 handwritten digits of 8 by 8 pixels, of scikit-learn, a folder a digit.
+            noisy-digits: with noise, so that one of ten or so cannot be told; each validation
+            image three times, with noise of its own.
+            digits-with-masks: the same, somewhere on 16 by 16 pixels of uneven ground.
+    Raises:
+        ValueError: no such example; scikit-learn is not installed.
+    """
+    if name not in EXAMPLES:
+        raise ValueError(f"example={name!r} is unknown; one of {', '.join(EXAMPLES)}")
+    if folder.exists():
+        return
+    try:
+        from PIL import Image
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
+                         ) from error
+    digits, random = load_digits(), torch.Generator().manual_seed(1)
+    scratch = folder.with_name(folder.name + ".writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    seen: dict[int, int] = {}
+    for index, (pixels, label) in enumerate(zip(digits.images, digits.target.tolist(),
+                                                strict=True)):
+        seen[label] = seen.get(label, 0) + 1
+        part = "val" if seen[label] % _VALIDATION == 0 else "train"
+        for copy in range(_COPIES if (name, part) == ("noisy-digits", "val") else 1):
+            for kind, values in _drawn(name, torch.tensor(pixels) / 16, str(label), random).items():
+                place = scratch / part / kind
+                place.mkdir(parents=True, exist_ok=True)
+                file = place / f"{index:04d}{f'-{copy}' if copy else ''}.png"
+                Image.fromarray((values * 255).byte().numpy()).save(file)
+    scratch.rename(folder)
+
+
+def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
+    """The files of one digit by folder, from 0 to 1."""
+    if name == "digits-with-masks":
+        return _on_ground(digit_HW, random)
+    noise = 0.0 if name == "digits" else _NOISE
+    drawn_HW = digit_HW + noise * torch.randn(digit_HW.shape, generator=random)
+    return {label: drawn_HW.clamp(0, 1)}
+
+
+def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
+    """The digit somewhere on a ground with a slope and noise, and its mask."""
+    size, (height, width) = 16, digit_HW.shape
+    top, left = torch.randint(size - height + 1, (2,), generator=random).tolist()
+    ink, at = torch.zeros(size, size, dtype=digit_HW.dtype), torch.linspace(0, 0.5, size)
+    ink[top:top + height, left:left + width] = digit_HW
+    slope = torch.rand(2, 1, 1, generator=random)
+    ground = slope[0] * at + slope[1] * at[:, None] + 0.3 * torch.rand(size, size, generator=random)
+    return {"images": ground + ink * (1 - ground) * 0.8, "masks": (ink > 0.3).double()}
+
+
+class ImageSet:
+    """Images with a class each, or one at each pixel.
+
+    Attributes:
+        classes: names.
+    """
+
+    classes: list[str]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        """Image [3, S, S], class int64 [] or [S, S]."""
+        raise NotImplementedError
+
+    def batches(self, batch: int, rank: int, ranks: int,
+                order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This rank's (images [B, 3, S, S], classes [B] or [B, S, S], real [B]) in turn, as many on
+        every rank.
+
+        The last images are repeated where they do not divide; `real` is False for those.
+
+        Args:
+            batch: B, images of a rank. order: of the images; None: as they are.
+        """
+        count = len(self)
+        order = torch.arange(count) if order is None else order
+        step = batch * ranks
+        for begin in range(0, count, step):
+            places = begin + rank * batch + torch.arange(batch)
+            chosen = [self[int(order[place % count])] for place in places.tolist()]
+            yield (torch.stack([image for image, _ in chosen]),
+                   torch.stack([target for _, target in chosen]), places < count)
+
+
+class Images(ImageSet):
+    """The images of one part of a folder, in memory of their own size, as tensors.
+
+    Args:
+        folder: FOLDER/train or FOLDER/val. size: pixels of a side. flips: whether an image and its
+            mirror are the same class.
+    Raises:
+        ValueError: no such folder, no image in it, or images and masks.
+    """
+
+    def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
+        datasets = optional("torchvision.datasets")
+        steps: Any = optional("torchvision.transforms")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder; --data needs train/CLASS/*.png and "
+                             "val/CLASS/*.png")
+        change = [steps.RandomResizedCrop(size, **_CROP),
+                  *([steps.RandomHorizontalFlip()] if flips else [])
+                  ] if training else [steps.Resize((size, size))]
+        try:
+            self.files = datasets.ImageFolder(str(folder), steps.Compose(
+                [*change, steps.ToTensor(), steps.Normalize(MEAN, STD)]))
+        except FileNotFoundError as error:
+            raise ValueError(f"{folder}: {error}; one folder a class, with its images") from error
+        self.classes = self.files.classes
+        if {"images", "masks"} <= set(self.classes):
+            raise ValueError(f"{folder} has images and masks in the place of a folder for each "
+                             "class: use --task segment; classes of these names must have others")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        image, label = self.files[number]
+        return image, torch.tensor(label)
+
+
+class Masks(ImageSet):
+    """Images of one part of a folder and masks of the same names: a pixel that is not black in the
+    mask is foreground. Arguments and errors as of `Images`.
+    """
+
+    classes = ["background", "foreground"]
+
+    def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
+        self.steps: Any = optional("torchvision.transforms.functional")
+        self.crop: Any = optional("torchvision.transforms").RandomResizedCrop
+        self.near: Any = optional("torchvision.transforms").InterpolationMode.NEAREST
+        self.size, self.training, self.flips = size, training, flips
+        self.files = _files(folder / "images", folder)
+        masks = {file.stem: file for file in _files(folder / "masks", folder)}
+        if missing := [file.name for file in self.files if file.stem not in masks]:
+            raise ValueError(f"{folder / 'images' / missing[0]} has no mask; put one of its name "
+                             f"into {folder / 'masks'}")
+        self.masks = [masks[file.stem] for file in self.files]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        from PIL import Image
+
+        with Image.open(self.files[number]) as file, Image.open(self.masks[number]) as other:
+            image, mask = file.convert("RGB"), other.convert("L").point(lambda value: 255 * (
+                value > 0))
+        if image.size != mask.size:
+            raise ValueError(f"{self.masks[number]} has {mask.size} pixels, its image "
+                             f"{image.size}; give masks of the images' sizes")
+        size = [self.size, self.size]
+        if not self.training:
+            image = self.steps.resize(image, size)
+            mask = self.steps.resize(mask, size, self.near)
+        else:
+            part = self.crop.get_params(image, *_CROP.values())
+            image = self.steps.resized_crop(image, *part, size)
+            mask = self.steps.resized_crop(mask, *part, size, self.near)
+            if self.flips and torch.rand(()) < 0.5:
+                image, mask = self.steps.hflip(image), self.steps.hflip(mask)
+        return (self.steps.normalize(self.steps.to_tensor(image), MEAN, STD),
+                (self.steps.to_tensor(mask)[0] > 0).long())
+
+
+def _files(place: Path, folder: Path) -> list[Path]:
+    found = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
+    if not found:
+        raise ValueError(f"{folder} has no {place.name}; --task segment needs images/*.png and "
+                         "masks/*.png in train and val")
+    return found

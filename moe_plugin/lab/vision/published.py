@@ -1,0 +1,150 @@
+"""Models under the names of the published Swin-MoE checkpoints: a file for each rank, `PATH.rank0`
+and so on, each with everything that is not an expert and the rank's experts under Tutel's names.
+
+The weights that Swin-Transformer's repository offers are of another backbone than its Swin V2:
+attention by scaled products with a bias for q, k and v, and norms before attention and MLP. Such a
+file is refused; its experts alone can be read by the checkpoint format `tutel`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.checkpoint import trust
+from moe_plugin.checkpoint.files import Leave
+from moe_plugin.checkpoint.formats.tutel import COUNT, NAMES, rank_files
+from moe_plugin.checkpoint.layers import local_window
+from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError
+from moe_plugin.comm import Comm, LocalComm
+from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in
+from moe_plugin.messages import short
+
+_OURS = {ours: (theirs, order) for theirs, (ours, order) in NAMES.items()}
+# made again from the sizes
+_BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
+
+
+def published_name(name: str) -> str:
+    """The published name of a parameter of timm's model outside of the experts' layers: stages end
+    with the step to half the resolution, with which timm's begin, and the head has no parts.
+    """
+    name = re.sub(r"^layers\.(\d+)\.downsample\.",
+                  lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)
+    return re.sub(r"^head\.fc\.", "head.", name)
+
+
+def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> Path:
+    """Write this rank's file, `PATH.rankN`; complete when the name is there. Returns it.
+
+    Raises:
+        CheckpointError: a layer has parameters without a published name.
+    """
+    comm = LocalComm() if comm is None else comm
+    state = {published_name(name): value.detach().clone()
+             for name, value in _others(model).items()}
+    for name, block in blocks_in(model):
+        prefix = f"{name}._moe_layer."
+        state[prefix + COUNT] = torch.tensor(block.moe.config.num_experts)
+        for ours, value in _parameters(block).items():
+            if ours not in _OURS:
+                raise CheckpointError(f"{name}: {ours!r} has no published name; Tutel's layers "
+                                      f"have {', '.join(sorted(_OURS))}")
+            theirs, order = _OURS[ours]
+            state[prefix + theirs] = value.detach().permute(order).contiguous()
+    file = path.with_name(f"{path.name}.rank{comm.rank}")
+    scratch = file.with_name(file.name + ".writing")
+    torch.save({"model": state}, scratch)
+    os.replace(scratch, file)
+    return file
+
+
+@torch.no_grad()
+def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
+    """Read files of any number of ranks, of whole experts each, into a model of `vision.model`.
+
+    Nothing is changed unless everything fits.
+
+    Args:
+        path: without `.rankN`.
+        leave: see `checkpoint.load`; of parameters outside of the experts' layers.
+    Raises:
+        CheckpointError: files are missing or cannot be read; names or shapes differ.
+    """
+    files = rank_files(path.with_name(path.name + ".rank{rank}"))
+    if not files:
+        raise CheckpointError(f"there is no {path}.rank0; give the path without .rankN")
+    states = [_read(file) for file in files]
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    wanted = {published_name(name): value for name, value in _others(model).items()}
+    blocks = dict(blocks_in(model))
+    known = {name for name in states[0] if not any(part in name for part in _BUFFERS)
+             and not any(name.startswith(f"{block}._moe_layer.") for block in blocks)}
+    if odd := sorted(known ^ set(wanted)):
+        where = "file" if odd[0] in known else "model"
+        raise CheckpointError(f"{odd[0]!r} is in the {where} alone: {files[0]} is of other sizes, "
+                              "or not of a Swin V2 (see moe_plugin.lab.vision.published)")
+    shapes = {name: tuple(states[0][published_name(name)].shape) for name in _others(model)}
+    stay = set(map(published_name, () if leave is None else leave(shapes, {})))
+    for name, target in wanted.items():
+        if name not in stay:
+            found[name] = target, states[0][name]
+    for name, block in blocks.items():
+        for ours, value in _parameters(block).items():
+            found[f"{name}.{ours}"] = value, _of_layer(states, name, ours, block)
+    for name, (target, value) in found.items():
+        if target.shape != value.shape:
+            raise CheckpointError(f"{name!r} has shape {tuple(value.shape)} in {files[0]} and "
+                                  f"{tuple(target.shape)} in the model; use its sizes")
+    for target, value in found.values():
+        target.copy_(value)
+
+
+def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEBlock) -> Tensor:
+    theirs, order = _OURS.get(ours, ("", ()))
+    key = f"{name}._moe_layer.{theirs}"
+    if any(key not in state for state in states):
+        raise CheckpointError(f"{ours!r} of {name} is not in the files; build the model with their "
+                              "router and experts")
+    back = [order.index(axis) for axis in range(len(order))]
+    if not ours.startswith("experts."):
+        return states[0][key].permute(back)
+    experts = int(states[0][f"{name}._moe_layer.{COUNT}"])
+    whole = torch.cat([state[key] for state in states]).permute(back)
+    if whole.shape[0] != experts or experts != block.moe.config.num_experts:
+        raise CheckpointError(
+            f"{name} has {experts} experts, the files have {whole.shape[0]} parts of them, the "
+            f"model {block.moe.config.num_experts}; use a model of as many experts; split experts "
+            "(more ranks than experts) are read by the checkpoint format tutel")
+    return whole[local_window(ours.removeprefix("experts."), tuple(whole.shape),
+                              block.moe.placement)]
+
+
+def _others(model: nn.Module) -> Mapping[str, Tensor]:
+    """Parameters outside of the blocks with experts."""
+    inside = tuple(f"{name}." for name, _ in blocks_in(model))
+    return {name: p for name, p in model.named_parameters()
+            if not (inside and name.startswith(inside))}
+
+
+def _parameters(block: MoEBlock) -> dict[str, Tensor]:
+    return dict(block.moe.named_parameters())
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        state: Any = trust.load(file, (), f"checkpoint file {str(file)!r}", map_location="cpu")
+        return {name: value for name, value in state["model"].items()
+                if isinstance(value, Tensor)}
+    except trust.UntrustedFile:
+        raise
+    except UNREADABLE as error:
+        raise CheckpointError(f"checkpoint file {str(file)!r} cannot be read: {short(error)}; use "
+                              "another one, with its weights under 'model' and nothing but "
+                              "tensors, numbers and text beside them") from error

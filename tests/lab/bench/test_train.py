@@ -1,0 +1,191 @@
+"""Whole training steps: the command runs in both hosts, all sides learn alike, and the page says
+what the numbers say. No time is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_plugin.cli.main import main
+from moe_plugin.comm import LocalComm
+from moe_plugin.lab.bench.train.results import (
+    TrainReport,
+    merged,
+    read,
+    sides_table,
+    spread,
+    summary_table,
+)
+from moe_plugin.lab.bench.train.shapes import SHAPES, TrainShape, for_host, parse_shapes
+from moe_plugin.lab.bench.train.steps import Side, SideTimes, batch, measure
+from moe_plugin.lab.bench.train.write import pages_of, write_pages
+
+TINY = "16x16x4x2x256"
+COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
+SIDES = {
+    "moe-plugin": "ours", "moe-plugin, auto": "ours", "moe-plugin, linear": "ours",
+    "moe-plugin, native": "ours", "moe-plugin, r=0": "ours", "moe-plugin, all_gather": "ours"
+}
+
+
+def side(name: str, kind: str, ms: list[float], losses: list[float]) -> SideTimes:
+    return SideTimes(name, kind, [t / 1e3 for t in ms], [0.25 * t / 1e3 for t in ms], losses, 1000,
+                     "r=1 d=1 linear auto")
+
+
+def report(host: str = "megatron", place: str = "one machine, 2 ranks",
+           name: str = "few") -> TrainReport:
+    sides = [
+        side("moe-plugin", "ours", [10, 12, 11, 40], [3.0, 2.0]),
+        side("moe-plugin, r=0", "ours", [10, 10, 10, 10], [3.0, 2.0]),
+        side("Megatron, alltoall", "native", [30, 23, 23, 20], [3.0, 2.0001]),
+        side("Megatron, allgather", "native", [19, 50, 50, 50], [3.0, 2.5]),
+        side("dense", "dense", [5, 5, 5, 5], [3.0, 2.7])
+    ]
+    return TrainReport(host, place, 2, SHAPES[name], sides, (0.5, 1.5), {"torch": "1.0"})
+
+
+def test_ratios_are_of_the_better_native_side() -> None:
+    found = report()
+    assert found.best("native").name == "Megatron, alltoall"
+    of_medians, of_minima = found.ratio()
+    assert of_medians == pytest.approx(23 / 11.5)
+    assert of_minima == pytest.approx(19 / 10)  # the least step of any native side
+    assert found.behind() == pytest.approx(0.15)
+    assert found.loss_gap() == pytest.approx(1e-4)
+    low, _, high = statistics.quantiles([10, 12, 11, 40], n=4)
+    assert spread(found.side("moe-plugin")) == pytest.approx((high - low) / 11.5)
+
+
+def test_tables_are_made_from_the_json_alone(tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    reports = [report(), report(place="2x2 emulated nodes"), report("fairseq")]
+    file.write_text(json.dumps([one.as_dict() for one in reports]))
+    again = read(file)
+    assert again == [TrainReport.from_dict(one.as_dict()) for one in reports]
+    row = summary_table(again[:1]).splitlines()[-1]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["few", SHAPES["few"].label(), "11.5 ms", "23 ms", "2.00", "1.90", "15 %",
+                     "5 ms", "4.60", "25% / 25%", "1e-04"]
+    assert "Megatron, allgather | 50 ms" in sides_table(again[0])
+    assert "| 356,174 " in sides_table(again[0])  # 4,096 tokens in 11.5 ms
+
+
+def test_pages_are_a_summary_and_one_for_each_host_and_place(tmp_path: Path) -> None:
+    reports = [report(), report(name="wide"), report(place="2x2 emulated nodes, 200 Mbit/s"),
+               report("fairseq")]
+    write_pages(tmp_path / "train.md", reports)
+    names = ["train.md", "train_megatron_one_machine.md", "train_megatron_2x2_emulated_nodes.md",
+             "train_fairseq_one_machine.md"]
+    assert [page.name for page in pages_of(tmp_path / "train.md", reports)] == names
+    assert sorted(path.name for path in tmp_path.glob("*.md")) == sorted(names)
+    summary, megatron, _, fairseq = [(tmp_path / name).read_text() for name in names]
+    for title in ("Megatron-core, one machine, 2 ranks", "fairseq, one machine, 2 ranks",
+                  "Megatron-core, 2x2 emulated nodes, 200 Mbit/s"):
+        assert summary.count(f"## {title}\n") == 1
+    assert all(f"({name})" in summary for name in names[1:])
+    assert sides_table(reports[0]) in megatron and "machine, 2 ranks: wide\n" in megatron
+    assert "wide" not in fairseq and "# Whole training steps: fairseq, one machine\n" in fairseq
+    words = " ".join(summary.split())
+    assert "torch 1.0" in words and "bench train --host" in words
+    assert all(len(line) <= 100 or line.startswith("|")
+               for page in (summary, megatron, fairseq) for line in page.splitlines())
+
+
+def test_results_of_the_same_shape_and_place_are_replaced() -> None:
+    old, other = report(), report(name="wide")
+    new = TrainReport(**{**vars(old), "load": (9.0, 9.0)})
+    assert merged([old, other], [new]) == [new, other]
+
+
+def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "layer.json").write_text('[{"bound_ms": 1}]')
+    with pytest.raises(ValueError, match="holds no results of `bench train`"):
+        read(tmp_path / "layer.json")
+
+
+def test_shapes() -> None:
+    assert len(parse_shapes("all")) == 6 and parse_shapes("few,wide")[1] is SHAPES["wide"]
+    assert parse_shapes(TINY) == [
+        TrainShape(name=TINY, width=16, inner=16, experts=4, top_k=2, tokens=256, length=8)]
+    assert [s.top_k for s in for_host(parse_shapes("fine,few"), "fairseq")] == [2, 2]
+    assert SHAPES["few"].sentences(4) == 8
+    for text, words in (("huge", "'huge' is no shape"), ("1x1x2x3x64", "must be <= experts=2")):
+        with pytest.raises(ValueError, match=words):
+            parse_shapes(text)
+    with pytest.raises(ValueError, match="must be a multiple of 384"):
+        SHAPES["few"].sentences(3)
+
+
+def test_sides_train_in_turn_on_equal_data_and_settle_before_they_count() -> None:
+    calls: list[tuple[str, int]] = []
+    text = torch.arange(200, dtype=torch.uint8)
+
+    def made(name: str, settled_after: int) -> Side:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+        def step(number: int) -> float:
+            calls.append((name, number))
+            weight.grad = torch.ones(3)
+            optimizer.step()
+            return float(batch(text, number, 2, 4, 0).sum() + weight.detach().sum())
+
+        return Side(name, "ours", step, [optimizer],
+                    lambda: sum(n == name for n, _ in calls) >= settled_after)
+
+    one, two = measure([made("one", 1), made("two", 5)], LocalComm(), steps=3, warm_up=2)
+    assert calls == [*(("one", n) for n in range(2)), *(("two", n) for n in range(5)),
+                     *(("two", n) for n in range(2)),
+                     *((name, n + 2) for n in range(3) for name in ("one", "two"))]
+    assert one.losses == two.losses  # weights and moments of before: two began again
+    assert len(one.seconds) == len(two.optimizer_s) == 3
+    assert all(0 < o < s for o, s in zip(one.optimizer_s, one.seconds, strict=True))
+    assert one.parameters == 3
+
+
+def test_bad_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "train", "--host", "megatron", "--steps", "0"]) == 2
+    assert "--steps 0 must be >= 1" in capsys.readouterr().err
+
+
+def learned_alike(file: Path, host: str, native: set[str]) -> None:
+    (found,) = read(file)
+    assert (found.host, found.place, found.ranks) == (host, "2 ranks", 2)
+    assert {s.name: s.kind for s in found.sides} == {
+        **SIDES, **dict.fromkeys(native, "native"), "dense": "dense"}
+    assert all(len(s.seconds) == 2 and len(s.losses) >= 3 for s in found.sides)
+    first = [s.losses[0] for s in found.sides if s.kind != "dense"]
+    assert max(first) - min(first) < 2e-3, first  # equal weights and data (fairseq logs 3 digits)
+    assert found.loss_gap() < 5e-3
+    assert found.ratio()[0] > 0 and TINY in file.with_suffix(".md").read_text()
+
+
+def _megatron(file: str) -> int:
+    return main([*COMMAND.split(), "--host", "megatron", "--out", file])
+
+
+@pytest.mark.distributed
+@pytest.mark.megatron
+def test_command_in_megatron(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from tests.hosts.megatron.ranks import on_ranks
+
+    assert on_ranks(2, _megatron, f"{tmp_path}/train.json") == [0, 0]
+    learned_alike(tmp_path / "train.json", "megatron",
+                  {"Megatron, alltoall", "Megatron, allgather"})
+
+
+@pytest.mark.distributed
+@pytest.mark.fairseq
+def test_command_in_fairseq(tmp_path: Path) -> None:
+    pytest.importorskip("fairseq", reason="fairseq is not installed")
+    from tests.hosts.fairseq.conftest import run
+
+    run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path}/train.json", ranks=2).ok()
+    learned_alike(tmp_path / "train.json", "fairseq", {"fairseq's moe branch"})

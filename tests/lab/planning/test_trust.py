@@ -1,0 +1,212 @@
+"""Trust in a prediction: corrections and spread by hand, doubts, files of measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from moe_plugin.lab.planning.advice import measured_lines
+from moe_plugin.lab.planning.measured import (
+    ALL_REDUCE,
+    DENSE,
+    HEAD,
+    MATMUL,
+    MOE,
+    TENSOR,
+    UPDATE,
+    MeasuredNetwork,
+    Processor,
+    Timing,
+    dump,
+    load,
+)
+from moe_plugin.lab.planning.model import ModelPlan
+from moe_plugin.lab.planning.model_cost import plan_cost
+from moe_plugin.lab.planning.model_search import search
+from moe_plugin.lab.planning.trust import (
+    EXCHANGES,
+    OPTIMIZER,
+    Estimate,
+    doubts,
+    estimate,
+    rank,
+    refuse,
+    residuals,
+)
+from moe_plugin.planner.choice import LayoutChoice
+from tests.lab.planning.measurements import UPDATE_S, measurements
+from tests.planner.problems import A100, cluster, model
+
+PLAN = ModelPlan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+M, C = model(), cluster(2, 4)
+
+
+def estimated(plan: ModelPlan, **factors: tuple[float, ...]) -> Estimate:
+    names = {"moe": MOE, "dense": DENSE, "head": HEAD, "reduce": ALL_REDUCE,
+             "tensor": TENSOR}
+    network, processor = measurements(M, C, {names[k]: v for k, v in factors.items()})
+    return estimate(M, plan_cost(M, C, A100, plan), residuals(network, processor),
+                    processor.timings[-1])
+
+
+def test_a_file_without_matmuls_or_exchanges_is_described() -> None:
+    """As one that was edited by hand has them."""
+    network, processor = measurements(M, C)
+    found = residuals(network, processor)
+    lines = " ".join(measured_lines(network, processor, found))
+    assert lines.count("the fit is off by 0% on average") == 2
+    network = dataclasses.replace(network, timings=[t for t in network.timings
+                                                    if t.name == ALL_REDUCE])
+    processor = dataclasses.replace(processor, timings=processor.timings[-1:])
+    lines = " ".join(measured_lines(network, processor, residuals(network, processor)))
+    assert lines.count("nothing that was measured checks the fit") == 2
+
+
+def test_measured_as_predicted_changes_nothing() -> None:
+    made, cost = estimated(PLAN), plan_cost(M, C, A100, PLAN)
+    update = made.parts.pop(OPTIMIZER)
+    assert made.seconds == made.low == made.high == pytest.approx(cost.seconds)
+    own = M.dense_parameters + M.expert_parameters / 8
+    assert update == pytest.approx([UPDATE_S * own / 1e6] * 3)
+    assert made.confidence() == "high" and made.confidence(doubted=True) == "low"
+
+
+def test_each_part_is_corrected_by_its_measurement() -> None:
+    cost, made = plan_cost(M, C, A100, PLAN), estimated(
+        PLAN, moe=(3.0, 2.0, 2.5), dense=(1.5,), reduce=(0.5,))
+    found = [seconds / cost.time["MoE layers"] for seconds in made.parts["MoE layers"]]
+    assert found == pytest.approx([2.0, 2.5, 3.0])
+    for name, factor in (("attention", 1.5), ("dense FFN", 1.5), ("gradient reduction", 0.5)):
+        assert made.parts[name] == pytest.approx([factor * cost.time[name]] * 3)
+    assert made.low < made.seconds < made.high
+
+
+def test_cut_layers_are_corrected_by_a_cut_layer() -> None:
+    plan = dataclasses.replace(PLAN, tp=4, dp=2)
+    cost, made = plan_cost(M, C, A100, plan), estimated(plan, tensor=(3.0,), dense=(1.5,),
+                                                        reduce=(0.5,))
+    for name in ("attention", "dense FFN", "tensor parallel"):
+        assert made.parts[name] == pytest.approx([3 * cost.time[name]] * 3)
+    assert made.parts["gradient reduction"][1] == pytest.approx(
+        0.5 * cost.time["gradient reduction"])
+    # files from before this was measured
+    network, processor = measurements(M, C, {DENSE: (1.5,), ALL_REDUCE: (0.5,)})
+    found = {kind: one for kind, one in residuals(network, processor).items() if kind != TENSOR}
+    older = estimate(M, cost, found)
+    assert older.parts["attention"][1] == pytest.approx(1.5 * cost.time["attention"])
+    assert older.parts["tensor parallel"][1] == pytest.approx(0.5 * cost.time["tensor parallel"])
+
+
+def test_the_bubble_follows_its_stages() -> None:
+    plan = dataclasses.replace(PLAN, pp=2, dp=4, ep=4)
+    cost, made = plan_cost(M, C, A100, plan), estimated(plan, moe=(2.0,), dense=(2.0,),
+                                                        head=(2.0,))
+    sent, bubble = cost.time["stage to stage"], "pipeline bubble"
+    stages = sum(v for k, v in cost.time.items() if k not in (bubble, "gradient reduction"))
+    share = cost.time[bubble] / stages
+    assert made.parts[bubble] == pytest.approx([share * (2 * (stages - sent) + sent)] * 3)
+
+
+def test_confidence_falls_with_the_spread() -> None:
+    cost, words = plan_cost(M, C, A100, PLAN), []
+    for w in (1.05, 1.3, 3.0):
+        found = residuals(*measurements(M, C, dict.fromkeys((MOE, DENSE, HEAD, ALL_REDUCE),
+                                                            (1 / w, w))))
+        made = estimate(M, cost, found)
+        assert made.high / made.low == pytest.approx(w * w)
+        words.append(made.confidence())
+    assert words == ["high", "medium", "low"]
+
+
+def test_plans_are_ranked_after_correction() -> None:
+    found = search(M, C, A100, keep=1000).plans
+    network, processor = measurements(M, C, {ALL_REDUCE: (40.0,)})
+    ranked = rank(M, found, residuals(network, processor))
+    assert [e.seconds for e in ranked] == sorted(e.seconds for e in ranked)
+    # where gradients are dear, fewer of them are reduced
+    assert ranked[0].cost.time["gradient reduction"] < found[0].time["gradient reduction"]
+
+
+def why(factors: dict[str, tuple[float, ...]] | None = None, plan: ModelPlan = PLAN,
+        m=M, c=C) -> list[str]:
+    network, processor = measurements(M, C, factors)
+    found = residuals(network, processor)
+    made = estimate(m, plan_cost(m, c, A100, plan), found)
+    return doubts(m, made, network, processor, found)
+
+
+def test_nothing_to_doubt() -> None:
+    assert why() == []
+    refuse([])
+
+
+@pytest.mark.parametrize("factors, text", [
+    ({"linear": (2.0,), "2dh": (0.5,), "leader": (2.0,)}, "the fit of the network is off by"),
+    ({MATMUL: (2.0,)}, "the fit of the processor is off by 50%"),
+    ({MOE: (1.0, 50.0)}, "a factor of more than 3, mostly because of: MoE layers"),
+    ({DENSE: (11.0,)}, "attention: measured over predicted time is 11.00, not within 0.1 to 10"),
+])
+def test_fits_that_are_far_off_are_doubted(factors: dict, text: str) -> None:
+    found = why(factors)
+    assert any(text in line for line in found), found
+    with pytest.raises(ValueError, match="not to be trusted.*--fresh.*--trust-fit"):
+        refuse(found)
+
+
+def test_a_part_that_takes_little_time_is_not_doubted() -> None:
+    small = dataclasses.replace(M, vocab=16)
+    assert why({HEAD: (1.0, 20.0)}, m=small) == []
+    assert why({HEAD: (1.0, 2000.0)}, m=small) != []
+
+
+def test_sizes_far_outside_are_doubted() -> None:
+    more = dataclasses.replace(PLAN, dp=32)
+    assert why(plan=more, c=cluster(8, 4))[0] == "the plan is for 32 ranks, and 8 were measured"
+    long = dataclasses.replace(M, sequence=32768)
+    found = why(m=long)
+    assert [line.split(":")[0] for line in found] == [EXCHANGES, MOE, DENSE][-len(found):]
+    assert "65,536 tokens, and 1,024 tokens to 4,096 tokens were measured" in found[-1]
+    cut = why(m=long, plan=dataclasses.replace(PLAN, tp=4, dp=2))
+    assert cut[-1].startswith(f"{TENSOR}: the plan needs 65,536 tokens")
+    wide = dataclasses.replace(M, vocab=3_000_000)
+    assert [line.split(":")[0] for line in why(m=wide)] == [ALL_REDUCE]
+
+
+def test_one_rank_has_no_network() -> None:
+    m = model(experts=2)
+    alone = ModelPlan(tp=1, pp=1, dp=1, ep=1, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
+    _, processor = measurements(m, cluster(1, 1))
+    found = residuals(None, processor)
+    assert set(found) == {MATMUL, MOE, DENSE, HEAD}
+    made = estimate(m, plan_cost(m, cluster(1, 1), A100, alone), found)
+    assert doubts(m, made, None, processor, found) == []
+    assert OPTIMIZER not in made.parts and made.seconds > 0
+
+
+def test_files(tmp_path: Path) -> None:
+    network, processor = measurements(M, C, {MOE: (1.0, 2.0)}, ({"grid": "2x4"}, {}))
+    for kind, record in ((MeasuredNetwork, network), (Processor, processor)):
+        path = tmp_path / "record.json"
+        path.write_text(dump(record))
+        assert load(kind, path) == record
+
+
+@pytest.mark.parametrize("values, text", [
+    ('{"timings": []}', "0 timings must be 1 to"),
+    ('{"timings": [{"name": "linear", "size": 0, "seconds": [1]}]}', "size=0"),
+    ('{"timings": [{"name": "linear", "size": 1, "seconds": [.nan]}]}', "numbers > 0"),
+    ('{"timings": [{"name": "linear", "size": 1, "seconds": []}]}', "at least one"),
+    ('{"tymings": 1}', "unknown key 'tymings'"),
+])
+def test_bad_files_are_named(values: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "network.json"
+    path.write_text(values)
+    with pytest.raises(ValueError, match=text) as error:
+        load(MeasuredNetwork, path)
+    assert "network.json" in str(error.value)
+
+
+def test_the_median_is_one_of_the_repeats() -> None:
+    assert Timing(name=UPDATE, size=1, seconds=[3.0, 1.0, 2.0]).median == 2.0
