@@ -25,7 +25,7 @@ import torch
 
 from moe_plugin.checkpoint import checksums, torch_files
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
-from moe_plugin.checkpoint.source import Derived, Entry, window_shape
+from moe_plugin.checkpoint.source import Derived, TensorEntry, window_shape
 from moe_plugin.lab.bench.report import check_folder, paragraph, table, write_json
 from moe_plugin.regular_files import write_regular
 
@@ -39,7 +39,7 @@ PAUSE_S = 5.0
 def noise(*shape: int) -> Derived:
     """Random values, drawn where they are read: compression or sparse files would flatter."""
     generator = torch.Generator().manual_seed(0)
-    return Derived(("model", ""), Entry(shape, torch.float32),
+    return Derived(("model", ""), TensorEntry(shape, torch.float32),
                    lambda window: torch.randn(window_shape(window), generator=generator))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats.base import Layout, Progress, convert, formats
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, convert, formats
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.read_sums import ReadSums, summed
 from moe_plugin.checkpoint.source import (
@@ -56,7 +56,7 @@ class Conversion:
     source: Source
     target: Path
     to: str
-    layout: Layout = Layout()
+    layout: CheckpointSizes = CheckpointSizes()
     model_only: bool = False
     force: bool = False
     advance: Callable[[int], None] = lambda _: None
@@ -156,7 +156,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Progress(Progress):
+class _Progress(WriteProgress):
     """Keeps the list of finished files next to them."""
 
     def __init__(self, conversion: Conversion, plan: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ class _Progress(Progress):
         self._lock = Lock()  # writers finish files in other threads while they ask for the next
 
     def keeps(self, name: str) -> bool:
-        """See `Progress`: its size and checksum are as they were."""
+        """See `WriteProgress`: its size and checksum are as they were."""
         path = self._folder / name
         size, crc = self.finished.get(name, (-1, 0))
         if not path.is_file() or path.stat().st_size != size or not _is_as_written(path, crc):
@@ -180,11 +180,11 @@ class _Progress(Progress):
         return True
 
     def advance(self, nbytes: int) -> None:
-        """See `Progress`."""
+        """See `WriteProgress`."""
         self._conversion.advance(nbytes)
 
     def wrote(self, name: str) -> None:
-        """See `Progress`."""
+        """See `WriteProgress`."""
         path = self._folder / name
         crc = checksums.seal_of(path)
         crc = checksums.crc_of(path) if crc is None else crc

@@ -47,8 +47,8 @@ from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
     Derived,
-    Entry,
     Source,
+    TensorEntry,
     View,
     cast,
     window_shape,
@@ -179,7 +179,7 @@ def without_embed_scale(source: Source) -> Source:
 
 def zeros(like: Derived, name: str) -> Derived:
     """A vector of zeros, one for each row of a matrix: a bias that changes nothing."""
-    entry = Entry(like.entry.shape[:1], like.entry.dtype)
+    entry = TensorEntry(like.entry.shape[:1], like.entry.dtype)
     return Derived((like.key[0], name), entry,
                    lambda window: torch.zeros(window_shape(window), dtype=entry.dtype))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint.source import MODEL, Derived, Entry, Key
+from moe_plugin.checkpoint.source import MODEL, Derived, Key, TensorEntry
 from moe_plugin.routing.contract import FLOAT32
 
 # last part of the name: the bias of `sigmoid_bias`; of Megatron and neutral; of Hugging Face; the
@@ -26,8 +26,8 @@ _ROUTERS = ("router.", "gate.", "gates.")
 Layers = Mapping[str, Mapping[str, Any]]
 
 
-def mark_float32(entries: Mapping[Key, Entry], layers: Layers) -> dict[Key, Entry]:
-    """The entries, with `Entry.keeps_float32` where it holds.
+def mark_float32(entries: Mapping[Key, TensorEntry], layers: Layers) -> dict[Key, TensorEntry]:
+    """The entries, with `TensorEntry.keeps_float32` where it holds.
 
     Args:
         layers: see `Source`.
@@ -44,7 +44,7 @@ def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
     return [replace(one, entry=entries[one.key]) for one in tensors]
 
 
-def _stays(key: Key, entry: Entry, layers: Layers, widest: Mapping[str, int]) -> bool:
+def _stays(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, int]) -> bool:
     field, name = key
     if field != MODEL or not entry.dtype.is_floating_point:
         return False
@@ -59,7 +59,7 @@ def _stays(key: Key, entry: Entry, layers: Layers, widest: Mapping[str, int]) ->
     return False
 
 
-def _bytes_of_experts(entries: Mapping[Key, Entry], layers: Layers) -> dict[str, int]:
+def _bytes_of_experts(entries: Mapping[Key, TensorEntry], layers: Layers) -> dict[str, int]:
     """Bytes of the widest number of each layer's experts."""
     found: dict[str, int] = {}
     for (field, name), entry in entries.items():

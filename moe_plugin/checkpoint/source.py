@@ -42,7 +42,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor without its values.
 
     Attributes:
@@ -101,7 +101,7 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
     return tuple(full)
 
 
-def blocks(entry: Entry, limit: int) -> Iterator[Window]:
+def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
     """Windows of at most `limit` bytes (one element at least) that give the whole tensor in the
     order of memory.
     """
@@ -138,7 +138,7 @@ class Source(ABC):
     """
 
     format: str
-    entries: Mapping[Key, Entry]
+    entries: Mapping[Key, TensorEntry]
     values: Mapping[str, Any]
     layers: Mapping[str, Mapping[str, int]]
 
@@ -205,7 +205,7 @@ class Derived:
     """
 
     key: Key
-    entry: Entry
+    entry: TensorEntry
     read: Callable[[Window], Tensor]
 
     def renamed(self, name: str) -> Derived:
@@ -329,7 +329,7 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
         return found[0] if len(found) == 1 else torch.cat(found, axis)
 
     kept = any(one.entry.keeps_float32 for one in parts)
-    return Derived(first.key, Entry(shape, first.entry.dtype, kept), read)
+    return Derived(first.key, TensorEntry(shape, first.entry.dtype, kept), read)
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:

@@ -22,7 +22,7 @@ from moe_plugin.checkpoint.read_sums import sums_of
 from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
-    Entry,
+    TensorEntry,
     Window,
     blocks,
     full_window,
@@ -36,7 +36,7 @@ BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; f
 FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
 
 
-class Stored:
+class StoredTensor:
     """Where a tensor is in a file.
 
     Args:
@@ -51,7 +51,7 @@ class Stored:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise ValueError(f"a tensor of {tensor.layout} in it is not dense")
         storage = tensor.untyped_storage()
-        self.path, self.entry = path, Entry(tuple(tensor.shape), tensor.dtype)
+        self.path, self.entry = path, TensorEntry(tuple(tensor.shape), tensor.dtype)
         self.stride, item = tensor.stride(), tensor.dtype.itemsize
         self.start = storage._checkpoint_offset + tensor.storage_offset() * item  # see torch.load
         reach = sum((length - 1) * stride
@@ -112,7 +112,7 @@ def _lazily(path: Path, state: Any) -> Any:
     size, known = os.path.getsize(path), {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = Stored(path, tensor.detach(), size)
+        one = StoredTensor(path, tensor.detach(), size)
         one = known.setdefault((one.start, one.entry, one.stride), one)
         return Derived(("", ""), one.entry, one.read)
 
@@ -249,7 +249,7 @@ def _in_memory() -> Callable[[Tensor], Derived]:
 
     def stored(tensor: Tensor) -> Derived:
         values = tensor.detach()
-        one = Derived(("", ""), Entry(tuple(values.shape), values.dtype),
+        one = Derived(("", ""), TensorEntry(tuple(values.shape), values.dtype),
                       lambda window: values[window])
         return known.setdefault(id(tensor), one)
 

@@ -26,14 +26,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.base import Format, Layout
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
     Derived,
-    Entry,
     Source,
+    TensorEntry,
     View,
     Window,
     derive,
@@ -153,7 +153,7 @@ def _moe(mlp: Mapping[str, Derived], plan: Upcycling, layer: int) -> Iterator[De
                 yield from _shared(mlp, part, plan, prefix)
     if plan.shared_gate:
         like = mlp["w_in.weight"].entry
-        entry = Entry((1, like.shape[1]), like.dtype)
+        entry = TensorEntry((1, like.shape[1]), like.dtype)
         yield Derived((MODEL, prefix + "shared.gate.weight"), entry, lambda window: torch.zeros(
             window_shape(window), dtype=entry.dtype))
 
@@ -198,7 +198,7 @@ def _scaled(one: Derived, factor: float) -> Derived:
 
 def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
     """Random rows, each for the experts of one copy."""
-    entry = Entry((plan.experts, like.entry.shape[1]), like.entry.dtype)
+    entry = TensorEntry((plan.experts, like.entry.shape[1]), like.entry.dtype)
 
     def read(window: Window) -> Tensor:
         generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + layer)
@@ -222,7 +222,7 @@ def write_new(source: Source, to: Format, target: Path) -> None:
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        to.write(source, scratch, Layout())
+        to.write(source, scratch, CheckpointSizes())
         os.rename(scratch, target)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)

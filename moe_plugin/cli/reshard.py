@@ -54,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from moe_plugin.checkpoint.conversion import Conversion
-    from moe_plugin.checkpoint.formats.base import Layout, formats, open_source
+    from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
     from moe_plugin.planner.units import show_size, show_time
 
     sizes = {name: vars(args)[name] for name in SIZES}
-    layout = Layout(**sizes, dtype=args.dtype and getattr(torch, args.dtype))  # one of DTYPES
+    dtype = args.dtype and getattr(torch, args.dtype)  # one of DTYPES
+    layout = CheckpointSizes(**sizes, dtype=dtype)
     start = time.perf_counter()
     with open_source(args.source, args.origin, args.trust) as source:
         to = args.to or source.format

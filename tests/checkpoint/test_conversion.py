@@ -22,10 +22,10 @@ from torch import nn
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, checksums, load, save, split, torch_files
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.formats.base import Layout, Progress, detect, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, detect, open_source
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.reshard import moe_layers
-from moe_plugin.checkpoint.source import Derived, Entry, blocks, window_shape
+from moe_plugin.checkpoint.source import Derived, TensorEntry, blocks, window_shape
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
@@ -103,8 +103,8 @@ def same(mine: Any, theirs: Any, where: str = "") -> None:
 
 
 def convert(source: Path, target: Path, **options: Any) -> Conversion:
-    layout = Layout(**{name: options.pop(name) for name in ("ep", "world", "shards", "dtype")
-                       if name in options})
+    layout = CheckpointSizes(**{
+        name: options.pop(name) for name in ("ep", "world", "shards", "dtype") if name in options})
     with open_source(source) as opened:
         conversion = Conversion(opened, target, options.pop("to", "plain"), layout, **options)
         conversion.written = conversion.run()
@@ -150,7 +150,7 @@ def test_shards_are_chosen_and_the_result_loads(tmp_path: Path) -> None:
 def test_each_rank_reads_the_slices_that_it_stores_alone(tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts of other ranks are never read."""
-    read, original = [], torch_files.Stored.read
+    read, original = [], torch_files.StoredTensor.read
 
     def counting(self: Any, window: Any) -> torch.Tensor:
         found = original(self, window)
@@ -159,7 +159,7 @@ def test_each_rank_reads_the_slices_that_it_stores_alone(tmp_path: Path,
 
     model = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 8}), LocalComm())])
     save(tmp_path / "ckpt", model)
-    monkeypatch.setattr(torch_files.Stored, "read", counting)
+    monkeypatch.setattr(torch_files.StoredTensor, "read", counting)
 
     def elements(comm: Any) -> int:
         part = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 8}), comm)])
@@ -226,7 +226,7 @@ def test_damage_of_the_source_is_found_and_unknown_sizes_are_refused(tmp_path: P
     source = write(tmp_path / "source", 2)
     with pytest.raises(ValueError, match="'plain' has no --tp; it knows: --ep, --shards, --world"):
         with open_source(source) as opened:
-            Conversion(opened, tmp_path / "target", "plain", Layout(tp=2)).run()
+            Conversion(opened, tmp_path / "target", "plain", CheckpointSizes(tp=2)).run()
     part = source / part_name(1, 2)
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
@@ -284,7 +284,7 @@ def test_the_commands_and_what_inspect_shows(tmp_path: Path,
 @pytest.mark.parametrize("limit", [1, 16, 40, 10**6])
 def test_blocks_are_the_tensor_in_the_order_of_memory(shape: tuple[int, ...], limit: int) -> None:
     x = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
-    found = list(blocks(Entry(shape, x.dtype), limit))
+    found = list(blocks(TensorEntry(shape, x.dtype), limit))
     assert torch.equal(torch.cat([x[window].reshape(-1) for window in found]), x.reshape(-1))
     for window in found:
         assert torch.Size(window_shape(window)).numel() * 4 <= max(limit, 4)
@@ -329,7 +329,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     for name, width in (("small", 8), ("large", 1024)):
         folder = tmp_path / name
         folder.mkdir()
-        entries = {f"{kind}.weight": Entry((8, width, width * 4), torch.float32)
+        entries = {f"{kind}.weight": TensorEntry((8, width, width * 4), torch.float32)
                    for kind in ("moe.experts", "dense", "dense2")}
         model = {"moe._extra_state": origin, "moe.experts.w_in_LDF": _ones(entries["dense.weight"]),
                  "dense": _ones(entries["dense.weight"]), "dense2": _ones(entries["dense.weight"])}
@@ -343,12 +343,12 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     assert size > 380 * 2**20 and grew < size / 3, (size, grew)
 
 
-def _ones(entry: Entry) -> Derived:
+def _ones(entry: TensorEntry) -> Derived:
     return Derived(("model", ""), entry, lambda window: torch.ones(window_shape(window)))
 
 
 def test_a_writer_without_a_caller_keeps_nothing() -> None:
-    assert not Progress().keeps("a")
+    assert not WriteProgress().keeps("a")
 
 
 def test_sums_are_those_of_zlib() -> None:

@@ -19,8 +19,8 @@ import torch
 from moe_plugin.checkpoint import CheckpointError, file_workers, torch_files
 from moe_plugin.checkpoint.conversion import PLAN, Conversion
 from moe_plugin.checkpoint.file_workers import FileWorkers, Stopped, usable_cores
-from moe_plugin.checkpoint.formats.base import Layout, open_source
-from moe_plugin.checkpoint.source import Derived, Entry, Window, window_shape
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
+from moe_plugin.checkpoint.source import Derived, TensorEntry, Window, window_shape
 from tests.checkpoint.test_conversion import write
 
 
@@ -146,14 +146,14 @@ def test_a_tensor_that_cannot_be_read_ends_both_files(tmp_path: Path,
     with (pytest.raises(CheckpointError, match="cannot be read"),
           torch_files.SealedWriter(at_once=2) as writer):
         for name, read in (("slow", slow), ("broken", broken)):
-            one = Derived(("", ""), Entry((1000,), torch.float32), read)
+            one = Derived(("", ""), TensorEntry((1000,), torch.float32), read)
             writer.write(tmp_path / name, {"x": one}, partial(done.append, name))
     assert not done and len(reads) <= 4
 
 
 def convert(source: Path, target: Path, advance: Any = lambda _: None) -> Conversion:
     with open_source(source) as opened:
-        conversion = Conversion(opened, target, "plain", Layout(ep=4), advance=advance)
+        conversion = Conversion(opened, target, "plain", CheckpointSizes(ep=4), advance=advance)
         conversion.run()
         return conversion
 

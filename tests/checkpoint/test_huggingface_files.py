@@ -14,7 +14,13 @@ import torch
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
-from moe_plugin.checkpoint.formats.base import Layout, Progress, detect, formats, open_source
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    WriteProgress,
+    detect,
+    formats,
+    open_source,
+)
 from moe_plugin.checkpoint.formats.huggingface.files import HuggingFaceSource, write_folder
 from moe_plugin.checkpoint.inspection import summary
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
@@ -47,7 +53,7 @@ def there_and_back(source: Source) -> Source:
     return form.from_neutral(bare)
 
 
-class Kept(Progress):
+class Kept(WriteProgress):
     """Of a conversion that had completed some files; counts bytes as conversions do."""
 
     def __init__(self, folder: Path, names: list[str]) -> None:
@@ -140,12 +146,13 @@ def test_the_data_type_can_change(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     source = open_source(tmp_path / "in")
     lower = View(source, [cast(derive(source, key), torch.bfloat16) for key in source.entries])
-    formats.get("hf")().write(lower, tmp_path / "out", Layout())
+    formats.get("hf")().write(lower, tmp_path / "out", CheckpointSizes())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
     assert torch.equal(again.lm_head.weight, model.lm_head.weight.bfloat16())
     with pytest.raises(ValueError, match="format 'hf' has no --ep"):
-        formats.get("hf")().write(open_source(tmp_path / "in"), tmp_path / "out", Layout(ep=2))
+        formats.get("hf")().write(open_source(tmp_path / "in"), tmp_path / "out",
+                                  CheckpointSizes(ep=2))
 
 
 def folder(tmp_path: Path, change: Callable[[Path, dict[str, Any]], None]) -> Path:
@@ -226,7 +233,7 @@ def test_what_no_family_holds_is_named(tmp_path: Path) -> None:
     moment = replace(derive(neutral, (MODEL, "embed.weight")), key=("exp_avg", "embed.weight"))
     trained = View(neutral, [*(derive(neutral, key) for key in neutral.entries), moment])
     with pytest.raises(CheckpointError, match="holds no optimizer state, .* has exp_avg"):
-        form.write(form.from_neutral(trained), tmp_path, Layout())
+        form.write(form.from_neutral(trained), tmp_path, CheckpointSizes())
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "llama"])

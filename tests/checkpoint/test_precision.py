@@ -16,11 +16,11 @@ from moe_plugin import MoELayer
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
-from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.precision import mark_float32
-from moe_plugin.checkpoint.source import MODEL, Derived, Entry, Source, View
+from moe_plugin.checkpoint.source import MODEL, Derived, Source, TensorEntry, View
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.huggingface import restore_moe_blocks, swap_moe_blocks
 from moe_plugin.routing import routers
@@ -44,7 +44,7 @@ def biased(module: nn.Module, name: str) -> torch.Tensor:
 def converted(source: Source, path: Path, to: str, dtype: torch.dtype,
               **sizes: int) -> dict[str, torch.Tensor]:
     """The model's tensors of a result of `reshard --dtype`."""
-    Conversion(source, path, to, Layout(dtype=dtype, **sizes)).run()
+    Conversion(source, path, to, CheckpointSizes(dtype=dtype, **sizes)).run()
     with open_source(path, to) as out:
         return {name: out.read((field, name)) for field, name in out.entries if field == MODEL}
 
@@ -140,7 +140,7 @@ def biased_neutral(path: Path) -> Source:
                     normalize_top_k=True)
     bias_E = 1 + STEP * torch.arange(6.0)
     more = [Derived((MODEL, f"layers.{layer}.moe.router.expert_bias"),
-                    Entry((6,), torch.float32, keeps_float32=True), lambda at: bias_E[at])
+                    TensorEntry((6,), torch.float32, keeps_float32=True), lambda at: bias_E[at])
             for layer in range(3)]
     return View(source, [*map(source.tensor, source.entries), *more], format="neutral",
                 values={"model": model.to_dict(), "step": 0})
@@ -156,7 +156,7 @@ def test_megatron(to: str, fp32: bool, tmp_path: Path) -> None:
     first = View(first, map(first.tensor, first.entries), values={
         **first.values, "settings": {**first.values["settings"], **ours}})
     (tmp_path / "in").mkdir()
-    form.write(first, tmp_path / "in", Layout())
+    form.write(first, tmp_path / "in", CheckpointSizes())
     with open_source(tmp_path / "in", to) as source:
         router = source.read((MODEL, "decoder.layers.1.mlp.router.weight"))
         found = converted(source, tmp_path / "out", to, torch.bfloat16)
@@ -214,9 +214,9 @@ def test_gates_of_tutel_that_are_wider_than_their_experts(experts: torch.dtype,
     ("a.router.bias", False), ("a.b_in_LF", False), ("bias_E", True)])
 def test_names(name: str, stays: bool) -> None:
     key = MODEL, name
-    [entry] = mark_float32({key: Entry((2,), torch.float32)}, {}).values()
+    [entry] = mark_float32({key: TensorEntry((2,), torch.float32)}, {}).values()
     assert entry.keeps_float32 == stays
-    [moment] = mark_float32({("exp_avg", name): Entry((2,), torch.float32)}, {}).values()
+    [moment] = mark_float32({("exp_avg", name): TensorEntry((2,), torch.float32)}, {}).values()
     assert not moment.keeps_float32
 
 

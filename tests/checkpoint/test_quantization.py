@@ -14,7 +14,7 @@ import torch
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.expert_file import write_experts
-from moe_plugin.checkpoint.formats.base import Layout, convert, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
 from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.quantization import dequantized
 from moe_plugin.checkpoint.source import MODEL, Window, window_shape
@@ -288,4 +288,4 @@ def test_codes_of_another_format_are_not_cast(tmp_path: Path) -> None:
     save(tmp_path / "in", module)
     with open_source(tmp_path / "in") as source, pytest.raises(
             CheckpointError, match="'codes' is torch.float8_e4m3fn: codes.* leave --dtype out"):
-        Conversion(source, tmp_path / "out", "plain", Layout(dtype=torch.bfloat16)).run()
+        Conversion(source, tmp_path / "out", "plain", CheckpointSizes(dtype=torch.bfloat16)).run()

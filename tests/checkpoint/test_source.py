@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.base import Format, Layout
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format
 from moe_plugin.checkpoint.neutral import check_names
 from moe_plugin.checkpoint.source import (
     CheckpointError,
-    Entry,
     Source,
+    TensorEntry,
     View,
     Window,
     cast,
@@ -30,7 +30,7 @@ class InMemory(Source):
     def __init__(self, **tensors: Tensor) -> None:
         self.format, self.values, self.layers, self.elements = "plain", {}, {}, 0
         self.tensors = {("model", name): value for name, value in tensors.items()}
-        self.entries = {key: Entry(tuple(value.shape), value.dtype)
+        self.entries = {key: TensorEntry(tuple(value.shape), value.dtype)
                         for key, value in self.tensors.items()}
 
     def _read(self, key: tuple[str, str], window: Window) -> Tensor:
@@ -55,7 +55,7 @@ def test_derived_tensors_equal_torch_on_every_window_and_read_it_alone():
     view = View(source, [one.renamed(name) for name, (one, _) in cases.items()])
     for name, (_, expected) in cases.items():
         key = ("model", name)
-        assert view.entries[key] == Entry(tuple(expected.shape), expected.dtype)
+        assert view.entries[key] == TensorEntry(tuple(expected.shape), expected.dtype)
         for axis, size in enumerate(expected.shape):
             for start in range(size + 1):
                 for stop in range(start, size + 1):
@@ -92,8 +92,8 @@ def test_a_layout_that_a_format_does_not_know_is_refused_by_name():
         def open(self, path, trust=False):
             raise NotImplementedError
 
-    Two().check(Layout(world=2, ep=1))
+    Two().check(CheckpointSizes(world=2, ep=1))
     with pytest.raises(ValueError, match="'two' has no --tp; it knows: --ep, --world"):
-        Two().check(Layout(tp=2))
+        Two().check(CheckpointSizes(tp=2))
     with pytest.raises(ValueError, match="layout tp=0: must be at least 1"):
-        Layout(tp=0)
+        CheckpointSizes(tp=0)

@@ -15,7 +15,7 @@ import moe_plugin
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, detect, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, detect, open_source
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
@@ -77,7 +77,7 @@ def saved(folder: Path, state: dict[str, Tensor], ranks: int, pattern: str) -> P
 def convert(source: Path, target: Path, to: str, origin: str | None = None,
             **sizes: int) -> Path:
     with open_source(source, origin) as opened:
-        assert Conversion(opened, target, to, Layout(**sizes)).run()
+        assert Conversion(opened, target, to, CheckpointSizes(**sizes)).run()
     return target
 
 

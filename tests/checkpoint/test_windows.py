@@ -16,7 +16,7 @@ from torch import nn
 from moe_plugin.checkpoint import CheckpointError, save, windows
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
-from moe_plugin.checkpoint.formats.base import Layout, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
 from moe_plugin.checkpoint.source import MODEL
 from tests.fuzz.hostile import bounded
 
@@ -65,5 +65,5 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(
         os.truncate(path, path.stat().st_size // 2)
         assert torch.equal(source.read((MODEL, "weight"), (slice(0, 1),)), first)
         with pytest.raises(CheckpointError, match=f"{path.name}.*cut short while it was read"):
-            Conversion(source, tmp_path / "out", source.format, Layout()).run()
+            Conversion(source, tmp_path / "out", source.format, CheckpointSizes()).run()
     assert not (tmp_path / "out").exists()

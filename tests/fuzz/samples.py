@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface.files import write_folder
 from moe_plugin.checkpoint.formats.huggingface.format import StateSource
 from tests.checkpoint import quantized, test_tutel
@@ -66,7 +66,7 @@ def sample(name: str) -> Path:
         _branch(folder)
     else:
         with open_source(sample("fairseq_branch" if format == "fairseq" else "hf")) as source:
-            formats.get(format)().write(convert(source, format), folder, Layout())
+            formats.get(format)().write(convert(source, format), folder, CheckpointSizes())
     return folder
 
 

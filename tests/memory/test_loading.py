@@ -11,7 +11,7 @@ from moe_plugin.checkpoint import CheckpointError, load, save, torch_files
 from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import open_source
 from moe_plugin.checkpoint.layers import load_layer
-from moe_plugin.checkpoint.source import MODEL, Derived, DerivedSource, Entry
+from moe_plugin.checkpoint.source import MODEL, Derived, DerivedSource, TensorEntry
 from moe_plugin.comm import run_simulated
 from moe_plugin.memory.experts.store import FileWeights
 from tests.memory.test_stored_experts import EXPERT, D, E, F, bits, layer_of, tokens
@@ -20,7 +20,7 @@ from tests.memory.test_stored_experts import EXPERT, D, E, F, bits, layer_of, to
 @pytest.fixture
 def read(monkeypatch) -> list[int]:
     """Bytes of each read of a checkpoint's tensor with as many values as an expert's matrix."""
-    sizes, original = [], torch_files.Stored.read
+    sizes, original = [], torch_files.StoredTensor.read
 
     def counting(self, window):
         found = original(self, window)
@@ -28,7 +28,7 @@ def read(monkeypatch) -> list[int]:
             sizes.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(torch_files.Stored, "read", counting)
+    monkeypatch.setattr(torch_files.StoredTensor, "read", counting)
     return sizes
 
 
@@ -70,7 +70,7 @@ def test_a_layer_of_a_neutral_source(tmp_path):
             return value[w]
 
         key = (MODEL, "layers.0.moe." + names.get(name, name))
-        return Derived(key, Entry(tuple(value.shape), value.dtype), window)
+        return Derived(key, TensorEntry(tuple(value.shape), value.dtype), window)
 
     source = DerivedSource([one(*each) for each in state.items()], "test", {}, {})
     got = layer_of("disk", tmp=tmp_path)

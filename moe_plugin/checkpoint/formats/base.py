@@ -21,7 +21,7 @@ from moe_plugin.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class CheckpointSizes:
     """How many ranks a written checkpoint is for; None: the format's own choice.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layout:
         return tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
 
 
-class Progress:
+class WriteProgress:
     """What a writer tells its caller; this one ignores it and keeps nothing.
 
     A writer asks `keeps(name)` for each file (a path within the folder that it writes), skips the
@@ -74,7 +74,7 @@ class Format(ABC):
 
     Attributes:
         name: as registered.
-        sizes: fields of `Layout` that it knows, without "dtype".
+        sizes: fields of `CheckpointSizes` that it knows, without "dtype".
         writes: whether `write` exists.
     """
 
@@ -97,19 +97,19 @@ class Format(ABC):
             UntrustedFile: it holds other classes and `trust` is off.
         """
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """Write a source that has this format's names into the folder `path`, slice by slice.
 
         The folder exists, has another name than the checkpoint will have, and may have files of an
-        interrupted conversion (`Progress.keeps`).
+        interrupted conversion (`WriteProgress.keeps`).
 
         Raises:
             CheckpointError: the source has something that the format cannot hold; by name.
         """
         raise CheckpointError(f"format {self.name!r} is read only; choose another --to")
 
-    def nbytes(self, source: Source, layout: Layout) -> int:
+    def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
         """About how many bytes of tensors `write` writes, for a progress bar."""
         return sum(entry.nbytes for entry in source.entries.values())
 
@@ -142,7 +142,7 @@ class Format(ABC):
         """The same for a source of another format, with the names of this one."""
         return None
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: CheckpointSizes) -> None:
         """`ValueError` where the layout has a size that the format does not know."""
         unknown = [name for name in layout.given() if name not in self.sizes]
         if unknown:

@@ -15,7 +15,12 @@ from typing import Any
 
 from moe_plugin.checkpoint import checksums, torch_files, trust
 from moe_plugin.checkpoint.formats import huggingface
-from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
 from moe_plugin.checkpoint.neutral import check_names
 from moe_plugin.checkpoint.ranks import (
     GROUPS,
@@ -214,8 +219,8 @@ class PlainFormat(Format):
         """See `Format`."""
         return open_folder(path, trust)
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`."""
         size = self._size(source, layout)
         with torch_files.SealedWriter(progress.advance) as writer:
@@ -227,12 +232,12 @@ class PlainFormat(Format):
         write_index(path, size, source.values.get("extra") or {"step": source.values.get("step")})
         progress.wrote(INDEX)
 
-    def nbytes(self, source: Source, layout: Layout) -> int:
+    def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
         """See `Format`."""
         size = self._size(source, layout)
         return bytes_of_ranks(source, size, size)
 
-    def _size(self, source: Source, layout: Layout) -> int:
+    def _size(self, source: Source, layout: CheckpointSizes) -> int:
         if None not in (layout.world, layout.ep) and layout.world != layout.ep:
             raise ValueError(f"--world {layout.world} and --ep {layout.ep} differ: a plain "
                              "checkpoint has one part for each expert-parallel rank")

@@ -28,7 +28,12 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import torch_files, trust
-from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.source import (
@@ -37,8 +42,8 @@ from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
     DerivedSource,
-    Entry,
     Source,
+    TensorEntry,
     View,
     Window,
     joined,
@@ -272,7 +277,7 @@ def _filled_up(one: Derived, width: int) -> Derived:
         whole[:, :found.shape[1]] = found
         return whole
 
-    return Derived(one.key, Entry((one.entry.shape[0], width), one.entry.dtype), read)
+    return Derived(one.key, TensorEntry((one.entry.shape[0], width), one.entry.dtype), read)
 
 
 @formats.register("tutel")
@@ -308,8 +313,8 @@ class TutelFormat(Format):
         """See `Format`."""
         return from_plain(source) if source.format == "plain" else None
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`. Files are named `{rank}-of-{size}.pt`."""
         fields = sorted({field for field, _ in source.entries} - {MODEL})
         if fields:
@@ -342,6 +347,6 @@ def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:
         state[key[1]] = one
     for prefix, origin in source.layers.items():
         count = torch.tensor(origin["num_experts"])
-        state[prefix + COUNT] = Derived((MODEL, prefix + COUNT), Entry((), count.dtype),
+        state[prefix + COUNT] = Derived((MODEL, prefix + COUNT), TensorEntry((), count.dtype),
                                         lambda _, count=count: count.clone())
     return state

@@ -14,7 +14,7 @@ import torch
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, detect, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, detect, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.config import from_dict
@@ -51,7 +51,7 @@ def ours(trained: tuple[Path, Result, str]) -> dict[str, Any]:
 
 def convert(source: Path, target: Path, to: str, **sizes: int) -> Path:
     with open_source(source) as opened:
-        assert Conversion(opened, target, to, Layout(**sizes)).run()
+        assert Conversion(opened, target, to, CheckpointSizes(**sizes)).run()
     return target
 
 

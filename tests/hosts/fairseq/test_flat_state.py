@@ -11,7 +11,7 @@ import torch
 
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.ranks import GROUPS
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
@@ -74,7 +74,7 @@ def test_one_vector_is_the_state_of_each_parameter(runs: tuple[Path, Path],
         assert torch.equal(one.read(key, window), other.read(key)[window])
         assert one.values[GROUPS] == other.values[GROUPS]
         for name, source in (("flat", one), ("apart", other)):
-            Conversion(source, tmp_path / name, "fairseq", Layout()).run()
+            Conversion(source, tmp_path / name, "fairseq", CheckpointSizes()).run()
     first, second = (_state(tmp_path / name)["last_optimizer_state"] for name in ("flat", "apart"))
     assert first["param_groups"] == second["param_groups"]
     assert list(first["state"]) == list(second["state"])
@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_what_was_one_vector(runs: tuple[Path, Path], corpus:
     losses = []
     for name, folder in zip(("flat", "apart"), runs, strict=True):
         with open_source(folder) as source:
-            Conversion(source, tmp_path / name, "fairseq", Layout()).run()
+            Conversion(source, tmp_path / name, "fairseq", CheckpointSizes()).run()
         flags = FLAGS.replace("--max-update 3", "--max-update 5 --log-format json --log-interval 1")
         done = fork(1, _train, f"{corpus.lm} {flags} --save-dir {tmp_path / name}".split(), False)
         losses.append(done.ok().losses)

@@ -14,7 +14,7 @@ from moe_plugin import MoELayer
 from moe_plugin.checkpoint import split
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, detect, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, detect, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
 from moe_plugin.checkpoint.formats.fairseq.format import survey
@@ -83,7 +83,7 @@ def write(folder: Path, world: int, ep: int) -> Path:
 
 def convert(source: Path, target: Path, **layout: Any) -> None:
     with open_source(source) as opened:
-        Conversion(opened, target, "fairseq", Layout(**layout)).run()
+        Conversion(opened, target, "fairseq", CheckpointSizes(**layout)).run()
 
 
 def check(folder: Path, world: int, ep: int, iterations: int) -> None:
@@ -146,7 +146,8 @@ def test_optimizer_state_of_flattened_parameters_is_not_dropped_silently(tmp_pat
     with pytest.raises(CheckpointError, match="without the names.*--model-only"):
         convert(home, tmp_path / "x", world=2)
     with open_source(home) as opened:
-        Conversion(opened, tmp_path / "bare", "fairseq", Layout(world=2), model_only=True).run()
+        Conversion(opened, tmp_path / "bare", "fairseq", CheckpointSizes(world=2),
+                   model_only=True).run()
     bare = files.read(str(tmp_path / "bare" / "checkpoint_last-rank-1.pt"))
     assert "last_optimizer_state" not in bare and bare["model"]
 

@@ -23,7 +23,13 @@ pytest.importorskip("megatron.core",
 from safetensors.torch import load_file
 
 from moe_plugin.checkpoint.expert_file import write_experts
-from moe_plugin.checkpoint.formats.base import Layout, convert, detect, formats, open_source
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    convert,
+    detect,
+    formats,
+    open_source,
+)
 from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
 from moe_plugin.checkpoint.formats.megatron.writer import _Writer
 from moe_plugin.checkpoint.source import MODEL as MODEL_FIELD
@@ -32,8 +38,8 @@ from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
     DerivedSource,
-    Entry,
     Source,
+    TensorEntry,
     View,
     derive,
 )
@@ -93,7 +99,7 @@ def _same(one: Source, other: Source) -> None:
 
 def _written(source: Source, path: Path, **sizes: Any) -> Path:
     path.mkdir(parents=True)
-    formats.get(source.format)().write(source, path, Layout(**sizes))
+    formats.get(source.format)().write(source, path, CheckpointSizes(**sizes))
     return path
 
 
@@ -180,7 +186,7 @@ def test_biases_of_experts_change_their_layout_and_come_back() -> None:
               "b_in_LF": (2, 4), "b_gate_LF": (2, 4), "b_out_LD": (2, 3)}
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     ours = DerivedSource(
-        [Derived(("model", f"{prefix}experts.{name}"), Entry(shapes[name], value.dtype),
+        [Derived(("model", f"{prefix}experts.{name}"), TensorEntry(shapes[name], value.dtype),
                  lambda window, value=value: value[window]) for name, value in values.items()],
         "megatron", {}, {prefix: {"num_experts": 2}})
     native = convert(ours, "megatron_native")

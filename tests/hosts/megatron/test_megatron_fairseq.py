@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
 pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.cli.main import main
@@ -163,14 +163,14 @@ def test_optimizer_state_goes_to_a_run_of_megatron_and_back(case: str, data: str
         assert source.values["step"] == 3
         path = tmp_path / "back"
         path.mkdir()
-        formats.get("fairseq")().write(convert(source, "fairseq"), path, Layout())
+        formats.get("fairseq")().write(convert(source, "fairseq"), path, CheckpointSizes())
     with open_source(tmp_path / "fairseq") as first, open_source(path) as second:
         same(first, second)
         assert first.values["parameters"] == second.values["parameters"]
         assert second.values["columns"]["step"] == dict.fromkeys(first.values["parameters"], 3)
         plain = tmp_path / "plain"
         plain.mkdir()
-        formats.get("plain")().write(convert(first, "plain"), plain, Layout())
+        formats.get("plain")().write(convert(first, "plain"), plain, CheckpointSizes())
         with open_source(plain) as third:
             same(first, again := convert(third, "fairseq"))
             assert again.values["columns"]["step"] == second.values["columns"]["step"]

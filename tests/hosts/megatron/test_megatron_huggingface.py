@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs pip install 'moe-plugin[hf]'")
 import transformers
 
 import moe_plugin.checkpoint.formats.all  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import logits, refusal
 
@@ -32,7 +32,7 @@ ARGUMENTS = [
 
 def _written(source: Any, path: Path) -> Path:
     path.mkdir(parents=True)
-    formats.get(source.format)().write(source, path, Layout())
+    formats.get(source.format)().write(source, path, CheckpointSizes())
     return path
 
 

@@ -54,11 +54,11 @@ def _sliced(attention: Any, inputs: list[Tensor], mask: Tensor | None, grad: Ten
             slices: Sequence[int], recompute: bool) -> list[Tensor]:
     from megatron.core import tensor_parallel
 
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Part, Sequences
+    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
 
     ends = list(itertools.accumulate(slices, initial=0))
     whole = Sequences(LENGTH, inputs[0].device, mask)
-    parts = [Part(whole, start, length) for start, length in zip(ends, slices, strict=False)]
+    parts = [SlicePart(whole, start, length) for start, length in zip(ends, slices, strict=False)]
     leaves, outputs = [], []
     for part in parts:
         attention.part = part
@@ -113,7 +113,7 @@ def test_slices_give_the_outputs_and_gradients_of_the_whole_sequence() -> None:
 
 def _refusals() -> list[str]:
     from moe_plugin.hosts.megatron.compat import cpu
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Part, Sequences
+    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
     from tests.hosts.megatron.layers import Case, initialise_parallel
 
     cpu.enable()
@@ -130,9 +130,9 @@ def _refusals() -> list[str]:
     attention, inputs = _attention(), _inputs(4, torch.float32)
     first = [x[:12].requires_grad_() for x in inputs]
     whole = Sequences(LENGTH, inputs[0].device, torch.zeros(1, 1, LENGTH, LENGTH).bool())
-    attention.part = Part(whole, 0, 12)
+    attention.part = SlicePart(whole, 0, 12)
     refused(lambda: attention(*first, None))
-    attention.part = Part(Sequences(LENGTH, inputs[0].device), 0, 12)
+    attention.part = SlicePart(Sequences(LENGTH, inputs[0].device), 0, 12)
     refused(attention(*first, None).sum().backward)
     return found
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 
-from moe_plugin.checkpoint.formats.base import Layout, convert, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.source import MODEL, Source
 from moe_plugin.cli.main import main
@@ -44,7 +44,7 @@ def reshard(source: Path, target: Path, to: str, *flags: str) -> Path:
 
 def written(source: Source, path: Path) -> Path:
     path.mkdir(parents=True)
-    formats.get(source.format)().write(source, path, Layout())
+    formats.get(source.format)().write(source, path, CheckpointSizes())
     return path
 
 

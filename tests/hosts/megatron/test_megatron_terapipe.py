@@ -286,13 +286,13 @@ class _Model(torch.nn.Module):
 
 
 def test_a_batch_of_another_length_than_the_slices_is_refused() -> None:
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Part, Sequences
+    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
     from moe_plugin.hosts.megatron.trainer.pipeline.cutting import CutModel
 
     model, x = _Model(), torch.arange(32)[None]
     cut = CutModel(model, 16)
     with cut.cutting():
-        cut.begin(Part(Sequences(16, x.device), 6, 8))
+        cut.begin(SlicePart(Sequences(16, x.device), 6, 8))
         assert model(x[:, :16], position_ids=x[:, :16]).tolist() == [[[*range(6, 14)]]] * 2
         with pytest.raises(ValueError, match=r"shape\[1\]=32.*must be seq_length=16.*1f1b"):
             model(x, x)

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.checkpoint import torch_files, trust
-from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
 from moe_plugin.checkpoint.formats.fairseq import files, neutral
 from moe_plugin.checkpoint.formats.fairseq.branch_names import (
     branch_order,
@@ -241,8 +246,8 @@ class BranchFormat(Format):
         """See `Format`."""
         return to_branch(neutral.from_neutral(source))
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`. The ranks that store one copy of the experts write a file each."""
         experts = {origin["num_experts"] for origin in source.layers.values()}
         if _STATE not in source.values or len(experts) != 1:

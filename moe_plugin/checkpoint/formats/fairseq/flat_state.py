@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq.entries import CRITERION, OPTIMIZER, names_of_parameters
-from moe_plugin.checkpoint.source import MODEL, Derived, Entry, Window
+from moe_plugin.checkpoint.source import MODEL, Derived, TensorEntry, Window
 
 
 def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -60,4 +60,4 @@ def _part(flat: Derived, shape: tuple[int, ...], start: int) -> Derived:
         rows_N = flat.read((slice(start + first.start * row, start + first.stop * row),))
         return rows_N.view(first.stop - first.start, *shape[1:])[(slice(None), *others)]
 
-    return Derived(flat.key, Entry(shape, flat.entry.dtype), read)
+    return Derived(flat.key, TensorEntry(shape, flat.entry.dtype), read)

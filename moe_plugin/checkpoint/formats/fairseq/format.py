@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.checkpoint import torch_files, trust
-from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
 from moe_plugin.checkpoint.formats.fairseq import files, neutral
 from moe_plugin.checkpoint.formats.fairseq.entries import (
     AVERAGES,
@@ -272,8 +277,8 @@ class FairseqFormat(Format):
         """See `Format`."""
         return neutral.from_neutral(source)
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`."""
         world, ep = _sizes(source, layout)
         with torch_files.SealedWriter(progress.advance) as writer:
@@ -284,12 +289,12 @@ class FairseqFormat(Format):
                                  state_of_rank(source, rank, world, ep, layout.shards),
                                  partial(progress.wrote, name))
 
-    def nbytes(self, source: Source, layout: Layout) -> int:
+    def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
         """See `Format`."""
         return bytes_of_ranks(source, *_sizes(source, layout))
 
 
-def _sizes(source: Source, layout: Layout) -> tuple[int, int]:
+def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
     """Ranks in total and expert-parallel ranks of a layout."""
     ranks, groups = (source.describe().get(name, 1) for name in ("ranks", "ep"))
     world = layout.world or layout.ep or ranks

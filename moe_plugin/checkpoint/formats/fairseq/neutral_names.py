@@ -27,8 +27,8 @@ from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
     Derived,
-    Entry,
     Source,
+    TensorEntry,
     derive,
     joined,
     part_of,
@@ -142,7 +142,7 @@ def fairseq_tensors(source: Source) -> Iterator[Derived]:
 
 def _with_padding(one: Derived) -> Derived:
     shape = (PADDING_ROWS, one.entry.shape[1])
-    rows = Derived(one.key, Entry(shape, one.entry.dtype),
+    rows = Derived(one.key, TensorEntry(shape, one.entry.dtype),
                    lambda window: torch.zeros(window_shape(window), dtype=one.entry.dtype))
     return joined([rows, one], 0).renamed(POSITIONS)
 
@@ -159,7 +159,7 @@ def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> It
                 yield one.renamed("decoder.output_projection.weight")
     for name, value in _BUFFERS.items():
         if name == "decoder.version" or sinusoidal:
-            yield Derived((MODEL, name), Entry((1,), torch.float32),
+            yield Derived((MODEL, name), TensorEntry((1,), torch.float32),
                           lambda window, value=value: torch.full(window_shape(window), value))
 
 

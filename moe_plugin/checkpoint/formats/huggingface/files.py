@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint.file_workers import FileWorkers
-from moe_plugin.checkpoint.formats.base import Progress
+from moe_plugin.checkpoint.formats.base import WriteProgress
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
-    Entry,
     Key,
     Source,
+    TensorEntry,
     Window,
     blocks,
     window_shape,
@@ -73,15 +73,15 @@ class HuggingFaceSource(Source):
         if family := FAMILIES.get(str(self.values["config"].get("model_type"))):
             self.layers = {name: {**layer, FLOAT32: family.float32}
                            for name, layer in self.layers.items()}
-        self.entries: Mapping[Key, Entry] = mark_float32(entries, self.layers)
+        self.entries: Mapping[Key, TensorEntry] = mark_float32(entries, self.layers)
 
-    def _find(self) -> dict[Key, Entry]:
+    def _find(self) -> dict[Key, TensorEntry]:
         weights, entries = weight_map(self.path), {}
         for file in dict.fromkeys(weights.values()):
             held = self._open(file).held
             for name in sorted(held):
                 if weights.get(name, file) == file:
-                    entries[MODEL, name] = Entry(held[name].shape, held[name].dtype)
+                    entries[MODEL, name] = TensorEntry(held[name].shape, held[name].dtype)
                     self._file_of[MODEL, name] = file
             lost = [name for name, at in weights.items()
                     if name and at == file and name not in held]
@@ -130,7 +130,7 @@ class HuggingFaceSource(Source):
         self._files.clear()
 
 
-def _layers_of(entries: Mapping[Key, Entry]) -> dict[str, dict[str, int]]:
+def _layers_of(entries: Mapping[Key, TensorEntry]) -> dict[str, dict[str, int]]:
     """MoE layers by the names of experts, one by one or all of a layer in one tensor."""
     layers: dict[str, dict[str, int]] = {}
     for (_, name), entry in entries.items():
@@ -181,7 +181,7 @@ def weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def shards_of(entries: Mapping[str, Entry], most: int) -> dict[str, list[str]]:
+def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[str]]:
     """Names of the tensors of each file; a tensor larger than `most` bytes has its own."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -198,7 +198,7 @@ def shards_of(entries: Mapping[str, Entry], most: int) -> dict[str, list[str]]:
 
 
 def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
-                 progress: Progress = Progress()) -> None:
+                 progress: WriteProgress = WriteProgress()) -> None:
     """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time,
     two files at once where there are two cores.
 
@@ -240,7 +240,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def write_safetensors(path: Path, entries: Mapping[str, Entry],
+def write_safetensors(path: Path, entries: Mapping[str, TensorEntry],
                       read: Callable[[str, Window], Tensor],
                       advance: Callable[[int], None]) -> None:
     """Write one file piece by piece; the library's own writer needs all tensors in memory.

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
 from moe_plugin.checkpoint.formats.huggingface.config import Model, config_of, family_for
 from moe_plugin.checkpoint.formats.huggingface.families import decoder_settings
 from moe_plugin.checkpoint.formats.huggingface.files import (
@@ -25,8 +30,8 @@ from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
-    Entry,
     Source,
+    TensorEntry,
     View,
     Window,
 )
@@ -52,8 +57,8 @@ class HuggingFaceFormat(Format):
             source.close()
             raise
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """See `Format.write`. Optimizer state has no place in the format."""
         self.check(layout)
         if others := sorted({field for field, _ in source.entries if field != MODEL}):
@@ -107,7 +112,7 @@ class StateSource(Source):
     def __init__(self, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         self._state = {name: value for name, value in state.items()
                        if isinstance(value, torch.Tensor)}
-        self.entries = mark_float32({(MODEL, name): Entry(tuple(value.shape), value.dtype)
+        self.entries = mark_float32({(MODEL, name): TensorEntry(tuple(value.shape), value.dtype)
                                      for name, value in self._state.items()}, {})
         self.values, self.layers = {"config": dict(config)}, {}
 

@@ -21,8 +21,8 @@ from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
     Derived,
-    Entry,
     Source,
+    TensorEntry,
     View,
     Window,
     full_window,
@@ -199,7 +199,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
         return (codes.read(window).to(wide) * _numbers(scales.read(full_window(
             scales.entry.shape)), wide).reshape(())).to(dtype)
 
-    return Derived(codes.key, Entry(codes.entry.shape, dtype), read if block else read_single)
+    return Derived(codes.key, TensorEntry(codes.entry.shape, dtype), read if block else read_single)
 
 
 def _block(codes: Derived, scales: Derived,

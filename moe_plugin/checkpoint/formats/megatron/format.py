@@ -9,7 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from moe_plugin.checkpoint.formats.base import Format, Layout, Progress, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
 from moe_plugin.checkpoint.formats.megatron import folders
 from moe_plugin.checkpoint.source import CheckpointError, Source
 
@@ -35,8 +40,8 @@ class _Megatron(Format):
                                   f"{self.name!r}")
         return found
 
-    def write(self, source: Source, path: Path, layout: Layout,
-              progress: Progress = Progress()) -> None:
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`. Megatron loads what is written at any parallel sizes."""
         from moe_plugin.checkpoint.formats.megatron.source import refuse_other_optimizers
         from moe_plugin.checkpoint.formats.megatron.writer import write

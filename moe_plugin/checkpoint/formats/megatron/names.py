@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_plugin.checkpoint.source import MODEL, Entry, Key
+from moe_plugin.checkpoint.source import MODEL, Key, TensorEntry
 
 LAYERS = "decoder.layers."
 # Megatron's names of float32 master weights: of the distributed optimizer, and of the other one
@@ -24,7 +24,7 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAt:
     """Where a tensor is in a distributed checkpoint.
 
     Attributes:
@@ -36,20 +36,21 @@ class Stored:
     layer: int | None = None
 
 
-def by_layer(tensors: Mapping[str, Entry]) -> tuple[dict[Key, Entry], dict[Key, Stored]]:
+def by_layer(tensors: Mapping[str, TensorEntry],
+             ) -> tuple[dict[Key, TensorEntry], dict[Key, StoredAt]]:
     """Tensors of a checkpoint by field and numbered name: what they are, where they are stored."""
-    entries: dict[Key, Entry] = {}
-    places: dict[Key, Stored] = {}
+    entries: dict[Key, TensorEntry] = {}
+    places: dict[Key, StoredAt] = {}
     for stored, entry in tensors.items():
         field, name = split_field(stored)
         if name.startswith(LAYERS) and not _NUMBERED.fullmatch(name):
             rest = name.removeprefix(LAYERS)
             for layer in range(entry.shape[0]):
                 key = (field, f"{LAYERS}{layer}.{rest}")
-                entries[key] = Entry(entry.shape[1:], entry.dtype)
-                places[key] = Stored(stored, layer)
+                entries[key] = TensorEntry(entry.shape[1:], entry.dtype)
+                places[key] = StoredAt(stored, layer)
         else:
-            entries[field, name], places[field, name] = entry, Stored(stored)
+            entries[field, name], places[field, name] = entry, StoredAt(stored)
     return entries, places
 
 
@@ -83,7 +84,7 @@ def layer_numbers(names: Iterable[str]) -> list[int]:
     return sorted({int(found[1]) for found in map(_NUMBERED.fullmatch, names) if found})
 
 
-def moe_layers(entries: Mapping[Key, Entry]) -> dict[str, dict[str, int]]:
+def moe_layers(entries: Mapping[Key, TensorEntry]) -> dict[str, dict[str, int]]:
     """Prefix of every MoE layer, with its number of experts; ours or Megatron's own."""
     found: dict[str, dict[str, int]] = {}
     for (field, name), entry in entries.items():

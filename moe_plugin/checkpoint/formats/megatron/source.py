@@ -34,9 +34,9 @@ from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
     CheckpointError,
-    Entry,
     Key,
     Source,
+    TensorEntry,
     Window,
 )
 from moe_plugin.messages import short
@@ -162,7 +162,8 @@ class MegatronSource(Source):
             raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
                                   f"({short(error)}); use another checkpoint") from error
 
-    def _sharding_type(self, tensors: Mapping[str, Entry], common: Mapping[str, Any]) -> str | None:
+    def _sharding_type(self, tensors: Mapping[str, TensorEntry],
+                       common: Mapping[str, Any]) -> str | None:
         """How optimizer state is stored; None: there is none."""
         told = [part.get("param_state_sharding_type")
                 for part in optimizer_parts(common.get("optimizer"))]
@@ -180,7 +181,7 @@ class MegatronSource(Source):
                 return "fully_sharded_model_space"
         return BY_PARAMETER if state or any(told) else None
 
-    def _values(self, common: dict[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
+    def _values(self, common: dict[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
         arguments = common.get("args")
         progress = common.get("progress") or {}
         given = _plain(arguments)
@@ -262,7 +263,7 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     return {name: settings[theirs] for name, theirs in known.items() if theirs in settings}
 
 
-def _refuse_single_experts(folder: str, tensors: Mapping[str, Entry]) -> None:
+def _refuse_single_experts(folder: str, tensors: Mapping[str, TensorEntry]) -> None:
     for name in tensors:
         if name.partition(names.NATIVE_EXPERTS)[2][:1].isdecimal():
             raise CheckpointError(

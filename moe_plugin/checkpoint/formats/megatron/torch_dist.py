@@ -35,7 +35,7 @@ from moe_plugin.checkpoint.formats.megatron.trust import ALLOWED
 from moe_plugin.checkpoint.source import (
     UNREADABLE,
     CheckpointError,
-    Entry,
+    TensorEntry,
     Window,
     window_shape,
 )
@@ -69,9 +69,9 @@ class DistributedFiles:
         self._layouts: dict[Any, _Layout] = {}
         self._lock = RLock()  # of the streams' places, and what is known of files
 
-    def tensors(self) -> dict[str, Entry]:
+    def tensors(self) -> dict[str, TensorEntry]:
         """All tensors by name."""
-        return {name: Entry(tuple(one.size), one.properties.dtype)
+        return {name: TensorEntry(tuple(one.size), one.properties.dtype)
                 for name, one in self._metadata.items() if isinstance(one, TensorStorageMetadata)}
 
     def objects(self) -> list[str]:

@@ -34,16 +34,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats.base import Layout, Progress
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
 from moe_plugin.checkpoint.formats.megatron import common, names
 from moe_plugin.checkpoint.formats.megatron.folders import BACKEND, COMMON, LATEST, META, NATIVE
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
     CheckpointError,
-    Entry,
     Key,
     Source,
+    TensorEntry,
     Window,
     blocks,
     window_shape,
@@ -81,7 +81,7 @@ class _Piece:
                                                      torch.Size(self.shape)))
 
 
-def write(source: Source, path: Path, layout: Layout, progress: Progress) -> Path:
+def write(source: Source, path: Path, layout: CheckpointSizes, progress: WriteProgress) -> Path:
     """Write a source with Megatron's names; returns the checkpoint's folder.
 
     Args:
@@ -89,7 +89,7 @@ def write(source: Source, path: Path, layout: Layout, progress: Progress) -> Pat
         path: an existing folder; see the module.
         layout: `ep` says whether Megatron's own experts have an optimizer of their own (above 1).
             Other sizes change nothing.
-        progress: see `Progress`.
+        progress: see `WriteProgress`.
     Raises:
         CheckpointError: layers have the same names but other shapes or data types.
         OSError: the disk is full, for example.
@@ -114,7 +114,7 @@ def write(source: Source, path: Path, layout: Layout, progress: Progress) -> Pat
     return folder
 
 
-def _uniform(entries: Mapping[Key, Entry]) -> bool:
+def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
     """Whether all layers have the same tensors, so that Megatron stores them in one."""
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
@@ -125,7 +125,7 @@ def _uniform(entries: Mapping[Key, Entry]) -> bool:
     return bool(found) and all(one == found[0] for one in found)
 
 
-def _pieces(entries: Mapping[Key, Entry], stacked: bool, master: str) -> Iterator[_Piece]:
+def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> Iterator[_Piece]:
     layers = len(names.layer_numbers(name for field, name in entries if field == MODEL))
     shapes: dict[str, tuple[Any, ...]] = {}
     for key, entry in entries.items():
@@ -176,7 +176,7 @@ class _Planner(SavePlanner):
     """Gives torch's writer one piece at a time."""
 
     def __init__(self, source: Source, pieces: Iterable[_Piece], objects: Mapping[str, bytes],
-                 progress: Progress) -> None:
+                 progress: WriteProgress) -> None:
         self._source, self._objects, self._progress = source, objects, progress
         self._pieces = {(piece.name, piece.offsets): piece for piece in pieces}
 
@@ -209,7 +209,7 @@ class _Planner(SavePlanner):
 
 
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
-                   progress: Progress) -> None:
+                   progress: WriteProgress) -> None:
     writer = _Writer(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
     planner = _Planner(source, pieces, objects, progress)
     results: list[WriteResult] = []
@@ -268,7 +268,7 @@ def _metadata(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
     return Metadata(found)
 
 
-def _common(source: Source, kept: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) -> dict[str, Any]:
     step = int(source.values.get("step") or 0)
     state = dict(kept.get("common") or {
         "iteration": step, "progress": {
@@ -291,7 +291,8 @@ def _common(source: Source, kept: Mapping[str, Any], layout: Layout) -> dict[str
     return state
 
 
-def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any], layout: Layout) -> None:
+def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
+                layout: CheckpointSizes) -> None:
     settings = source.values.get("settings") or {}
     meta = dict(kept.get("meta") or {})
     sizes = {name.name: name.stat().st_size for name in sorted(folder.iterdir())

@@ -64,7 +64,7 @@ def _parse(entry: str) -> StageLayout:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageLayouts:
     """All stages.
 
     layouts: by stage. ranks: of each. samples: of a micro-batch over all replicas of a stage.
@@ -101,7 +101,7 @@ class Stages:
         return TensorLayout.on_mesh((length, self.samples, width), mesh, spec)
 
 
-def stages_of(args: argparse.Namespace, world: int) -> Stages | None:
+def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     """The stages that `--stage-layouts` describes; None without it.
 
     `--micro-batch-size` is that of the stage with the most replicas.
@@ -134,7 +134,7 @@ def stages_of(args: argparse.Namespace, world: int) -> Stages | None:
             raise ValueError(f"micro_batch_size={args.micro_batch_size} makes {samples} samples of "
                              f"{most} replicas: must be a multiple of the {ranks // layout.tp} "
                              f"replicas of a stage with {layout}; use another size")
-    return Stages(tuple(layouts), ranks, samples, args.sequence_parallel)
+    return StageLayouts(tuple(layouts), ranks, samples, args.sequence_parallel)
 
 
 def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
@@ -161,7 +161,7 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
     ]
 
 
-def initialize(stages: Stages, args: argparse.Namespace,
+def initialize(stages: StageLayouts, args: argparse.Namespace,
                groups: Callable[[argparse.Namespace], None]) -> None:
     """Megatron's groups of every layout, of which this rank keeps those of its stage.
 
@@ -205,7 +205,8 @@ class _Boundary:
     scale: float
 
 
-def boundaries(stages: Stages, world: Comm, args: argparse.Namespace) -> list[_Boundary | None]:
+def boundaries(stages: StageLayouts, world: Comm,
+               args: argparse.Namespace) -> list[_Boundary | None]:
     """By boundary; None where this rank is on neither side. A collective call of all ranks.
 
     A replica's gradients are those of its own mean loss, which Megatron averages over replicas:
@@ -231,7 +232,8 @@ def boundaries(stages: Stages, world: Comm, args: argparse.Namespace) -> list[_B
     return found
 
 
-def unequal_passes(stages: Stages, args: argparse.Namespace, training: Any) -> Callable[..., Any]:
+def unequal_passes(stages: StageLayouts, args: argparse.Namespace,
+                   training: Any) -> Callable[..., Any]:
     """Megatron's 1F1B with messages between stages of unequal layout; clips by the norm of all
     stages. A collective call.
 

@@ -16,10 +16,10 @@ from moe_plugin.comm.named_errors import collectives_named
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.trainer import arguments, copied_flags
-from moe_plugin.hosts.megatron.trainer.stage_layouts import Stages, initialize, stages_of
+from moe_plugin.hosts.megatron.trainer.stage_layouts import StageLayouts, initialize, stages_of
 
 
-def start(args: argparse.Namespace) -> Stages | None:
+def start(args: argparse.Namespace) -> StageLayouts | None:
     """Initialize process group, device, Megatron's groups and random seeds.
 
     Without torchrun this is a world of one. With stages of unequal layout `args` gets the sizes of

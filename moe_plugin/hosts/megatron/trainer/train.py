@@ -30,7 +30,7 @@ from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, 
 from moe_plugin.hosts.megatron.trainer.guards import guard_of
 from moe_plugin.hosts.megatron.trainer.loop import Loop
 from moe_plugin.hosts.megatron.trainer.passes import Passes
-from moe_plugin.hosts.megatron.trainer.stage_layouts import Stages, unequal_passes
+from moe_plugin.hosts.megatron.trainer.stage_layouts import StageLayouts, unequal_passes
 from moe_plugin.hosts.megatron.trainer.start import start
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
@@ -80,7 +80,7 @@ def _log_from_rank_zero() -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def run(args: argparse.Namespace, stages: Stages | None = None) -> dict[str, Any]:
+def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[str, Any]:
     """Build everything, resume, train (or evaluate, with `--skip-train`), save; returns the last
     log record.
 

@@ -78,7 +78,7 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Part:
+class SlicePart:
     """A slice of a micro-batch's sequences: tokens start to start + length."""
 
     sequences: Sequences
@@ -112,7 +112,7 @@ class SliceAttention(DotProductAttention):
         part: the slice that passes, set by the schedule; None: whole sequences.
     """
 
-    part: Part | None = None
+    part: SlicePart | None = None
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.trainer.pipeline.attention import Part, SliceAttention
+from moe_plugin.hosts.megatron.trainer.pipeline.attention import SliceAttention, SlicePart
 from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
 
 NAME = "terapipe"
@@ -61,7 +61,7 @@ class CutModel:
         self.bare, self.length = bare, length
         self.attentions = [m for m in bare.modules() if isinstance(m, SliceAttention)]
         self.moe_layers = [m for m in bare.modules() if isinstance(m, PluginMoELayer)]
-        self.part: Part | None = None
+        self.part: SlicePart | None = None
         self._signature = inspect.signature(bare.forward)
 
     @contextmanager
@@ -77,7 +77,7 @@ class CutModel:
             stack.callback(self.begin, None)
             yield
 
-    def begin(self, part: Part | None) -> None:
+    def begin(self, part: SlicePart | None) -> None:
         """Compute this slice from now on, forward or backward."""
         self.part = part
         for attention in self.attentions:
@@ -99,7 +99,7 @@ class CutModel:
             part.sequences.mask, given["attention_mask"] = given["attention_mask"], None
         return (), {**given.pop("kwargs", {}), **given}
 
-    def _cut_tokens(self, name: str, value_BS: Tensor, part: Part) -> Tensor:
+    def _cut_tokens(self, name: str, value_BS: Tensor, part: SlicePart) -> Tensor:
         if value_BS.shape[1] != self.length:
             refuse(NAME, f"{name}.shape[1]", value_BS.shape[1], f"seq_length={self.length}",
                    "use pipeline.schedule=1f1b for sequences of several lengths")
@@ -130,7 +130,7 @@ class Again:
 
 
 @contextmanager
-def weighed(part: Part) -> Iterator[None]:
+def weighed(part: SlicePart) -> Iterator[None]:
     """Inside, auxiliary losses count by their share of a sequence's tokens: what is logged, and
     unless Megatron weighs by tokens itself, their gradients.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
-from moe_plugin.hosts.megatron.trainer.pipeline.attention import Part, Sequences
+from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
 from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
 from moe_plugin.hosts.megatron.trainer.pipeline.cutting import (
     NAME,
@@ -50,7 +50,7 @@ class SliceStep(Step):
         bare = _checked(self.model, config)
         self.cut = CutModel(bare, self.starts[-1])
         self.again = None if self.data is None else Again(self.data)
-        self.batch_parts: dict[int, list[Part]] = {}
+        self.batch_parts: dict[int, list[SlicePart]] = {}
         self.graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.loss_function: Callable[[Tensor], Any] | None = None
         self.output_grads: list[Tensor] = []
@@ -82,11 +82,11 @@ class SliceStep(Step):
         self.links.finish()
         return self.logged
 
-    def _begin(self, batch: int, number: int) -> Part:
+    def _begin(self, batch: int, number: int) -> SlicePart:
         if batch not in self.batch_parts:
             whole = Sequences(self.starts[-1], self.device)
             self.batch_parts[batch] = [
-                Part(whole, start, length)
+                SlicePart(whole, start, length)
                 for start, length in zip(self.starts, self.slices, strict=False)]
         part = self.batch_parts[batch][number]
         self.cut.begin(part)
@@ -172,7 +172,7 @@ class SliceStep(Step):
             wait_for_device(self.device)
         return time.perf_counter()
 
-    def _took(self, kind: str, part: Part, began: float) -> None:
+    def _took(self, kind: str, part: SlicePart, began: float) -> None:
         if self.timed:
             self.seconds[kind, part.length, part.start].append(self._now() - began)
 
