@@ -19,7 +19,8 @@ from torch import Tensor
 from moe_plugin.row_counts import RowCounts
 
 if TYPE_CHECKING:
-    from moe_plugin.comm.base import Comm, Exchange
+    from moe_plugin.comm.base import Comm
+    from moe_plugin.comm.exchange import Exchange
     from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
 
 

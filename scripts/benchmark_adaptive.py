@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.comm.base import FunctionExchange
+from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.layouts import one_step, slowest
 from moe_plugin.lab.bench.report import check_folder, paragraph, pyplot, save_figure, write_json

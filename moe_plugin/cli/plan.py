@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ValueError(f"--{missing[0]} FILE is missing; a plan of parallel sizes needs --model, "
                          "--cluster and --device, one of a device's memory --memory and --profile")
+    import moe_plugin.comm.algorithms  # costs of all that are registered  # noqa: F401
     from moe_plugin.lab.planning.explain import breakdown, explain
     from moe_plugin.lab.planning.model import load_model
     from moe_plugin.lab.planning.model_search import Space, search

@@ -168,13 +168,10 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
     """Plans that fit the memory, some of them with layers recomputed."""
     from moe_plugin.lab.planning.model_search import Space, search
     from moe_plugin.lab.planning.recompute import recomputed
-    from moe_plugin.planner.all_to_all import COSTS
+    from moe_plugin.planner.all_to_all import distinct
     from moe_plugin.planner.device import MAX_NUMBER
 
-    # on one node, and with one rank a node, all of them run as linear
-    same = 1 in (cluster.nodes, cluster.ranks_per_node)
-    space = Space(data_parallel_only=args.host == "fairseq",
-                  algorithms=("linear",) if same else tuple(COSTS))
+    space = Space(data_parallel_only=args.host == "fairseq", algorithms=distinct(cluster))
     keep = max(KEPT, args.top)
     larger = search(model, cluster, dataclasses.replace(device, memory_bytes=MAX_NUMBER), space,
                     keep=keep).plans

@@ -43,6 +43,15 @@ class Counters:
     messages: int = 0
     exchanges: dict[str, int] = field(default_factory=dict)
 
+    def exchange(self, algorithm: str) -> None:
+        """An all-to-all by this algorithm runs."""
+        self.exchanges[algorithm] = self.exchanges.get(algorithm, 0) + 1
+
+    def sent(self, messages: int, size: int) -> None:
+        """So many messages of `size` bytes together leave this rank."""
+        self.messages += messages
+        self.bytes += size
+
 
 class Comm(ABC):
     """A group of `size` ranks, of which this process (or thread) is `rank`.
@@ -350,15 +359,6 @@ class Comm(ABC):
         said = reason() if self.separate else ""
         return said or (f"; {watchdog.report()}" if watchdog is not None else "")
 
-    def count_exchange(self, algorithm: str) -> None:
-        """Called by each all-to-all algorithm when it runs."""
-        exchanges = self.counters.exchanges
-        exchanges[algorithm] = exchanges.get(algorithm, 0) + 1
-
-    def _count_sent(self, messages: int, size: int) -> None:
-        self.counters.messages += messages
-        self.counters.bytes += size
-
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
     """Lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal ones.
@@ -375,41 +375,3 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
         raise ValueError(
             f"{what}: {length} rows cannot be split into {size} equal pieces; pass splits")
     return [length // size] * size
-
-
-class Exchange(ABC):
-    """An all-to-all algorithm. One object serves all groups: state of a group is in `Comm.state`.
-
-    in_background: whether it may run in another thread or on a side stream while the rank computes.
-    direct: the name under which its calls are counted, where it is one message from every rank to
-        every other, so that it needs no thread to run in the background; None: it is not.
-    """
-
-    in_background: bool = True
-    direct: str | None = None
-
-    @abstractmethod
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
-                 recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange rows of `x` along dimension 0, see `Comm.all_to_all`. All ranks call it."""
-
-    def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
-                recv: Sequence[int] | None) -> Exchange:
-        """What runs for this call. Called in program order on all ranks, so it may be collective.
-
-        Args: as for the exchange itself; `x` is only looked at for its shape and dtype.
-        """
-        return self
-
-
-class FunctionExchange(Exchange):
-    """A plain function `(comm, x, send, recv) -> rows` as an `Exchange`. direct: see `Exchange`."""
-
-    def __init__(self, function: Callable[..., Tensor], direct: str | None = None) -> None:
-        self.function, self.direct = function, direct
-        self.__doc__ = function.__doc__  # the summary in lists of algorithms
-
-    def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
-                 recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`."""
-        return self.function(comm, x, send, recv)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_plugin.comm.base import Comm, Exchange
+    from moe_plugin.comm.base import Comm
+    from moe_plugin.comm.exchange import Exchange
 
 _NUMBERS = itertools.count()
 # Keys stand for objects of this process, which keeps none of them alive.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import trees
-from moe_plugin.comm.base import Comm, FunctionExchange
+from moe_plugin.comm.base import Comm
 from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
+from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.comm.handles import start
 from moe_plugin.comm.tree_rounds import predicted_s
 from moe_plugin.comm.trees import Trees

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.base import Comm
 from moe_plugin.comm.compiled import collective
+from moe_plugin.comm.exchange import Exchange
 
 
 class _AllToAll(torch.autograd.Function):

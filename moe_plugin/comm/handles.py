@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import ring
+from moe_plugin.comm.exchange import Exchange
 
 
 @dataclass
@@ -117,7 +118,7 @@ class _Expected:
     def send(self, x: Tensor, send: Sequence[int]) -> Handle:
         """Post the sends of x [sum(send), ...]."""
         parts = x.split(list(send))
-        self.comm.count_exchange(self.name)
+        self.comm.counters.exchange(self.name)
         self.parts[self.comm.rank].copy_(parts[self.comm.rank])
         peers = ring(range(self.comm.size), self.comm.rank)[:-1]
         sent = self.comm.post([(p, parts[p]) for p in peers if parts[p].numel()], [])

@@ -157,7 +157,7 @@ class SimulatedComm(Comm):
         """Returns (rank of the world, bytes) of each message, in the order of sending."""
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
-        self._count_sent(len(real), sum(size for _, size in real))
+        self.counters.sent(len(real), sum(size for _, size in real))
         with self.board.lock:
             for target, size in real:
                 self.traffic.add(self.ranks[self.rank], target, size)

@@ -233,7 +233,7 @@ class TorchComm(Comm):
         if self.receive_first:
             self.post(sends, recvs)()
             return
-        self._count_sent(len(sends), sum(x.nbytes for _, x in sends))
+        self.counters.sent(len(sends), sum(x.nbytes for _, x in sends))
         with self._watched(sends, recvs):
             self._batched(sends, recvs)
 
@@ -243,7 +243,7 @@ class TorchComm(Comm):
         """
         if not self.receive_first:
             return super().post(sends, recvs)
-        self._count_sent(len(sends), sum(x.nbytes for _, x in sends))
+        self.counters.sent(len(sends), sum(x.nbytes for _, x in sends))
         group, tag = self.group, self.tag
         with self.error_context(lambda: _sizes(sends, recvs)):
             # the group's own methods, as dist.isend calls them: a third of the time a message for
@@ -348,7 +348,7 @@ class TorchComm(Comm):
                                f"(comm.timeout_s): {error}") from error
 
     def _count_rows(self, messages: int, x: Tensor, rows: int) -> None:
-        self._count_sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
+        self.counters.sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
 
 
 def _state_of(group: dist.ProcessGroup | None) -> GroupState:

@@ -134,9 +134,17 @@ def leader_cost(cluster: Cluster, size: float) -> Cost:
     return _cost(cluster, node, [inside, between, inside])
 
 
-COSTS: dict[str, Callable[[Cluster, float], Cost]] = {
+CostModel = Callable[[Cluster, float], Cost]  # of one exchange of so many bytes per rank
+# by algorithm; others join where they are registered (`comm.exchange`)
+COSTS: dict[str, CostModel] = {
     "linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost
 }
+
+
+def distinct(cluster: Cluster, size: float = 1 << 20) -> tuple[str, ...]:
+    """The algorithms that are something else than `linear` on a cluster, after `linear` itself."""
+    base = linear_cost(cluster, size)
+    return ("linear", *(name for name, cost in COSTS.items() if cost(cluster, size) != base))
 
 
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:

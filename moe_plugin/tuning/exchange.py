@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_plugin.comm.algorithms import algorithms
-from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.exchange import Exchange
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import Watchdog
 from moe_plugin.config import CommConfig
@@ -80,7 +81,7 @@ def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
 def _announce(comm: Comm, name: str) -> None:
     """Log once per group where its ranks are, and why an algorithm falls back to linear."""
     topology = comm.topology
-    reason = topology.why_flat() if name in ("2dh", "leader") else None
+    reason = algorithms.get(name).lacks(comm)
     log_once(comm, name, f"all-to-all {name} over {comm.name}: {topology}"
              + (f"; it runs as linear, because {reason}" if reason else ""))
 

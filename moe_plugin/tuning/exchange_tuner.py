@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_plugin.comm import algorithms
-from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.exchange import Exchange
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.tuning.default_hardware import Calibration
@@ -28,16 +29,13 @@ AGREE_EVERY = 64
 class ExchangeTuner:
     """Chooses the algorithm for the exchanges of one group. Lives with the group.
 
-    The candidates are in order of complexity: a later one must be clearly faster. Buckets are
-    powers of two of bytes per rank.
+    Buckets are powers of two of bytes per rank.
     """
 
     def __init__(self, comm: Comm) -> None:
-        flat = comm.topology.why_flat()
-        if flat:
-            log.info("all-to-all auto falls back to linear: %s", flat)
-        self.names = ["linear", *["native"] * comm.receive_first,
-                      *([] if flat else ["2dh", "leader"])]
+        for reason, names in algorithms.left_out(comm).items() if comm.rank == 0 else ():
+            log.info("all-to-all auto does not try %s: %s", ", ".join(names), reason)
+        self.names = algorithms.candidates(comm)
         self.cluster = comm.state.get(Calibration).cluster
         self.tuner: Tuner[int, str] = Tuner(lambda bucket: dict.fromkeys(self.names), RULES)
         self.uneven_calls, self.uneven_bytes = 0, 0.0
@@ -84,11 +82,11 @@ def bucket_of(size: float) -> int:
 
 
 class AutoAllToAll(Exchange):
-    """The fastest of linear, native, 2dh and leader for each size: by the cluster file where one is
-    set, else measured in the first calls.
+    """The fastest registered algorithm for each size: by the cluster file where one is set, else
+    measured in the first calls.
 
-    On one node, or with one rank per node, only the linear ones are candidates, and the log says
-    why. Ranks always agree.
+    Those that need what the group lacks are no candidates, and the log says why. Ranks always
+    agree.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,

@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import expert_load
+from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.records import Routing
@@ -214,10 +215,10 @@ class LayoutTuner(OwnsReplayLogs):
     def algorithms(self) -> list[str]:
         """All-to-all algorithms to choose from, the configured one first."""
         name = self.config.comm.all_to_all
-        if name == "auto" or self.comm.size == 1 or self.comm.topology.why_flat():
+        if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):
             return [name]
-        names = (n for n in ("linear", "2dh", "leader") if n in algorithms)
-        return list(dict.fromkeys([name, *names]))
+        predicted = (other for other in algorithms.candidates(self.comm) if other in COSTS)
+        return list(dict.fromkeys([name, *predicted]))
 
     def token_gathering(self) -> list[bool]:
         """Whether tokens may be gathered instead of sent."""

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, algorithms
-from moe_plugin.comm.base import Comm, Exchange
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.exchange import Exchange
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher

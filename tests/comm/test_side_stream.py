@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import LocalComm
-from moe_plugin.comm.base import FunctionExchange
+from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.comm.handles import Series, start
 
 COUNTS = [3]

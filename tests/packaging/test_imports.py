@@ -23,6 +23,7 @@ LAB = ("planning", "vision", "emulate", "bench")
 TYPE_CHECKING_UPWARD = {
     ("records", "kernels.expert_ffn"): "a record carries an expert's call and names its types",
     ("records", "comm.base"): "HostContext names the type of its groups and only carries them",
+    ("records", "comm.exchange"): "Placement names the type of its exchange and only carries it",
 }
 
 

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from moe_plugin.comm import Comm, Topology, algorithms, run_simulated
+from moe_plugin.comm import Comm, Topology, algorithms, exchange, run_simulated
 from moe_plugin.config import CommConfig, MoEConfig, from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner import Cluster, Link, dump_cluster
+from moe_plugin.planner import Cluster, Cost, Link, all_to_all, best, dump_cluster, predict
 from moe_plugin.tuning import exchange_tuner as module
+from moe_plugin.tuning import layout_tuner
 from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange import prepare, read_topology
 from moe_plugin.tuning.exchange_tuner import RULES, ExchangeTuner
@@ -111,12 +114,48 @@ def test_sizes_have_buckets_of_their_own_and_uneven_ranks_share_one() -> None:
 @pytest.mark.parametrize(("topology", "reason"),
                          [(Topology.one_node(4), "all 4 ranks are on one node"),
                           (Topology.uniform(4, 1), "every node has one rank")])
-def test_falls_back_to_linear_with_a_logged_reason(topology: Topology, reason: str,
+def test_what_needs_nodes_is_left_out_with_a_logged_reason(topology: Topology, reason: str,
                                                    caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         run_simulated(4, lambda comm: algorithms.get("auto")(comm, torch.zeros(4)),
                       topology=topology)
-    assert f"all-to-all auto falls back to linear: {reason}" in caplog.text
+    assert f"all-to-all auto does not try 2dh, leader: {reason}" in caplog.text
+
+
+def test_a_new_algorithm_is_tried_and_predicted_as_it_declares(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By `auto`, by the tuner of layouts and by the planner, without another line."""
+    monkeypatch.setattr(algorithms, "_entries", dict(algorithms._entries))
+    monkeypatch.setattr(all_to_all, "COSTS", costs := dict(all_to_all.COSTS))
+    monkeypatch.setattr(exchange, "COSTS", costs)
+    monkeypatch.setattr(layout_tuner, "COSTS", costs)
+
+    def lacks(comm: Comm) -> str | None:
+        return "an odd number of ranks" if comm.size % 2 else None
+
+    def cost(cluster: Cluster, size: float) -> Cost:
+        return replace(predict(cluster, "linear", size), seconds=0.0)
+
+    @algorithms.register("mine", rounds=2, lacks=lacks, cost=cost)
+    def mine(comm: Comm, x: Tensor, send: object = None, recv: object = None) -> Tensor:
+        return comm.all_to_all(x, send, recv)
+
+    def rank(comm: Comm) -> tuple[list[str], list[str], dict[str, int]]:
+        prepare(comm, CommConfig(all_to_all="mine"))(comm, torch.zeros(comm.size))
+        layer = MoELayer(4, comm=comm, num_experts=comm.size, all_to_all="linear",
+                         parallel={"mode": "auto"})
+        return (ExchangeTuner.of(comm).names, layer.layouts.tuner.algorithms(),
+                comm.counters.exchanges)
+
+    names = ["linear", "2dh", "mine", "leader"]
+    assert run_simulated(4, rank, topology=PAIRS) == [(names, names, {"mine": 1})] * 4
+    slow = Link(alpha_s=1e-3, beta_s=1e-9)
+    assert best(Cluster(nodes=2, ranks_per_node=2, intra=slow, inter=slow), 1e6) == "mine"
+    with caplog.at_level(logging.INFO):
+        assert run_simulated(3, rank) == [(["linear"], ["linear"], {"linear": 1})] * 3
+    assert "mine over simulated ranks [0, 1, 2]: 1 node(s) of 3 rank(s) (one node); it runs as " \
+           "linear, because an odd number of ranks" in caplog.text
+    assert "auto does not try mine: an odd number of ranks" in caplog.text
 
 
 def test_by_a_cluster_file(tmp_path: Path) -> None:

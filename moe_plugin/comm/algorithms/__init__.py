@@ -1,6 +1,11 @@
 """All-to-all algorithms by name, each an `Exchange` with the result of `Comm.all_to_all`."""
 
-from moe_plugin.comm.algorithms import leader, linear, two_d
-from moe_plugin.comm.algorithms.registry import algorithms
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["algorithms", "leader", "linear", "two_d"]
+from moe_plugin.comm.exchange import algorithms
+
+for module in iter_modules(__path__, f"{__name__}."):
+    import_module(module.name)  # it registers what it holds
+
+__all__ = ["algorithms"]

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.algorithms.linear import linear
-from moe_plugin.comm.algorithms.registry import algorithms
 from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, swap_equal
+from moe_plugin.comm.exchange import algorithms, several_nodes
 from moe_plugin.comm.topology import Topology
+from moe_plugin.planner.all_to_all import leader_cost
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,16 @@ class _Node:
     recv: dict[int, list[int]]
 
 
-@algorithms.register("leader")
+@algorithms.register("leader", rounds=3, lacks=several_nodes, cost=leader_cost)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Through one rank per node: few large messages between nodes, a gather and a scatter inside.
 
-    Pieces and nodes may be unequal, ranks in any order. One node, or one rank per node: `linear`.
+    Pieces and nodes may be unequal, ranks in any order.
     Unequal pieces cost one small message of counts from each rank to its leader. Needs
     `Comm.prepare`.
     """
     topology = comm.topology
-    if topology.why_flat():
-        return linear(comm, x, send, recv)
-    comm.count_exchange("leader")
     even = send is None and recv is None
     if even and topology.regular:
         return _even(comm, topology, x)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moe_plugin.comm.algorithms.registry import algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import receive_first
+from moe_plugin.comm.exchange import algorithms
+from moe_plugin.planner.all_to_all import linear_cost
 
 
-@algorithms.register("linear", direct=True)
+@algorithms.register("linear", direct=True, cost=linear_cost)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Every rank sends to every rank directly; on gloo as messages, all receives posted first.
@@ -20,14 +21,12 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     are skewed. Posting all receives first avoids that, supports any dtype, and an error names the
     peer. NCCL's own is already one grouped call.
     """
-    comm.count_exchange("linear")
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
 
 
-@algorithms.register("native", direct=True)
+@algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Every rank sends to every rank directly: always the backend's own all-to-all."""
-    comm.count_exchange("native")
     return comm.all_to_all(x, send, recv)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.algorithms.linear import linear
-from moe_plugin.comm.algorithms.registry import algorithms
 from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, stride_copy, swap_equal
+from moe_plugin.comm.exchange import algorithms, several_nodes
 from moe_plugin.comm.topology import Topology
+from moe_plugin.planner.all_to_all import two_d_cost
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,15 @@ class _Plan:
     counts: dict[int, list[int]]
 
 
-@algorithms.register("2dh")
+@algorithms.register("2dh", rounds=2, lacks=several_nodes, cost=two_d_cost)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
     """First inside the node by destination, then between nodes: few large messages on all cards.
 
-    Pieces and nodes may be unequal, ranks in any order. One node, or one rank per node: `linear`.
+    Pieces and nodes may be unequal, ranks in any order.
     Unequal pieces cost one small exchange of counts inside the node. Needs `Comm.prepare`.
     """
     topology = comm.topology
-    if topology.why_flat():
-        return linear(comm, x, send, recv)
-    comm.count_exchange("2dh")
     even = send is None and recv is None
     if even and topology.regular:
         return _even(comm, topology, x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.lab.planning.model_cost import PlanCost, lower_bound_s, plan_cost
@@ -29,7 +29,7 @@ class Space:
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
-    algorithms: tuple[str, ...] = tuple(COSTS)
+    algorithms: tuple[str, ...] = field(default_factory=lambda: tuple(COSTS))
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     tp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
