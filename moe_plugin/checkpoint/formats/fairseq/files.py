@@ -340,7 +340,8 @@ def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
             f"checkpoint {path!r} was written by fairseq's moe branch (it has {names[0]!r}), whose "
             f"experts are stored in another way: convert it by moe-plugin reshard {name} OUT --to "
             "fairseq and give OUT/checkpoint_last.pt, or run it in that branch, where --user-dir "
-            "moe_plugin puts this layer in the place of the branch's own (docs/fairseq_training.md)")
+            "moe_plugin puts this layer in the place of the branch's own "
+            "(docs/fairseq_training.md)")
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
