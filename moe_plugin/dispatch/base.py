@@ -72,12 +72,16 @@ class DispatchContext:
         overlap: pieces; more than one only where `traits.supports_pieces`.
         limit: of the layer's rows, kept between calls; None unless `traits.bounded`.
         spill_planner: says who computes what, the same on all ranks; None: owners do.
+        configured: of the dispatcher that the settings name, where another takes its place.
+        counts_on_device: whether experts take the numbers of their rows from a device.
     """
 
     placement: Placement
     overlap: Overlap = Overlap()
     limit: RowsLimit | None = None
     spill_planner: SpillPlanner | None = None
+    configured: DispatchTraits = DispatchTraits()
+    counts_on_device: bool = False
 
 
 class Sent:

@@ -12,7 +12,7 @@ from moe_plugin.dispatch.base import DispatchContext, Dispatcher, DispatchTraits
 from moe_plugin.dispatch.rows import device_rows, exact_rows, slot_rows
 from moe_plugin.kernels.expert_load import known_load
 from moe_plugin.machine import exporting
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, RowPlan
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,14 @@ class TokenPlan(DispatchPlan):
 
 
 class LocalDispatcher(Dispatcher):
-    """For a rank that has all experts, stored or gathered: its tokens stay.
-
-    Args:
-        placement: of a group of one.
-        traits: of the configured dispatcher.
-        from_device: whether the experts take the numbers of their rows from a device.
+    """For a rank that has all experts, stored or gathered: its tokens stay. Its rows are those of
+    the configured dispatcher: exact, in fixed slots, or of a bounded number.
     """
 
-    def __init__(self, placement: Placement, traits: DispatchTraits,
-                 from_device: bool = False) -> None:
-        super().__init__(DispatchContext(placement))
-        self.traits = DispatchTraits(fixed_slots=traits.fixed_slots, bounded=traits.bounded)
-        self.from_device = from_device
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self.traits = DispatchTraits(fixed_slots=context.configured.fixed_slots,
+                                     bounded=context.configured.bounded)
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
         """See `Dispatcher`. The host does not wait for a device, except for the counts of exact
@@ -52,7 +47,7 @@ class LocalDispatcher(Dispatcher):
         on_host = routing.ids_TK.device.type == "cpu" and not compiling
         if kept.any_load:
             slots = None  # T for every expert: more than the rows
-        on_device = slots is None and self.from_device and not (on_host or compiling)
+        on_device = slots is None and self.context.counts_on_device and not (on_host or compiling)
         if self.traits.bounded or on_device or (compiling and exporting()):
             rows = device_rows(*choices, self.placement.experts)
         elif slots is None or on_host:

@@ -67,8 +67,28 @@ class LayoutChoice:
         return self.d_backward or self.d
 
     @property
+    def words(self) -> str:
+        """What happens in words, for logs: how rows and weights meet, in how many pieces."""
+        if self.gather_tokens:
+            parts = ["tokens gathered on all ranks, no all-to-all"]
+        elif not self.r:
+            parts = ["experts' weights gathered, no all-to-all"]
+        else:
+            each = f", each to {self.r} ranks" * (self.r > 1)
+            parts = [f"tokens sent by all-to-all {self.algorithm}{each}"]
+        whole = self.d == 1
+        parts.append("one piece" if whole else f"{self.d} pieces along {self.piece_axis}")
+        if self.backward_d != self.d:
+            parts.append(f"{self.backward_d} in backward")
+        if self.kernel != "auto":
+            parts.append(f"expert compute {self.kernel}")
+        if self.spill != "never":
+            parts.append(f"rows of overloaded experts spill ({self.spill})")
+        return ", ".join(parts)
+
+    @property
     def label(self) -> str:
-        """Short text for logs and plots, e.g. `r=1 d=2 2dh auto`; later fields only where they are
+        """Short text for statistics and plots, e.g. `r=1 d=2 2dh auto`; later fields only where they are
         not the default.
         """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""

@@ -157,8 +157,8 @@ class LayoutTuner(OwnsReplayLogs):
         """Decisions since the last time this was called; rank 0 logs them."""
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
-            log.info("layout at call %d, load %s: %s, %s (%s)", d.call, d.bucket, d.event, d.choice,
-                     d.why)
+            log.info("layout at call %d, load %s: %s %s (%s)", d.call, d.bucket, d.event,
+                     d.choice.words, d.why)
         return fresh
 
     def _agree(self, routing: Routing) -> Bucket:

@@ -242,35 +242,42 @@ class Layouts:
     def _make(self, choice: LayoutChoice) -> LayerLayout:
         self._check(choice)
         place = dataclasses.replace(self.place, algorithm=self._algorithm(choice.algorithm))
-        gather, shards, first, stash = None, 1, 0, None
         if place.comm.size == 1 or choice.r == 0:
-            alone = Placement(LocalComm(), place.experts, place.algorithm)
-            dispatcher: Dispatcher = LocalDispatcher(
-                alone, self.traits,
-                self.experts.supports_gather and takes_counts_of_device(choice.kernel))
-            gather, shards = place.comm if place.comm.size > 1 else None, place.shards
+            layout = self._alone(choice, place)
         elif choice.gather_tokens:
-            dispatcher = AllGatherDispatcher(DispatchContext(place))
+            layout = self._layout(choice, AllGatherDispatcher(DispatchContext(place)))
         else:
-            place = dataclasses.replace(place, copies=choice.r)
-            dispatcher = self._exchanging(choice, place)
-            shards, stash = place.token_shards, self.stash
-            gather = place.comm.contiguous_subgroup(shards) if shards > 1 else None
-            first = place.shard // shards * shards
-        if self.config.experts.weights_first:
-            dispatcher = WeightsFirst(dispatcher)
-        strategy = None if choice.kernel == self.config.experts.compute else strategies.get(
-            choice.kernel)
-        return LayerLayout(choice, dispatcher, self.experts, strategy, gather, shards, first, stash)
+            layout = self._exchanging(choice, place)
+        if not self.config.experts.weights_first:
+            return layout
+        return dataclasses.replace(layout, dispatcher=WeightsFirst(layout.dispatcher))
 
-    def _exchanging(self, choice: LayoutChoice, place: Placement) -> Dispatcher:
-        """The configured dispatcher; where rows spill, experts are borrowed."""
+    def _layout(self, choice: LayoutChoice, dispatcher: Dispatcher, **more: Any) -> LayerLayout:
+        own = choice.kernel == self.config.experts.compute
+        return LayerLayout(choice, dispatcher, self.experts,
+                           None if own else strategies.get(choice.kernel), **more)
+
+    def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
+        """Tokens stay where they are; where experts are elsewhere, all are gathered."""
+        context = DispatchContext(
+            Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
+            counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
+        return self._layout(choice, LocalDispatcher(context), gathered_shards=place.shards,
+                            gather=place.comm if place.comm.size > 1 else None)
+
+    def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
+        """Rows travel; where they spill, experts are borrowed."""
+        place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
-        if choice.spill == "never":
-            return self.dispatcher(DispatchContext(place, overlap, self.limit))
-        spilling = DispatchContext(place, overlap, self.limit, self._spill_planner(choice.spill))
-        return BorrowingDispatcher(self.dispatcher(spilling), self.experts)
+        planner = None if choice.spill == "never" else self._spill_planner(choice.spill)
+        dispatcher = self.dispatcher(DispatchContext(place, overlap, self.limit, planner))
+        if planner is not None:
+            dispatcher = BorrowingDispatcher(dispatcher, self.experts)
+        shards = place.token_shards
+        return self._layout(choice, dispatcher, gathered_shards=shards, stash=self.stash,
+                            gather=place.comm.contiguous_subgroup(shards) if shards > 1 else None,
+                            first_shard=place.shard // shards * shards)
 
     def _check_stash(self, choice: LayoutChoice) -> None:
         dropout = self.config.experts.dropout

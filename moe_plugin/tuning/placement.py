@@ -119,7 +119,7 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
         DEFAULT_WHEN_UNSET["parallel.mode"][measures and spans_nodes(comm)] if free else "fixed")
     if mode == "auto" and parallel.mode is None:
         log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
-                 "because it spans nodes (parallel.mode=fixed keeps one layout)")
+                 "because it spans nodes (`--moe-parallel fixed` keeps one layout)")
     return dataclasses.replace(
         config, parallel=dataclasses.replace(parallel, mode=mode), comm=dataclasses.replace(
             config.comm, all_to_all=exchange_name(comm, config.comm, measures)))

@@ -91,7 +91,8 @@ class PredictedLayout(OwnsReplayLogs):
             self.layouts.at(choice)
         except ValueError as error:
             if self.comm.rank == 0:
-                log.info("layout %s of the checkpoint is predicted again: %s", choice, error)
+                log.info("the checkpoint's layout (%s) is predicted again: %s", choice.words,
+                         error)
             return
         self.current, self.settled = choice, True
 
@@ -106,7 +107,11 @@ class PredictedLayout(OwnsReplayLogs):
                f"{show_time(configured)} as configured")
         self.current = best
         self.decisions = (TunerDecision(0, f"{tokens} tokens", best, "predict", why, seconds),)
-        text = f"layout {best} ({why}; parallel.mode=fixed keeps the configured one)"
+        text = f"layout: {best.words}; predicted {show_time(seconds)}"
+        fixed = self.layouts.fixed
+        if best != fixed:
+            keeps = f"r={fixed.r}" if best.r != fixed.r else "the all-to-all"
+            text += f" instead of {show_time(configured)} (`--moe-parallel fixed` keeps {keeps})"
         log_once(self.comm, text, text)  # layers of one shape have one line
 
     def _best(self, tokens: int) -> tuple[LayoutChoice, float, float]:

@@ -18,6 +18,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.layer_cost import layer_cost
 from moe_plugin.planner.prefill import CUTS, PIECES
+from moe_plugin.planner.units import show_time
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.layouts import Layouts
 
@@ -85,6 +86,7 @@ class PrefillPieces:
         if found[best] > (1 - GAIN) * found[whole]:
             best = whole
         if self.comm.rank == 0:
-            log.info("evaluation of about %d tokens on each rank: %s, predicted %.3g s (in one "
-                     "piece %.3g)", tokens, best, found[best], found[whole])
+            log.info("evaluation of about %d tokens on each rank: %s; predicted %s instead of %s "
+                     "in one piece", tokens, best.words, show_time(found[best]),
+                     show_time(found[whole]))
         return best

@@ -65,8 +65,10 @@ def test_layers_of_one_shape_have_one_line_in_the_log(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.INFO):
         run_simulated(2, rank)
-    said = [r.getMessage() for r in caplog.records if "keeps the configured one" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("layout: ")]
     assert len(said) == len(set(said)) == 2, said
+    assert "experts' weights gathered, no all-to-all, one piece; predicted " in "".join(said)
+    assert "(`--moe-parallel fixed` keeps r=1)" in "".join(said)
 
 
 def test_no_token_decides_nothing_and_the_next_call_does() -> None:
