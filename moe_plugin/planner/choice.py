@@ -76,8 +76,8 @@ class LayoutChoice:
         else:
             each = f", each to {self.r} ranks" * (self.r > 1)
             parts = [f"tokens sent by all-to-all {self.algorithm}{each}"]
-        whole = self.d == 1
-        parts.append("one piece" if whole else f"{self.d} pieces along {self.piece_axis}")
+        pieces = f"{self.d} pieces along {self.piece_axis}"
+        parts.append("one piece" if self.d == 1 else pieces)
         if self.backward_d != self.d:
             parts.append(f"{self.backward_d} in backward")
         if self.kernel != "auto":
