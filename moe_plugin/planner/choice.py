@@ -88,8 +88,8 @@ class LayoutChoice:
 
     @property
     def label(self) -> str:
-        """Short text for statistics and plots, e.g. `r=1 d=2 2dh auto`; later fields only where they are
-        not the default.
+        """Short text for statistics and plots, e.g. `r=1 d=2 2dh auto`; later fields only where
+        they are not the default.
         """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""
         more = (f" {f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[5:]
