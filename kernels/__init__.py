@@ -14,16 +14,17 @@ from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.layout import transpose_chunks
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.registry import Op, kernels
-from moe_plugin.kernels.router import Routed, route
+from moe_plugin.kernels.router import Routed, route, route_by_steps
 from moe_plugin.kernels.rows import combine_rows, gather_rows, permute_rows, weigh_rows
 from moe_plugin.kernels.running_count import slot_index
+from moe_plugin.kernels.score_functions import ScoreFunction, score_functions
 from moe_plugin.kernels.top_k import top_k_stable
 
 triton_ops.register()
 
 __all__ = [
-    "FFNParameters", "RowGroups", "Op", "Routed", "Strategy", "combine_rows", "dequantize_fp8",
-    "expert_load", "from_matmul", "gather_rows", "kernels", "permute_rows", "quantize_fp8",
-    "read_pages", "route", "slot_index", "strategies", "top_k_stable", "transpose_chunks",
-    "weigh_rows", "write_pages",
+    "FFNParameters", "Op", "Routed", "RowGroups", "ScoreFunction", "Strategy", "combine_rows",
+    "dequantize_fp8", "expert_load", "from_matmul", "gather_rows", "kernels", "permute_rows",
+    "quantize_fp8", "read_pages", "route", "route_by_steps", "score_functions", "slot_index",
+    "strategies", "top_k_stable", "transpose_chunks", "weigh_rows", "write_pages",
 ]

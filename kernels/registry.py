@@ -15,11 +15,17 @@ class Op:
     """An operation: a torch reference, decent on CPU, and implementations for devices.
 
     `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can
-    take these arguments, else the reason. A call uses the last added implementation that can.
+    take these arguments, else the reason. A call uses the last added implementation that can, and
+    the reference on a CPU, which the first argument, a tensor, settles.
+
+    Attributes:
+        interpreted: implementations for GPUs run on the CPU, in Triton's interpreter.
     """
 
+    interpreted = False
+
     def __init__(self, name: str, reference: Callable[..., Any]) -> None:
-        self.name, self.__doc__ = name, reference.__doc__
+        self.name, self.__doc__, self._reference = name, reference.__doc__, reference
         self._implementations: dict[
             str, tuple[Callable[..., Any], Callable[..., str | None] | None]] = {
                 "torch": (reference, None)}  # None: it can take all
@@ -71,6 +77,8 @@ class Op:
         return name
 
     def __call__(self, *args: Any) -> Any:
+        if args[0].device.type == "cpu" and not Op.interpreted:
+            return self._reference(*args)
         return self._implementations[self.choose(*args)][0](*args)
 
 

@@ -1,10 +1,9 @@
 """Scores, the k best experts, their weights and all balance statistics in one pass over logits.
 
 Reads only the logits [T, E], which exist anyway, and writes nothing of that size. Legend: T tokens,
-E experts, K choices; s = softmax(logits), p = s; or, with `Rule.sigmoid`, s = sigmoid(logits), p =
-s / sum_e s. logits_TE: float32 (float64). mask_T: bool, True = real token; None: all are.
-ids_TK, chosen_TK: int64. bias_E: float32, added to s for the choice alone. All others: in the
-logits' dtype.
+E experts, K choices; s = score(logits), a softmax or another `ScoreFunction`, p = s / sum_e s.
+logits_TE: float32 (float64). mask_T: bool, True = real token; None: all are. ids_TK, chosen_TK:
+int64. bias_E: float32, added to s for the choice alone. All others: in the logits' dtype.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
+from moe_plugin.kernels.score_functions import SOFTMAX, ScoreFunction, at_least_eps
 from moe_plugin.kernels.top_k import best_scores, in_best_groups
-
-_FEW = 16  # 32-bit numbers in a register of AVX-512
-_MANY = 64  # tokens whose scores take longer than the launch of four operations
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Rule:
     Attributes:
         k: choices per token.
         normalize: weights are divided by their sum over the choices.
-        sigmoid: s is a sigmoid of the logit; False: a softmax over experts.
+        score: what makes scores of logits.
         groups: equal groups of consecutive experts, of which `take` may be chosen from, those with
             the largest sum of their `best` largest scores; 0: any expert may be chosen.
         z: whether z (and lse) is wanted.
@@ -38,34 +35,44 @@ class Rule:
 
     k: int
     normalize: bool
-    sigmoid: bool = False
+    score: ScoreFunction = SOFTMAX
     groups: int = 0
     take: int = 1
     best: int = 1
     z: bool = True
 
 
-@op
-def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
-                bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
-    """(ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
+@dataclass(frozen=True)
+class Routed:
+    """See `route_top_k`; weights, importance and z are differentiable."""
 
-    ids: the k largest s + bias, ties to the lower index, or `chosen_TK` where given. weights: their
-    s, divided by their sum with `Rule.normalize`. lse: logsumexp of the logits. importance_e =
-    sum_t p(t, e), z = sum_t lse(t)^2, p_log_p = sum_te p log p, each over real tokens. lse and z
-    may be None where `Rule.z` is false.
+    ids_TK: Tensor
+    weights_TK: Tensor
+    importance_E: Tensor
+    z: Tensor | None
+    p_log_p: Tensor
+
+
+def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
+                   chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
+    """What `route` computes, step by step, by torch's autograd: its reference.
+
+    s_TE, p_TE: scores of the logits, and their shares.
     """
-    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else _softmax(logits_TE)
-    p_TE = s_TE / _at_least_eps(s_TE.sum(1, keepdim=True)) if rule.sigmoid else s_TE
+    ids_TK, weights_TK, _, *sums = _steps(logits_TE, s_TE, p_TE, mask_T, rule, chosen_TK, bias_E)
+    return Routed(ids_TK, weights_TK, *sums)
+
+
+def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
+           chosen_TK: Tensor | None, bias_E: Tensor | None, sure: bool = False) -> tuple[Any, ...]:
     if chosen_TK is None:
         ids_TK, weights_TK = _choose(s_TE, bias_E, rule)
     else:
         ids_TK, weights_TK = chosen_TK, s_TE.gather(1, chosen_TK)
     if rule.normalize:
         total_T1 = weights_TK.sum(1, keepdim=True)
-        sure = _sure(chosen_TK, bias_E, rule)
-        weights_TK = weights_TK / (total_T1 if sure else _at_least_eps(total_T1))
-    log_TE = p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()
+        weights_TK = weights_TK / (total_T1 if sure else at_least_eps(total_T1))
+    log_TE = p_TE.detach() * p_TE.detach().clamp(min=torch.finfo(p_TE.dtype).tiny).log()
     lse_T = torch.logsumexp(logits_TE, 1) if rule.z else None
     if mask_T is None:
         importance_E, p_log_p = p_TE.sum(0), log_TE.sum()
@@ -75,15 +82,6 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
         importance_E, p_log_p = real_T @ p_TE, real_T @ log_TE.sum(1)
         z = None if lse_T is None else real_T @ lse_T.square()
     return ids_TK, weights_TK, lse_T, importance_E, z, p_log_p
-
-
-def _softmax(logits_TE: Tensor) -> Tensor:
-    few = logits_TE.shape[1] < _FEW and logits_TE.shape[0] > _MANY
-    if not few or logits_TE.device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.softmax(logits_TE, 1)
-    # torch goes through rows that do not fill a register number by number: 3 times as long
-    e_TE = (logits_TE - logits_TE.detach().amax(1, keepdim=True)).exp()
-    return e_TE / e_TE.sum(1, keepdim=True)
 
 
 def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -97,13 +95,24 @@ def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Te
     return ids_TK, s_TE.gather(1, ids_TK)
 
 
+@op
+def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
+                bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
+    """(ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
+
+    ids: the k largest s + bias, ties to the lower index, or `chosen_TK` where given. weights: their
+    s, divided by their sum with `Rule.normalize`. lse: logsumexp of the logits. importance_e =
+    sum_t p(t, e), z = sum_t lse(t)^2, p_log_p = sum_te p log p, each over real tokens. lse and z
+    may be None where `Rule.z` is false.
+    """
+    s_TE = rule.score.scores(logits_TE)
+    return _steps(logits_TE, s_TE, rule.score.shares(s_TE), mask_T, rule, chosen_TK, bias_E,
+                  _sure(chosen_TK, bias_E, rule))
+
+
 def _sure(chosen_TK: Tensor | None, bias_E: Tensor | None, rule: Rule) -> bool:
     # the largest of a softmax sum to 1 / E at least
-    return chosen_TK is None and bias_E is None and not rule.sigmoid and not rule.groups
-
-
-def _at_least_eps(total_T1: Tensor) -> Tensor:
-    return total_T1.clamp(min=torch.finfo(total_T1.dtype).eps)
+    return chosen_TK is None and bias_E is None and rule.score.is_softmax and not rule.groups
 
 
 @op
@@ -113,17 +122,17 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          rule: Rule, sure: bool) -> Tensor:
     """Gradient of the logits, [T, E], in one pass; a gradient of None counts as zeros.
 
-    For weights w of chosen scores s with gradient g: normalised, the logit of a choice gets
-    w (g - <g, w>), times 1 - s with a sigmoid; not normalised, w g in place of it, of which a
-    softmax takes s times the sum from all logits. Importance: p (G - <p, G>), times 1 - s with a
-    sigmoid. z: 2 lse softmax(logits) grad_z.
+    For weights w of chosen scores s with gradient g: normalised, log s of a choice gets
+    w (g - <g, w>); not normalised, w g in place of it, of which a softmax takes s times the sum
+    from all logits. Importance: log s gets p (G - <p, G>). The score function's slope makes
+    gradients of logits of those of log s. z: 2 lse softmax(logits) grad_z.
 
     Args:
         lse_T: not read without grad_z.
         sure: the chosen scores of a token do not sum to less than eps, so that normalisation
             divided by their sum.
     """
-    s_TE = torch.sigmoid(logits_TE) if rule.sigmoid else _softmax(logits_TE)
+    s_TE = rule.score.scores(logits_TE)
     if grad_importance_E is None:
         grad_TE = torch.zeros_like(logits_TE)
     else:
@@ -138,17 +147,16 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
         share_T = 2 * grad_z * lse_T
         if mask_T is not None:
             share_T = share_T * mask_T
-        softmax_TE = _softmax(logits_TE) if rule.sigmoid else s_TE
+        softmax_TE = s_TE if rule.score.is_softmax else SOFTMAX.scores(logits_TE)
         grad_TE.addcmul_(softmax_TE, share_T[:, None])
     return grad_TE
 
 
 def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rule: Rule) -> Tensor:
-    p_TE = s_TE / _at_least_eps(s_TE.sum(1, keepdim=True)) if rule.sigmoid else s_TE
+    p_TE = rule.score.shares(s_TE)
     grad_TE = p_TE * grad_E
     grad_TE.addcmul_(p_TE, grad_TE.sum(1, keepdim=True), value=-1)
-    if rule.sigmoid:
-        grad_TE.mul_(1 - s_TE)
+    grad_TE = rule.score.slope_(grad_TE, s_TE)
     return grad_TE if mask_T is None else grad_TE.mul_(mask_T[:, None])
 
 
@@ -156,31 +164,18 @@ def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: 
                      sure: bool) -> tuple[Tensor, Tensor | None]:
     """(gradient of the chosen logits [T, K], what all logits give up over their s [T, 1])."""
     pull_TK = weights_TK * grad_TK
+    total_T1 = outside_T1 = pull_TK.sum(1, keepdim=True)
     if not rule.normalize:
-        if rule.sigmoid:
-            return pull_TK * (1 - weights_TK), None
-        return pull_TK, pull_TK.sum(1, keepdim=True)
-    total_T1 = pull_TK.sum(1, keepdim=True)
-    if sure and not rule.sigmoid:
+        chosen_TK = weights_TK
+    elif sure:
         return pull_TK.addcmul_(weights_TK, total_T1, value=-1), None
-    chosen_TK = s_TE.gather(1, ids_TK)
-    # a sum that was raised to eps is a constant
-    fixed_T1 = chosen_TK.sum(1, keepdim=True) <= torch.finfo(s_TE.dtype).eps
-    pull_TK.addcmul_(weights_TK, total_T1.masked_fill(fixed_T1, 0), value=-1)
-    if rule.sigmoid:
-        return pull_TK * (1 - chosen_TK), None
-    return pull_TK, total_T1 * fixed_T1
-
-
-@dataclass(frozen=True)
-class Routed:
-    """See `route_top_k`; weights, importance and z are differentiable."""
-
-    ids_TK: Tensor
-    weights_TK: Tensor
-    importance_E: Tensor
-    z: Tensor | None
-    p_log_p: Tensor
+    else:
+        chosen_TK = s_TE.gather(1, ids_TK)
+        # a sum that was raised to eps is a constant
+        fixed_T1 = chosen_TK.sum(1, keepdim=True) <= torch.finfo(s_TE.dtype).eps
+        pull_TK.addcmul_(weights_TK, total_T1.masked_fill(fixed_T1, 0), value=-1)
+        outside_T1 = total_T1 * fixed_T1
+    return rule.score.slope_(pull_TK, chosen_TK), outside_T1 if rule.score.is_softmax else None
 
 
 class _Route(torch.autograd.Function):

@@ -30,10 +30,11 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(indices as of `top_k_stable`, their scores [T, K]), differentiable in the scores."""
-    if _sorts(scores_TE, k) and not torch.compiler.is_compiling():
+    # where a gradient is wanted a recomputation keeps as much by `gather`, with choices given
+    if not scores_TE.requires_grad and _sorts(scores_TE, k) and not torch.compiler.is_compiling():
         sorted_TE, order_TE = torch.sort(scores_TE, dim=1, descending=True, stable=True)
         return order_TE[:, :k].contiguous(), sorted_TE[:, :k]
-    ids_TK = top_k_stable.implementation("torch")(scores_TE, k)
+    ids_TK = top_k_stable.implementation("torch")(scores_TE.detach(), k)
     return ids_TK, scores_TE.gather(1, ids_TK)
 
 

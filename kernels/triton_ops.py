@@ -6,7 +6,6 @@ Triton is imported when one of them first runs, not before.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.registry import kernels
+from moe_plugin.kernels.registry import Op, kernels
+from moe_plugin.kernels.router import Rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {
@@ -38,16 +38,21 @@ def why_not(*args: Any) -> str | None:
         return "torch.compile fuses the reference itself"
     if not INSTALLED:
         return "triton is not installed: pip install moe-plugin[triton]"
-    # a call's tensors are on one device: the first one settles it on a CPU, without a look at all
-    if args and isinstance(args[0], Tensor) and args[0].device.type == "cpu" \
-            and not _interpreted():
-        return "not on a GPU"
     tensors = [a for a in _flat(args) if isinstance(a, Tensor)]
-    if not any(t.is_cuda for t in tensors) and not (tensors and _interpreted()):
+    if not any(t.is_cuda for t in tensors) and not (tensors and Op.interpreted):
         return "not on a GPU"
     wrong = next((t.dtype for t in tensors
                   if t.is_floating_point() and t.dtype not in (*DTYPES, torch.float8_e4m3fn)), None)
     return None if wrong is None else f"dtype {wrong}"
+
+
+def route_why_not(*args: Any) -> str | None:
+    """`why_not`; also where the kernel does not know the score function."""
+    reason = why_not(*args)
+    if reason is not None:
+        return reason
+    score = next(a for a in args if isinstance(a, Rule)).score
+    return None if "triton" in score.kernels else f"{type(score).__name__} is not in the kernel"
 
 
 def fp8_why_not(*args: Any) -> str | None:
@@ -62,12 +67,6 @@ def fp8_why_not(*args: Any) -> str | None:
     if capability >= (8, 9):
         return None
     return f"no e4m3 in a GPU of compute capability {capability[0]}.{capability[1]}: needs 8.9"
-
-
-def _interpreted() -> bool:
-    # do not import Triton to find out: in the interpreter the kernels are already imported
-    common = sys.modules.get("moe_plugin.kernels.gpu.common")
-    return common is not None and common.INTERPRETED
 
 
 def _flat(args: Iterable[Any]) -> Iterable[Any]:
@@ -86,8 +85,8 @@ def _late(name: str) -> Callable[..., Any]:
 
 def register() -> None:
     """Add the Triton implementations to their operations; called once by the package."""
-    for name in MODULES:
-        kernels.get(name).add("triton",
-                              fp8_why_not if "fp8" in name else why_not)(_late(name))
+    for name, module in MODULES.items():
+        can = route_why_not if module == "router" else fp8_why_not if "fp8" in name else why_not
+        kernels.get(name).add("triton", can)(_late(name))
     assert {"gelu", "gelu_tanh", "relu", "silu",
             "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_plugin.kernels.registry import Op
+
 
 @triton.jit
 def _probe(x):
@@ -15,6 +17,7 @@ def _probe(x):
 
 # Triton reads TRITON_INTERPRET when a kernel is decorated: the type of this one holds for all
 INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
+Op.interpreted = INTERPRETED
 # the interpreter takes about 1 ms per program of any size: few, large tiles there
 ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
 

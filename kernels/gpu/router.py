@@ -203,7 +203,7 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
             logits_TE.contiguous(), _pointer(mask_T, logits_TE), _pointer(chosen_TK, ids_TK),
             _pointer(bias_E, logits_TE), ids_TK, weights_TK, lse_T, importance_PE, sums_P2, tokens,
             experts, k, mask_T is not None, chosen_TK is not None, bias_E is not None,
-            rule.normalize, rule.sigmoid, rule.groups, rule.take, best, EPS, bt, be,
+            rule.normalize, not rule.score.is_softmax, rule.groups, rule.take, best, EPS, bt, be,
             triton.next_power_of_2(max(1, rule.groups)))
     z, p_log_p = sums_P2.sum(0).unbind(0)
     return ids_TK, weights_TK, lse_T, importance_PE.sum(0), z, p_log_p
@@ -225,7 +225,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
             logits_TE.contiguous(), _pointer(mask_T, logits_TE), ids_TK.contiguous(),
             weights_TK.contiguous(), lse_T, *(_pointer(g, logits_TE) for g in grads), out_TE,
             tokens, experts, k, mask_T is not None, *(g is not None for g in grads),
-            rule.normalize, rule.sigmoid, EPS, bt, be, **bound)
+            rule.normalize, not rule.score.is_softmax, EPS, bt, be, **bound)
     return out_TE
 
 

@@ -1,6 +1,8 @@
 """Routers, balance losses and capacity."""
 
+from moe_plugin.kernels.score_functions import ScoreFunction, score_functions
 from moe_plugin.routing import registry
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import (
     HasFinishStep,
     RouterModule,
@@ -8,7 +10,7 @@ from moe_plugin.routing.contract import (
     finish_step_of_any,
     needs_of,
 )
-from moe_plugin.routing.losses import LossInputs, losses
+from moe_plugin.routing.losses import losses
 from moe_plugin.routing.registry import build_router, layer_router
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
 from moe_plugin.routing.routers.base import Router
@@ -33,10 +35,11 @@ from moe_plugin.routing.selector import RouterSelector, number_layers
 routers = registry.routers  # the registry; the package of this name holds its members
 
 __all__ = [
-    "BASERouter", "CosineRouter", "DenseToSparseRouter", "HasFinishStep", "ExpertChoiceRouter",
-    "GShardRouter", "GroupLimitedRouter", "HashRouter", "LossInputs", "NoisyTopKRouter",
-    "PrototypeRouter", "Router", "RouterModule", "RouterSelector", "SAMRouter", "SelectionCall",
-    "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter", "TopKRouter",
-    "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any", "layer_router",
-    "losses", "needs_of", "number_layers", "router_selections", "routers",
+    "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
+    "GroupLimitedRouter", "HasFinishStep", "HashRouter", "NoisyTopKRouter", "PrototypeRouter",
+    "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter", "ScoreFunction",
+    "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter",
+    "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any",
+    "layer_router", "losses", "needs_of", "number_layers", "router_selections", "routers",
+    "score_functions",
 ]

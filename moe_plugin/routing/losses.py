@@ -1,6 +1,6 @@
-"""Balance losses by name. Each is a function of `LossInputs` and returns a raw float32 scalar.
+"""Balance losses by name. Each is a function of `RoutingCall` and returns a raw float32 scalar.
 
-Where a batch's tokens lie on several ranks of one group (`LossInputs.comm`), each rank gets its
+Where a batch's tokens lie on several ranks of one group (`RoutingCall.comm`), each rank gets its
 part of the group's loss and the parts sum to it: loads and counts are the group's, importance is
 this rank's.
 
@@ -12,158 +12,31 @@ choices. Without real tokens every loss is 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
-from moe_plugin.kernels import expert_load
-from moe_plugin.kernels.router import Routed
 from moe_plugin.registry import Registry
+from moe_plugin.routing.call import RoutingCall
 
-
-@dataclass
-class LossInputs:
-    """What the losses of a call read.
-
-    Attributes:
-        logits_TE: noisy logits.
-        probs_TE: scores, rows sum to 1. With `routed` only its shape and dtype are read.
-        clean_probs_TE: scores without noise.
-        ids_TK: int64, chosen experts (all k, before policies and capacity), -1: none.
-        mask_T: bool, True = real token; None: all are.
-        noise: standard deviation of the logit noise (already divided by E), 0 without noise.
-        comm: ranks that share the batch's tokens; None: this rank has them all.
-        sequence_T: int64 in 0..sequences-1, sequence of each token, for `sequence`.
-        sequences: number of sequences.
-        outside_TE: bool, experts that a token could not choose (of groups not chosen).
-        margin_TE: see `noisy_load`.
-        penalty_E: link penalties of this rank, mean 1.
-        step_load_E: int64 [E + 1], choices by expert, and tokens (last element), of all ranks and
-            micro-batches of the step so far, including this one.
-        routed: sums over tokens from the router's own pass, which keeps no T x E scores; for
-            losses in `FUSED` only. Its z may be None: from `logits_TE`.
-    """
-
-    logits_TE: Tensor
-    probs_TE: Tensor
-    clean_probs_TE: Tensor
-    ids_TK: Tensor
-    mask_T: Tensor | None
-    noise: float
-    comm: Comm | None = None
-    sequence_T: Tensor | None = None
-    sequences: int = 0
-    outside_TE: Tensor | None = None
-    margin_TE: Tensor | None = None
-    penalty_E: Tensor | None = None
-    step_load_E: Tensor | None = None
-    routed: Routed | None = None
-    # of `count` and `own_load_KE`; not cached_property, whose lock all instances (ranks as threads)
-    # share up to 3.11
-    _count: Tensor | float | None = field(default=None, init=False, repr=False)
-    _load_KE: Tensor | None = field(default=None, init=False, repr=False)
-
-    @property
-    def count(self) -> Tensor | float:
-        """Number of real tokens of the group, scalar >= 1 (a divisor); a tensor in the scores'
-        dtype where the host does not know it.
-        """
-        if self._count is None:
-            if self.mask_T is None and self.comm is None:
-                self._count = max(1, self.ids_TK.shape[0])
-            else:
-                total = self.total(self.own_count())
-                self._count = total.clamp(min=1).to(self.probs_TE.dtype)
-        return self._count
-
-    def own_count(self) -> Tensor:
-        """Number of real tokens of this rank, scalar int64."""
-        if self.mask_T is not None:
-            return self.mask_T.sum()
-        tokens, device = self.ids_TK.shape[0], self.ids_TK.device
-        return torch.full((), tokens, dtype=torch.int64, device=device)
-
-    @property
-    def own_load_KE(self) -> Tensor:
-        """Tokens of this rank whose j-th choice is expert e, int64 [K, E]."""
-        if self._load_KE is None:
-            self._load_KE = expert_load(self.ids_TK, self.probs_TE.shape[1], self.mask_T,
-                                        per_choice=True, complete=self.complete)
-        return self._load_KE
-
-    @property
-    def complete(self) -> bool:
-        """Whether every token has chosen K experts, as far as the host knows."""
-        return self.routed is not None and self.mask_T is None
-
-    def load_E(self) -> Tensor:
-        """Tokens of the group by expert over all choices, [E] in the scores' dtype."""
-        return self.total(self.own_load_KE.sum(0).to(self.probs_TE.dtype))
-
-    def first_load_E(self) -> Tensor:
-        """Tokens of the group by first choice, [E] in the scores' dtype."""
-        return self.total(self.own_load_KE[0].to(self.probs_TE.dtype))
-
-    def real(self, values: Tensor) -> Tensor:
-        """Values of tokens, [T] or [T, n], times 0 for padding."""
-        if self.mask_T is None:
-            return values
-        return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
-
-    def importance_E(self) -> Tensor:
-        """Sum of the scores over real tokens by expert, [E]."""
-        if self.routed is not None:
-            return self.routed.importance_E
-        return self.real(self.probs_TE).sum(0)
-
-    def squared_z(self) -> Tensor:
-        """Sum of logsumexp(logits)^2 over real tokens."""
-        if self.routed is not None and self.routed.z is not None:
-            return self.routed.z
-        return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
-
-    def entropy(self) -> Tensor:
-        """Mean entropy in nats of the scores over this rank's real tokens; no gradient."""
-        count = (max(1, self.ids_TK.shape[0]) if self.mask_T is None else
-                 self.mask_T.sum().clamp(min=1))
-        if self.routed is not None:
-            return self.routed.p_log_p / -count
-        p_TE = self.probs_TE.detach()
-        p_log_p_T = (p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
-        return self.real(p_log_p_T).sum() / -count
-
-    def total(self, x: Tensor) -> Tensor:
-        """Sum of x over the ranks that share the batch."""
-        return x if self.comm is None else self.comm.all_reduce(x)
-
-    def share(self) -> float:
-        """The part that this rank reports of a loss that every rank of the group computes."""
-        return 1.0 if self.comm is None else 1.0 / self.comm.size
-
-
-# losses that read nothing but the sums and loads of `LossInputs`
-FUSED = frozenset({"gshard", "switch", "global_batch", "ta_moe", "importance", "z"})
-
-LossFn = Callable[[LossInputs], Tensor]
+LossFn = Callable[[RoutingCall], Tensor]
 losses: Registry[LossFn] = Registry("loss")
 
 
 @losses.register("gshard")
-def gshard(x: LossInputs) -> Tensor:
+def gshard(x: RoutingCall) -> Tensor:
     """GShard: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
 
     Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1,
     its minimum over routers whose scores follow their load. Source: GShard (Lepikhin et al. 2020),
     algorithm 1; as in Tutel and fairseq.
     """
-    experts = x.probs_TE.shape[1]
+    experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
 
 
 @losses.register("switch")
-def switch(x: LossInputs) -> Tensor:
+def switch(x: RoutingCall) -> Tensor:
     """Switch over all choices: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
 
     With k choices a token the factor is E / (k S^2); equal to `gshard` for k = 1; a uniform router
@@ -173,30 +46,31 @@ def switch(x: LossInputs) -> Tensor:
     return _switch(x, x.load_E())
 
 
-def _switch(x: LossInputs, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> Tensor:
-    experts = x.probs_TE.shape[1]
+def _switch(x: RoutingCall, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> Tensor:
+    experts = x.experts
     weighed_E = load_E if isinstance(penalty_E, float) else load_E * penalty_E
     total = torch.dot(x.importance_E(), weighed_E)
     return total * experts / (x.count * load_E.sum().clamp(min=1))
 
 
 @losses.register("sequence")
-def sequence(x: LossInputs) -> Tensor:
+def sequence(x: RoutingCall) -> Tensor:
     """Mean over sequences q of their `switch` loss: mean_q E / (S_q N_q) sum_e P_qe N_qe.
 
     P_qe, N_qe: scores and choices of sequence q by expert; S_q its real tokens, N_q = sum_e N_qe.
     All sequences have the same weight. Uniform: 1. Does not depend on how whole sequences are split
     into micro-batches of equal numbers of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
     """
-    assert x.sequence_T is not None
-    experts, count = x.probs_TE.shape[1], x.sequences
+    assert x.info.sequence_T is not None
+    sequence_T = x.info.sequence_T.long()
+    experts, count = x.experts, x.info.sequences
     ones_T1 = x.probs_TE.new_ones(x.probs_TE.shape[0], 1)
     chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(
         1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
 
     def by_sequence(values: Tensor) -> Tensor:
         sums = values.new_zeros(count, values.shape[1])
-        return sums.index_add(0, x.sequence_T, x.real(values))
+        return sums.index_add(0, sequence_T, x.real(values))
 
     importance_QE = by_sequence(x.probs_TE)
     load_QE = x.total(by_sequence(chosen_TE))
@@ -206,7 +80,7 @@ def sequence(x: LossInputs) -> Tensor:
 
 
 @losses.register("global_batch")
-def global_batch(x: LossInputs) -> Tensor:
+def global_batch(x: RoutingCall) -> Tensor:
     """`switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
 
     Scores p and their count S are of this call; N_e counts the choices of all data-parallel ranks
@@ -217,11 +91,11 @@ def global_batch(x: LossInputs) -> Tensor:
     gradient accumulation.
     """
     assert x.step_load_E is not None
-    return _switch(x, x.step_load_E[:-1].to(x.probs_TE.dtype))
+    return _switch(x, x.step_load_E[:-1].to(x.logits_TE.dtype))
 
 
 @losses.register("ta_moe")
-def ta_moe(x: LossInputs) -> Tensor:
+def ta_moe(x: RoutingCall) -> Tensor:
     """`switch` with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
 
     q_ie = blend * Norm(1 / c_ie) + (1 - blend), c_ie: topology-aware share of expert e
@@ -229,11 +103,11 @@ def ta_moe(x: LossInputs) -> Tensor:
     `switch`. Uniform: 1. Source: TA-MoE (Chen et al. 2022), section 4.2.
     """
     return _switch(x, x.load_E(),
-                   1.0 if x.penalty_E is None else x.penalty_E.to(x.probs_TE.dtype))
+                   1.0 if x.penalty_E is None else x.penalty_E.to(x.logits_TE.dtype))
 
 
 @losses.register("sam_alignment")
-def sam_alignment(x: LossInputs) -> Tensor:
+def sam_alignment(x: RoutingCall) -> Tensor:
     """mean_s sum_{e outside the chosen group} max(0, p(s,e) - p(s, k-th choice inside)).
 
     0 exactly where the k-th choice is at least as likely as every expert outside; 0 for routers
@@ -247,7 +121,7 @@ def sam_alignment(x: LossInputs) -> Tensor:
 
 
 @losses.register("load_importance")
-def load_importance(x: LossInputs) -> Tensor:
+def load_importance(x: RoutingCall) -> Tensor:
     """(CV^2(importance) + CV^2(load)) / 2 with a load that is smooth in the scores.
 
     importance_e = sum_s p(s,e); load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score
@@ -263,7 +137,7 @@ def load_importance(x: LossInputs) -> Tensor:
 
 
 @losses.register("tutel_load_importance")
-def tutel_load_importance(x: LossInputs) -> Tensor:
+def tutel_load_importance(x: RoutingCall) -> Tensor:
     """Tutel's `load_importance_loss`, for models that were trained with it.
 
     As `load_importance`, with importance_e = sum_s q(s,e), of scores without noise, and thr_s the
@@ -278,7 +152,7 @@ def tutel_load_importance(x: LossInputs) -> Tensor:
 
 
 @losses.register("importance")
-def importance(x: LossInputs) -> Tensor:
+def importance(x: RoutingCall) -> Tensor:
     """CV^2(sum_s p(s, e)) over experts, unbiased variance over squared mean; uniform: 0.
 
     Source: Shazeer et al. 2017, eq. 6.
@@ -287,19 +161,20 @@ def importance(x: LossInputs) -> Tensor:
 
 
 @losses.register("noisy_load")
-def noisy_load(x: LossInputs) -> Tensor:
+def noisy_load(x: RoutingCall) -> Tensor:
     """CV^2(sum_s P(s, e)), P(s, e) = Phi(margin(s, e)), in training with router noisy_topk.
 
     P is the chance that e is among s's k choices if only its noise is drawn again; margin(s, e) =
     (clean logit - k-th largest noisy logit of the others) / standard deviation of the noise.
     Uniform: 0. Source: Shazeer et al. 2017, eqs. 8 to 11.
     """
-    assert x.margin_TE is not None
-    return _squared_cv(x.real(torch.special.ndtr(x.margin_TE)).sum(0)) * x.share()
+    margin_TE = x.margin_TE
+    assert margin_TE is not None
+    return _squared_cv(x.real(torch.special.ndtr(margin_TE)).sum(0)) * x.share()
 
 
 @losses.register("z")
-def router_z(x: LossInputs) -> Tensor:
+def router_z(x: RoutingCall) -> Tensor:
     """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al. 2022), eq. 5."""
     return x.squared_z() / x.count
 

@@ -24,7 +24,7 @@ from moe_plugin.hosts.plain.huggingface import (
     swapped_blocks,
 )
 from moe_plugin.routing import losses
-from moe_plugin.routing.losses import LossInputs
+from moe_plugin.routing.call import RoutingCall
 from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
 from tests.distributed import run_gloo
 from tests.logs import warned
@@ -112,8 +112,7 @@ def test_their_loss_is_one_of_all_layers() -> None:
         values = []
         for logits_TE in layers:
             ids_TK = logits_TE.topk(k, dim=1).indices
-            p_TE = logits_TE.softmax(1)
-            values.append(losses.get("switch")(LossInputs(logits_TE, p_TE, p_TE, ids_TK, None, 0)))
+            values.append(losses.get("switch")(RoutingCall(logits_TE, ids_TK, k=k)))
         return torch.stack(values).sum() * k / len(layers)
 
     one = torch.randn(tokens_, experts, generator=torch.Generator().manual_seed(1)) * 2

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import RowGroups
 from moe_plugin.kernels.router import Rule
+from moe_plugin.kernels.score_functions import Sigmoid, Softmax
 from moe_plugin.records import RowCounts
 
 CPU = torch.device("cpu")
@@ -152,8 +153,8 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     bias_E = torch.randn(s.experts, generator=g)
     spoiled_TE = logits_TE.clone()
     spoiled_TE[::3], spoiled_TE[1::3, 0] = float("nan"), float("nan")  # still experts, and others
-    for normalize, sigmoid in itertools.product((False, True), repeat=2):
-        rule = Rule(s.top_k, normalize, sigmoid)
+    for normalize, score in itertools.product((False, True), (Softmax(), Sigmoid())):
+        rule = Rule(s.top_k, normalize, score)
         yield logits_TE, mask_T, None, None, rule
         yield logits_TE.round(), None, None, None, rule  # many ties
         yield logits_TE, None, None, bias_E, rule
@@ -169,7 +170,7 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
         given = torch.stack(
             [torch.randperm(s.experts, generator=g)[:s.top_k] for _ in range(s.tokens)])
         yield logits_TE, mask_T, given, None, Rule(s.top_k, True)
-        yield logits_TE, None, given, None, Rule(s.top_k, True, sigmoid=True)
+        yield logits_TE, None, given, None, Rule(s.top_k, True, Sigmoid())
 
 
 def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.kernels import route, slot_index, top_k_stable
+from moe_plugin.kernels import route, score_functions, slot_index, top_k_stable
 from moe_plugin.kernels.cpu import widened
 from moe_plugin.kernels.cpu.native.scores import EXPERTS, scores_of, why_not
 from moe_plugin.kernels.router import Rule
@@ -19,14 +19,14 @@ from tests.kernels.compiled_or_not import compiled
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("tokens,experts,k", [(5, 4, 2), (3, 1, 1), (4, 3, 3), (1, 7, 5)])
-def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool, sigmoid: bool,
+def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool, score: str,
                    masked: bool) -> None:
     logits = torch.randn(tokens, experts, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(tokens) < 0.7 if masked else None
-    rule = Rule(k, normalize, sigmoid)
+    rule = Rule(k, normalize, score_functions.get(score)())
 
     def outputs(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         routed = route(logits, mask, rule)

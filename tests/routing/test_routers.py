@@ -16,6 +16,7 @@ from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import Router, build_router, finish_step, routers
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.routers.hashing import balanced_table
 
 
@@ -147,7 +148,7 @@ def test_cosine_ignores_length() -> None:
     torch.testing.assert_close(a.weights_TK, b.weights_TK)
     with torch.no_grad():
         router.temperature.fill_(50.0)  # clamped: at most 100
-        assert router.clean_logits(x).abs().max() <= 100 + 1e-9
+        assert router.scores(x, RoutingCall()).abs().max() <= 100 + 1e-9
 
 
 def test_dense_to_sparse_ends_as_top_one_of_the_noisy_logits() -> None:
@@ -388,11 +389,11 @@ def test_a_custom_router(own_entries: None) -> None:
         def build(self, dtype, device) -> None:
             """None."""
 
-        def route(self, x_TD, mask_T, k, info):
-            ids = torch.tensor([[0, 1]]).expand(len(x_TD), 2)
-            probs = torch.full((len(x_TD), self.num_experts), 1 / self.num_experts)
-            inputs = self.loss_inputs(ids, mask_T, info, logits_TE=probs, probs_TE=probs)
-            return self.finish(inputs, ids, torch.full(ids.shape, 0.5), probs[:, 0])
+        def scores(self, x_TD, call):
+            return torch.zeros(len(x_TD), self.num_experts)
+
+        def select(self, call):
+            return torch.tensor([[0, 1]]).expand(len(call.logits_TE), 2)
 
     out = MoELayer(from_dict({"model_dim": 6, "num_experts": 4,
                               "router": {"name": "test_first_two"}}))(torch.randn(7, 6))

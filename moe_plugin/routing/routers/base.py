@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
@@ -16,11 +15,13 @@ from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.registry import accumulate_dtype
+from moe_plugin.kernels.score_functions import ScoreFunction, score_functions
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
 from moe_plugin.routing.links import link_penalties
-from moe_plugin.routing.losses import FUSED, LossInputs, losses
+from moe_plugin.routing.losses import losses
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.token_values import check_integers, check_range
 
@@ -28,34 +29,42 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base of the provided routers: a subclass defines `route`.
+    """Base of the provided routers: k experts of the largest scores, by four hooks.
 
-    It also defines `build` if it has parameters or buffers other than `weight_ED`. Routing is
-    computed in float32 for any dtype of the layer, outside autocast (in float64 for a float64
-    input). With `router.fp32` parameters are at least float32, too: whatever lowers the model
-    (`half()`, `to(dtype)`, a host) leaves them.
+    A subclass changes the hooks `scores`, `select`, `weigh`, `after_choice`, and `build` if it has
+    parameters or buffers other than `weight_ED`. Routing is computed in float32 for any dtype of
+    the layer, outside autocast (in float64 for a float64 input). With `router.fp32` parameters are
+    at least float32, too: whatever lowers the model (`half()`, `to(dtype)`, a host) leaves them.
 
     Attributes:
         fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
             may override.
+        any_number: a token may have up to E experts, whatever k is.
         own_losses: losses that this router can compute and some others cannot.
         only_noisy: losses that exist only if noise was added.
-        needs_mask: `route` gets a mask where all tokens are real, too; False: None there.
-        one_pass: declares that `kernels.route` computes what this class would compute step by step;
-            every class says so for itself, because a subclass may change a step.
+        adds_noise: `router.noise` is added to the logits.
+        leaves_none: declares that `select` gives each token k experts, none of them -1; a class
+            with a `select` of its own that does not say so may leave choices empty.
+        score: the score function.
         layer_config: settings of the layer.
         config: their section `router`.
         comm: ranks that hold the experts.
-        weight_ED: the linear map from tokens to scores; None: the router has another one, or none.
+        weight_ED: the linear map from tokens to logits; None: the router has another one, or none.
         adapted: an adapter trains it, see `note_adapter`.
     """
 
     fixed_k: int | None = None
+    any_number: bool = False
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
     only_noisy: frozenset[str] = own_losses | {"noisy_load"}
-    needs_mask: bool = True
-    one_pass: bool = False
+    adds_noise: bool = True
+    leaves_none: bool = True
     adapted: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "select" in vars(cls) and "leaves_none" not in vars(cls):
+            cls.leaves_none = False
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
@@ -67,7 +76,10 @@ class Router(BuffersKeepDtype, RouterModule):
         check(self.fixed_k is None or self.fixed_k <= self.num_experts, "num_experts",
               self.num_experts, f">= {self.fixed_k} with {type(self).__name__}",
               "raise num_experts, or use router.name=topk")
+        self.score: ScoreFunction = score_functions.get(self.score_name)()
+        self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
         self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
+        self.losses = {name: losses.get(name) for name in self.loss_names}
         self._check_losses()
         self.needs = self.needs | {
             NEEDS_OF_LOSSES[name] for name in self.loss_names if name in NEEDS_OF_LOSSES
@@ -84,6 +96,11 @@ class Router(BuffersKeepDtype, RouterModule):
         self.reset_parameters()
 
     @property
+    def score_name(self) -> str:
+        """Name of the score function."""
+        return self.config.score
+
+    @property
     def divides(self) -> bool:
         """Whether weights are divided by their sum before anything is dropped."""
         return self.config.normalize in ("auto", "before_drop")
@@ -95,7 +112,6 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def _check_losses(self) -> None:
         for name in self.loss_names:
-            losses.get(name)
             if name in Router.only_noisy and name not in self.own_losses:
                 raise ValueError(
                     f"losses.{name} cannot be used with this router ({type(self).__name__}): must "
@@ -140,27 +156,70 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens: check the call, then `route`; arguments as of `RouterModule.forward`.
+        """Route tokens; arguments as of `RouterModule.forward`.
 
         Raises:
             ValueError: top_k outside 1..E, or other than the router's fixed number; a part of
                 `needs` is missing or does not fit.
         """
-        k = self._number(top_k)
-        info = info or TokenInfo()
-        self._check_info(info, x_TD.shape[0])
-        # padding may be NaN, which a factor of 0 does not remove from a sum
-        if mask_T is not None:
+        call = RoutingCall(
+            mask_T=mask_T, k=self._number(top_k), info=info or TokenInfo(),
+            noise=self.noise if self.training else 0.0, score=self.score, divides=self.divides,
+            one_pass=self.one_pass(), reads_z="z" in self.loss_names, leaves_none=self.leaves_none,
+            comm=self.host.loss_comm, penalty_E=self.penalty_E)
+        if self.needs:
+            self._check_info(call.info, x_TD.shape[0])
+        if mask_T is not None:  # padding may be NaN, which a factor of 0 does not remove from a sum
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
-        elif self.needs_mask:
-            mask_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.bool)
+        if self.training and self.config.input_jitter:
+            x_TD = self._jittered(x_TD)
         with torch.autocast(x_TD.device.type, enabled=False):
-            return self.route(x_TD, mask_T, k, info)
+            return self.route(x_TD, call)
 
-    def route(self, x_TD: Tensor, mask_T: Tensor | None, k: int, info: TokenInfo) -> Routing:
-        """Decide. The arguments are those of `forward`, checked, and complete but for `needs_mask`.
+    def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
+        """The hooks in their order; x_TD: without padding's values, jittered."""
+        call.logits_TE = self.scores(x_TD, call)
+        choices = self.num_experts if self.any_number else call.k
+        call.ids_TK = self.recordings.replayed(lambda: self.select(call), self.training,
+                                               shape=(x_TD.shape[0], choices))
+        weights_TK = self.weigh(call, call.ids_TK)
+        # recorded, because a recomputation must see the same load
+        if "global_batch" in self.loss_names:
+            call.step_load_E = self.replayed(
+                lambda: self._count_step(call),
+                "load of the step" if self.training else "load of the call",
+                tuple(self.step_load_E.shape))
+        return self._finish(call, self.after_choice(call, weights_TK), weights_TK)
+
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """Hook: logits [T, E], in float32 or float64. Here: of `weight_ED`, with `router.noise`.
+
+        A router whose scores are not the score function of these sets `call.scores_TE`, too.
+
+        Args:
+            x_TD: tokens, of any float dtype. call: has `mask_T`, `k`, `info`, `noise`.
         """
-        raise NotImplementedError
+        return self.noisy(linear_scores(x_TD, self.weight_ED), call)
+
+    def select(self, call: RoutingCall) -> Tensor:
+        """Hook: the chosen experts, int64 [T, K], -1: none. Here: the k of the largest scores, ties
+        to the lower index. Not called where a recomputation or a replay repeats a choice.
+        """
+        return call.choose()
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """Hook: the weights [T, K] of chosen experts, differentiable. Here: their scores, divided
+        by their sum as `router.normalize` says.
+        """
+        return call.weights_of(ids_TK)
+
+    def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
+        """Hook: what follows from a choice (`call.ids_TK`), such as counting it, and the choices
+        that remain of it, int64 [T, K].
+
+        weights_TK: as `weigh` gave them.
+        """
+        return call.ids_TK
 
     def _number(self, top_k: int | None) -> int:
         if self.fixed_k is not None:
@@ -183,84 +242,29 @@ class Router(BuffersKeepDtype, RouterModule):
         if "sequences" in self.needs:
             _check_sequences(info, tokens)
 
-    def logits(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [T, E] without and with noise, in float32 or float64."""
-        clean_TE = self.clean_logits(self.jittered(x_TD))
-        scale = self.noise_scale()
-        if not scale:
-            return clean_TE, clean_TE
-        return clean_TE, clean_TE + torch.randn_like(clean_TE) * scale
+    def noisy(self, clean_TE: Tensor, call: RoutingCall) -> Tensor:
+        """Logits [T, E] with the call's noise."""
+        if not call.noise:
+            return clean_TE
+        call.clean_TE = clean_TE
+        return clean_TE + torch.randn_like(clean_TE) * call.noise
 
-    def softmax_scores(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Noisy logits, their softmax, and the softmax of the logits without noise, each [T, E]."""
-        clean_TE, logits_TE = self.logits(x_TD)
-        probs_TE = F.softmax(logits_TE, dim=1)
-        return logits_TE, probs_TE, F.softmax(clean_TE, dim=1) if self.noise_scale() else probs_TE
-
-    def clean_logits(self, x_TD: Tensor) -> Tensor:
-        """Score of each expert before noise, [T, E], in float32 or float64; x_TD: of any dtype."""
-        return linear_scores(x_TD, self.weight_ED)
-
-    def jittered(self, x_TD: Tensor) -> Tensor:
-        """In training, x_TD times U[1-j, 1+j], at least in float32; x_TD itself without jitter."""
-        jitter = self.config.input_jitter if self.training else 0.0
-        if not jitter:
-            return x_TD
+    def _jittered(self, x_TD: Tensor) -> Tensor:
+        """x_TD times U[1-j, 1+j], at least in float32."""
+        jitter = self.config.input_jitter
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
         return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
 
-    def noise_scale(self) -> float:
-        """Standard deviation of the noise on the logits."""
-        return self.config.noise / self.num_experts if self.training else 0.0
-
-    def normalized(self, weights_TK: Tensor) -> Tensor:
-        """Weights divided by their sum over the choices, where the router `divides`."""
-        return shares(weights_TK) if weights_TK.shape[1] > 1 and self.divides else weights_TK
-
-    def _fuses(self) -> bool:
-        """Whether one kernel can do it all: losses need no score of a single token, and the class
-        itself, not a base of it, declares that it changes none of the steps.
-        """
-        if not vars(type(self)).get("one_pass", False):
-            return False
-        noisy = self.noise_scale()
-        for name in self.loss_names:
-            if name not in FUSED and (noisy or name not in self.only_noisy):
-                return False
+    def one_pass(self) -> bool:
+        """Whether one kernel makes choice, weights and sums."""
         # torch.compile fuses single steps itself: topk with its losses becomes as many loops, give
         # or take one, as the pass does (torch 2.13 on CPU). And torch 2.6 cannot trace the pass,
         # whose autograd function calls `set_materialize_grads`
-        return not torch.compiler.is_compiling() and not transformed()
+        return "torch" in self.score.kernels and not torch.compiler.is_compiling() \
+            and not transformed()
 
-    def loss_inputs(self, chosen_TK: Tensor, mask_T: Tensor | None, info: TokenInfo, *,
-                    logits_TE: Tensor, probs_TE: Tensor, clean_probs_TE: Tensor | None = None,
-                    **more: Any) -> LossInputs:
-        """What the losses read of a call; see `LossInputs`.
-
-        Args:
-            chosen_TK: int64, chosen experts, -1: none.
-            mask_T: bool, True = real token; None: all are.
-            info: of the call.
-            logits_TE, probs_TE: noisy logits, and scores whose rows sum to 1.
-            clean_probs_TE: scores without noise; None: the same.
-            more: other fields of `LossInputs`.
-        """
-        inputs = LossInputs(logits_TE, probs_TE,
-                            probs_TE if clean_probs_TE is None else clean_probs_TE, chosen_TK,
-                            mask_T, self.noise_scale(), self.host.loss_comm,
-                            sequence_T=None if info.sequence_T is None else info.sequence_T.long(),
-                            sequences=info.sequences,
-                            penalty_E=self.penalty_E, **more)
-        # recorded, because a recomputation must see the same load
-        if "global_batch" in self.loss_names:
-            inputs.step_load_E = self.replayed(
-                lambda: self._count_step(inputs),
-                "load of the step" if self.training else "load of the call",
-                tuple(self.step_load_E.shape))
-        return inputs
-
-    def _count_step(self, inputs: LossInputs) -> Tensor:
-        mine_E = torch.cat([inputs.own_load_KE.sum(0), inputs.own_count()[None]])
+    def _count_step(self, call: RoutingCall) -> Tensor:
+        mine_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
         all_E = self.batch_comm.all_reduce(mine_E)
         if not self.training:
             return all_E
@@ -269,37 +273,36 @@ class Router(BuffersKeepDtype, RouterModule):
             self.step_load_E = total_E
         return total_E
 
-    def finish(self, inputs: LossInputs, ids_TK: Tensor, weights_TK: Tensor,
-               priority_T: Tensor | None, passthrough_T: Tensor | None = None) -> Routing:
-        """The `Routing`: padding goes nowhere, weights are scaled, losses and entropy computed.
+    def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
+        """Padding goes nowhere, weights are scaled, losses and entropy computed.
 
-        Args:
-            inputs: of the losses.
-            ids_TK, weights_TK, priority_T, passthrough_T: see `Routing`.
+        ids_TK: the choices that remain.
         """
-        mask_T, chosen = inputs.mask_T, ids_TK is inputs.ids_TK
+        mask_T, counted = call.mask_T, ids_TK is call.ids_TK
+        priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
+        if self.config.batch_prioritized and priority_T is None:
+            priority_T = call.scores_TE.detach().amax(1)
         if self.config.scaling != 1.0:
             weights_TK = weights_TK * self.config.scaling
+            passthrough_T = None if passthrough_T is None else passthrough_T * self.config.scaling
         if mask_T is not None:
             ids_TK = ids_TK.masked_fill(~mask_T[:, None], -1)
-        complete = chosen and inputs.complete
+            passthrough_T = None if passthrough_T is None else call.real(passthrough_T)
+            chosen_TK = None if chosen_TK is None else chosen_TK.masked_fill(~mask_T[:, None], -1)
+        complete = counted and call.complete
         if not complete:
             weights_TK = weights_TK * (ids_TK >= 0)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, priority_T=priority_T,
-                       losses=self.losses_of(inputs), entropy=inputs.entropy(),
-                       tokens=inputs.own_count(),
-                       passthrough_T=None if passthrough_T is None else inputs.real(passthrough_T),
-                       counted=CountedChoices(ids_TK, inputs.own_load_KE, complete)
-                       if chosen else None)
+                       losses=self.losses_of(call), entropy=call.entropy(),
+                       tokens=call.own_count(), passthrough_T=passthrough_T, chosen_TK=chosen_TK,
+                       counted=CountedChoices(ids_TK, call.own_load_KE, complete)
+                       if counted else None)
 
-    def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
+    def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
         """The configured losses of a call; those that a noise defines only if there is one."""
-        noisy = inputs.noise or inputs.margin_TE is not None
-        found = {}
-        for name in self.loss_names:
-            if noisy or name not in self.only_noisy:
-                found[name] = losses.get(name)(inputs)
-        return found
+        noisy = call.noise or call.deviation_TE is not None
+        return {name: loss(call) for name, loss in self.losses.items()
+                if noisy or name not in self.only_noisy}
 
     @property
     def frozen(self) -> bool:
@@ -355,13 +358,3 @@ def xavier_(weight_ED: Tensor) -> None:
     """Fill weight_ED from the Xavier uniform distribution, drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
-
-
-def shares(scores_TE: Tensor) -> Tensor:
-    """Non-negative scores [T, E] (or [T, K]) divided by their sum over axis 1."""
-    return scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)
-
-
-def first_choice_priority(scores_TE: Tensor) -> Tensor:
-    """Priority [T] under batch-prioritised capacity: the best score of scores_TE."""
-    return scores_TE.detach().amax(1)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.dtensors import fill_
 from moe_plugin.kernels import top_k_stable
-from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.assignment import balanced_assignment
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router, first_choice_priority
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("base")
@@ -34,6 +34,7 @@ class BASERouter(Router):
     fixed_k = 1
     balances = True
     own_losses = frozenset()
+    score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the centroids; a host's own initialisation keeps them (`keep_init`)."""
@@ -45,23 +46,20 @@ class BASERouter(Router):
         whole_ED = torch.empty(self.weight_ED.shape, dtype=torch.float32)
         fill_(self.weight_ED, nn.init.orthogonal_(whole_ED, gain=0.1))
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """One expert per token, and the weight of the token itself; see `Router.route`."""
-        logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
-        chosen_T1 = self.replayed(lambda: self._choose(logits_TE.detach(), mask_T),
-                                  shape=(x_TD.shape[0], 1))
-        alpha_T1 = torch.sigmoid(logits_TE.gather(1, chosen_T1))
-        inputs = self.loss_inputs(chosen_T1, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                                  clean_probs_TE=clean_TE)
-        return self.finish(inputs, chosen_T1, alpha_T1, first_choice_priority(probs_TE),
-                           (1 - alpha_T1[:, 0]) * self.config.scaling)
-
-    def _choose(self, scores_TE: Tensor, mask_T: Tensor) -> Tensor:
+    def select(self, call: RoutingCall) -> Tensor:
+        """One expert per token; see `Router.select`."""
+        logits_TE, real_T = call.logits_TE.detach(), call.real_T
         if not self.training:
-            return top_k_stable(scores_TE, 1)
-        chosen_T = torch.zeros(mask_T.shape, dtype=torch.int64, device=mask_T.device)
-        chosen_T[mask_T] = spread_and_assign(scores_TE[mask_T], self.comm)
+            return top_k_stable(logits_TE, 1)
+        chosen_T = torch.zeros(real_T.shape, dtype=torch.int64, device=real_T.device)
+        chosen_T[real_T] = spread_and_assign(logits_TE[real_T], self.comm)
         return chosen_T[:, None]
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """a, and the weight of the token itself; see `Router.weigh`."""
+        alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
+        call.passthrough_T = 1 - alpha_T1[:, 0]
+        return alpha_T1
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.scores import linear_scores
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import xavier_
@@ -32,8 +33,6 @@ class CosineRouter(TopKRouter):
     zeros, as of padding without a mask, would else get a gradient of any size.
     """
 
-    one_pass = True
-
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create projection, bias, directions and temperature, which hosts leave as they are."""
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
@@ -52,13 +51,14 @@ class CosineRouter(TopKRouter):
             self.project_P.zero_()
             self.temperature.fill_(START)
 
-    def clean_logits(self, x_TD: Tensor) -> Tensor:
-        """Scaled cosines."""
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """Scaled cosines; see `Router.scores`."""
         x_TP = linear_scores(x_TD, self.project_PD)
         dtype = x_TP.dtype
         x_TP = _directions(x_TP + self.project_P.to(dtype))
         direction_EP = F.normalize(self.direction_EP.to(dtype), dim=1)
-        return F.linear(x_TP, direction_EP) * self.temperature.to(dtype).clamp(max=MOST).exp()
+        scale = self.temperature.to(dtype).clamp(max=MOST).exp()
+        return self.noisy(F.linear(x_TP, direction_EP) * scale, call)
 
 
 def _directions(y_TP: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router, first_choice_priority
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("dense_to_sparse")
@@ -24,6 +24,7 @@ class DenseToSparseRouter(Router):
     """
 
     own_losses = frozenset()
+    score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and the step count."""
@@ -37,28 +38,28 @@ class DenseToSparseRouter(Router):
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Up to E choices per token, -1 for a skipped expert; see `Router.route`."""
-        logits_TE = self.logits(x_TD)[1]
-        noisy_TE = logits_TE
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """Logits, and p of all experts; see `Router.scores`."""
+        logits_TE = noisy_TE = super().scores(x_TD, call)
         if self.training:
             self.note_adapter()
             # recorded with the choice, because the weights depend on it
             noisy_TE = logits_TE + self.replayed(
                 lambda: -torch.empty_like(logits_TE).exponential_().log(), "noise",
                 tuple(logits_TE.shape))
-        probs_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
-        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach()),
-                               shape=tuple(probs_TE.shape))
-        weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
-        inputs = self.loss_inputs(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
-        return self.finish(inputs, ids_TE, weights_TE, first_choice_priority(probs_TE))
+        call.scores_TE = F.softmax(noisy_TE / self.temperature().to(noisy_TE.dtype), dim=1)
+        return logits_TE
 
-    def _choose(self, probs_TE: Tensor) -> Tensor:
-        sorted_TE, ids_TE = torch.sort(probs_TE, dim=1, descending=True, stable=True)
+    def select(self, call: RoutingCall) -> Tensor:
+        """Up to E choices per token; see `Router.select`."""
+        sorted_TE, ids_TE = torch.sort(call.scores_TE.detach(), dim=1, descending=True, stable=True)
         skipped_TE = sorted_TE < self.config.sparsity.threshold
         skipped_TE[:, 0] = False
         return ids_TE.masked_fill(skipped_TE, -1)
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """p; see `Router.weigh`."""
+        return call.scores_TE.gather(1, ids_TK.clamp(min=0))
 
     def finish_step(self) -> None:
         """Count the step; the temperature of a frozen router stays."""

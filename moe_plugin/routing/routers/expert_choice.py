@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router, first_choice_priority
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("expert_choice")
@@ -21,28 +21,25 @@ class ExpertChoiceRouter(Router):
     Source: Zhou et al. 2022.
     """
 
+    any_number = True
     balances = True
     own_losses = frozenset()
+    score_name = "softmax"
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Up to E choices per token, the likeliest first; see `Router.route`."""
-        logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
-        ids_TE = self.replayed(lambda: self._choose(probs_TE.detach(), mask_T, k),
-                               shape=tuple(probs_TE.shape))
-        weights_TE = probs_TE.gather(1, ids_TE.clamp(min=0)) * (ids_TE >= 0)
-        inputs = self.loss_inputs(ids_TE, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                                  clean_probs_TE=clean_TE)
-        return self.finish(inputs, ids_TE, weights_TE, first_choice_priority(probs_TE))
-
-    def _choose(self, probs_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        tokens = mask_T.shape[0]
+    def select(self, call: RoutingCall) -> Tensor:
+        """Up to E choices per token, the likeliest first; see `Router.select`."""
+        probs_TE, real_T = call.scores_TE.detach(), call.real_T
         # the number of real tokens stays on the device: it is compared with the rank of each token
-        order_TE = torch.sort(probs_TE.masked_fill(~mask_T[:, None], -1.0), dim=0, descending=True,
+        order_TE = torch.sort(probs_TE.masked_fill(~real_T[:, None], -1.0), dim=0, descending=True,
                               stable=True).indices
-        place_T1 = torch.arange(tokens, device=mask_T.device)[:, None]
+        place_T1 = torch.arange(real_T.shape[0], device=real_T.device)[:, None]
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(order_TE))
-        taken_TE = (rank_TE < (mask_T.sum() * k + self.num_experts - 1) //
-                    self.num_experts) & mask_T[:, None]
+        each = (real_T.sum() * call.k + self.num_experts - 1) // self.num_experts
+        taken_TE = (rank_TE < each) & real_T[:, None]
         picked_TE = probs_TE.masked_fill(~taken_TE, -1.0)
         value_TE, ids_TE = torch.sort(picked_TE, dim=1, descending=True, stable=True)
         return ids_TE.masked_fill(value_TE < 0, -1)
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """p; see `Router.weigh`."""
+        return call.scores_TE.gather(1, ids_TK.clamp(min=0))

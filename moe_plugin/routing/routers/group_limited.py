@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels import top_k_stable
-from moe_plugin.kernels.router import Rule
-from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing.groups import check_groups, top_k_in_groups
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.topk import TopKRouter
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("group_limited")
-class GroupLimitedRouter(TopKRouter):
+class GroupLimitedRouter(Router):
     """The `group_top_k` best of `groups` groups of consecutive experts, then their k best experts.
 
     The score of a group is the sum of its best `group_scores` scores (0: max(1, k // group_top_k)).
@@ -28,8 +24,7 @@ class GroupLimitedRouter(TopKRouter):
         groups_needed: whether `router.groups` must be set.
     """
 
-    second_expert_policy = "all"
-    one_pass = True
+    leaves_none = True
     groups_needed = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
@@ -46,34 +41,37 @@ class GroupLimitedRouter(TopKRouter):
         """How many of a group's best scores make up the score of the group."""
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """See `Router.scores`."""
+        self._check(call.k)
+        return super().scores(x_TD, call)
+
+    def select(self, call: RoutingCall) -> Tensor:
+        """The k best of the best groups; see `Router.select`."""
+        return call.choose(**self.limits(call.k))
+
+    def limits(self, k: int) -> dict[str, int]:
+        """Arguments of `RoutingCall.choose` that limit a choice to groups."""
+        if not self.config.groups:
+            return {}
+        return {"groups": self.config.groups, "take": self.chosen_groups,
+                "best": self.counted_scores(k)}
+
     def _check(self, k: int) -> None:
-        if self.groups_needed or self.config.groups:
-            check_groups(self.config.groups, self.num_experts, k, self.chosen_groups,
-                         self.config.name)
-            size = self.num_experts // self.config.groups
-            if self.config.group_scores > size:
-                raise ValueError(
-                    f"router.group_scores={self.config.group_scores} is out of bounds: must be <= "
-                    f"{size}, the experts of a group; use 0 for k // group_top_k")
-
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """See `TopKRouter.route`."""
-        self._check(k)
-        return super().route(x_TD, mask_T, k, info)
-
-    def rule(self, k: int) -> Rule:
-        """See `TopKRouter.rule`."""
-        if not self.config.groups:
-            return super().rule(k)
-        return replace(super().rule(k), groups=self.config.groups, take=self.chosen_groups,
-                       best=self.counted_scores(k))
-
-    def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        return self.limited(scores_TE.detach(), k)
-
-    def limited(self, scores_TE: Tensor, k: int) -> Tensor:
-        """The k best of scores_TE in the best groups, int64 [T, K]."""
-        if not self.config.groups:
-            return top_k_stable(scores_TE, k)
-        return top_k_in_groups(scores_TE, self.config.groups, self.chosen_groups,
-                               self.counted_scores(k), k)
+        groups, experts, config = self.config.groups, self.num_experts, self.config
+        if not self.groups_needed and not groups:
+            return
+        if groups < 1 or experts % groups:
+            raise ValueError(
+                f"router.groups={groups} does not fit router {config.name} with num_experts="
+                f"{experts}: must be a divisor; use e.g. the number of nodes")
+        size = experts // groups
+        if k > size * self.chosen_groups:
+            raise ValueError(
+                f"router.top_k={k} does not fit router {config.name}: must be <= "
+                f"{size * self.chosen_groups}, the experts of {self.chosen_groups} of {groups} "
+                "groups; lower top_k or groups")
+        if config.group_scores > size:
+            raise ValueError(
+                f"router.group_scores={config.group_scores} is out of bounds: must be <= {size}, "
+                "the experts of a group; use 0 for k // group_top_k")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_plugin.kernels.score_functions import shares
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import shares
 from moe_plugin.routing.routers.topk import TopKRouter
 
 
@@ -18,8 +18,8 @@ class GShardRouter(TopKRouter):
     """
 
     fixed_k = 2
-    one_pass = True
     second_expert_policy = "random"
 
-    def _second(self, weights_TK: Tensor) -> Tensor:
+    def second_share(self, weights_TK: Tensor) -> Tensor:
+        """g2; see `TopKRouter.second_share`."""
         return shares(weights_TK)[:, 1]

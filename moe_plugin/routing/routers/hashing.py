@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_plugin.config.router import HashConfig
 from moe_plugin.messages import short
-from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.regular_files import check_input
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
 from moe_plugin.routing.token_values import check_integers, check_range
@@ -31,6 +31,8 @@ class HashRouter(Router):
     fixed_k = 1
     balances = True
     own_losses = frozenset()
+    score_name = "softmax"
+    adds_noise = False
     needs = frozenset({"token_ids"})
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
@@ -38,25 +40,26 @@ class HashRouter(Router):
         self.register_buffer("table_V",
                              make_table(self.config.hash, self.num_experts).to(device))
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Look up the experts; see `Router.route`."""
-        assert info.token_ids_T is not None
-        check_integers("token_ids_T", info.token_ids_T, x_TD.shape[0])
-        # recorded, because a host may pass other tokens by the time of the recomputation
-        chosen_T1 = self.replayed(lambda: self._look_up(torch.where(mask_T, info.token_ids_T, 0)),
-                                  shape=(x_TD.shape[0], 1))
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        probs_TE = F.one_hot(chosen_T1[:, 0], self.num_experts).to(dtype)
-        inputs = self.loss_inputs(chosen_T1, mask_T, info, logits_TE=torch.zeros_like(probs_TE),
-                         probs_TE=probs_TE)
-        return self.finish(inputs, chosen_T1, torch.ones_like(chosen_T1, dtype=dtype),
-                           probs_TE[:, 0] * 0)
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """Zeros: nothing of a token counts but its id; see `Router.scores`."""
+        assert call.info.token_ids_T is not None
+        check_integers("token_ids_T", call.info.token_ids_T, x_TD.shape[0])
+        return x_TD.new_zeros(x_TD.shape[0], self.num_experts,
+                              dtype=torch.promote_types(x_TD.dtype, torch.float32))
 
-    def _look_up(self, ids_T: Tensor) -> Tensor:
-        last = self.table_V.numel() - 1
+    def select(self, call: RoutingCall) -> Tensor:
+        """Look up the experts; see `Router.select`. Recorded, because a host may pass other tokens
+        by the time of the recomputation.
+        """
+        last, ids_T = self.table_V.numel() - 1, torch.where(call.real_T, call.info.token_ids_T, 0)
         check_range(ids_T, 0, last, f"token ids {{}}..{{}} are out of bounds: must be in 0..{last};"
                     " set router.hash.vocabulary to the size of the vocabulary")
         return self.table_V[ids_T.long()][:, None]  # ids in uint8 would be a mask
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """1; see `Router.weigh`."""
+        call.scores_TE = F.one_hot(ids_TK[:, 0], self.num_experts).to(call.logits_TE.dtype)
+        return torch.ones_like(ids_TK, dtype=call.logits_TE.dtype)
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:

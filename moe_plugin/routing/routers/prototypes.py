@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.kernels import route, top_k_stable
+from moe_plugin.kernels import route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
-from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing.losses import LossInputs
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router, first_choice_priority
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("ktop1")
@@ -30,8 +29,8 @@ class PrototypeRouter(Router):
     loss reads it.
     """
 
-    one_pass = True
-    needs_mask = False
+    leaves_none = True
+    score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters and check the number of prototypes; see `Router.build`."""
@@ -45,52 +44,39 @@ class PrototypeRouter(Router):
                 f"router.top_k={k} does not fit num_experts={experts}: ktop1 needs a divisor; use "
                 f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
 
-    def route(self, x_TD: Tensor, mask_T: Tensor | None, k: int, info: TokenInfo) -> Routing:
-        """Choice i is the best expert of prototype i; see `Router.route`."""
-        self._check(k)
-        experts = self.num_experts
-        clean_TE, logits_TE = self.logits(x_TD)
-        if self._fuses():
-            return self._route_in_one_pass(logits_TE, mask_T, k, info)
-        tokens, width = x_TD.shape[0], experts // k
-        # N = T * k (token by token), P = E / k
-        scores_NP = F.softmax(logits_TE.reshape(-1, width), dim=1)
-        first_K = self._first(k, width, logits_TE)
-        chosen_TK = self.replayed(
-            lambda: top_k_stable(scores_NP.detach(), 1).view(tokens, k) + first_K,
-            shape=(tokens, k))
-        weights_TK = scores_NP.gather(1, (chosen_TK - first_K).reshape(-1, 1)).view(tokens, k)
-        clean_NP = F.softmax(clean_TE.reshape(-1, width),
-                             dim=1) if self.noise_scale() else scores_NP
-        # a distribution over all experts: each prototype has 1/k of it
-        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE,
-                         probs_TE=scores_NP.reshape(tokens, experts) / k,
-                         clean_probs_TE=clean_NP.reshape(tokens, experts) / k)
-        return self.finish(inputs, chosen_TK, weights_TK,
-                           first_choice_priority(scores_NP.view(tokens, experts)))
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """See `Router.scores`."""
+        self._check(call.k)
+        return super().scores(x_TD, call)
 
-    def _route_in_one_pass(self, logits_TE: Tensor, mask_T: Tensor | None, k: int,
-                           info: TokenInfo) -> Routing:
-        made, rule = [], Rule(1, normalize=False, z="z" in self.loss_names)
-        tokens, width = logits_TE.shape[0], self.num_experts // k
-        # N = T * k (token by token), P = E / k
-        logits_NP, first_K = logits_TE.reshape(-1, width), self._first(k, width, logits_TE)
-        mask_N = None if mask_T is None else mask_T.repeat_interleave(k)
+    def select(self, call: RoutingCall) -> Tensor:
+        """Choice i is the best expert of prototype i; see `Router.select`."""
+        return self._pass(call, None)
 
-        def choose() -> Tensor:
-            made.append(route(logits_NP, mask_N, rule))
-            return made[0].ids_TK.view(tokens, k) + first_K
-
-        chosen_TK = self.replayed(choose, shape=(tokens, k))
-        rows = made[0] if made else route(logits_NP, mask_N, rule,
-                                          (chosen_TK - first_K).reshape(-1, 1))
-        routed = self._of_tokens(rows, logits_NP, chosen_TK, mask_T)
-        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=logits_TE,
-                                  routed=routed)
-        best_TN = routed.weights_TK
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """Their probabilities in their prototypes; see `Router.weigh`."""
+        if call.routed is None:
+            self._pass(call, ids_TK)
+        call.leaves_none = True
         if self.config.batch_prioritized:  # a recorded choice need not be the best one here
-            best_TN = F.softmax(logits_NP, dim=1).view_as(logits_TE)
-        return self.finish(inputs, chosen_TK, routed.weights_TK, first_choice_priority(best_TN))
+            call.scores_TE = F.softmax(_by_prototype(call), dim=1).view_as(call.logits_TE)
+        return call.routed.weights_TK
+
+    def _pass(self, call: RoutingCall, chosen_TK: Tensor | None) -> Tensor:
+        """Set `call.routed`, and return the choices. N = T * k (token by token), P = E / k."""
+        logits_NP, k = _by_prototype(call), call.k
+        first_K = torch.arange(k, device=logits_NP.device) * logits_NP.shape[1]
+        mask_N = None if call.mask_T is None else call.mask_T.repeat_interleave(k)
+        rule = Rule(1, normalize=False, z=call.reads_z)
+        chosen_N1 = None if chosen_TK is None else (chosen_TK - first_K).reshape(-1, 1)
+        if call.one_pass:
+            rows = route(logits_NP, mask_N, rule, chosen_N1)
+        else:
+            scores_NP = F.softmax(logits_NP, dim=1)
+            rows = route_by_steps(logits_NP, scores_NP, scores_NP, mask_N, rule, chosen_N1)
+        ids_TK = rows.ids_TK.view(-1, k) + first_K if chosen_TK is None else chosen_TK
+        call.routed = self._of_tokens(rows, logits_NP, ids_TK, call.mask_T)
+        return ids_TK
 
     def _of_tokens(self, rows: Routed, logits_NP: Tensor, chosen_TK: Tensor,
                    mask_T: Tensor | None) -> Routed:
@@ -106,43 +92,37 @@ class PrototypeRouter(Router):
         p_log_p = rows.p_log_p / k - real * math.log(k)
         return Routed(chosen_TK, rows.weights_TK.view(tokens, k), importance_E, rows.z, p_log_p)
 
-    def _first(self, k: int, width: int, like: Tensor) -> Tensor:
-        return torch.arange(k, device=like.device) * width
-
-    def losses_of(self, inputs: LossInputs) -> dict[str, Tensor]:
+    def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
         """The mean over prototypes of each loss."""
         if not self.loss_names:
             return {}
-        k = inputs.ids_TK.shape[1]
         parts: list[dict[str, Tensor]] = []
-        for i in range(k):
-            part = _part(inputs, i, k)
+        for i in range(call.k):
+            part = _part(call, i)
             parts.append(super().losses_of(part))
-            inputs._count = part._count  # the same tokens: counted once
-        return {
-            name: sum((part[name] for part in parts), value * 0) / k
-            for name, value in parts[0].items()
-        }
+            call._count = part._count  # the same tokens: counted once
+        return {name: sum((part[name] for part in parts), value * 0) / call.k
+                for name, value in parts[0].items()}
 
 
-def _part(inputs: LossInputs, index: int, k: int) -> LossInputs:
-    """The inputs of one prototype's losses."""
-    width = inputs.probs_TE.shape[1] // k
+def _by_prototype(call: RoutingCall) -> Tensor:
+    """Logits [N, P]."""
+    return call.logits_TE.reshape(-1, call.experts // call.k)
+
+
+def _part(call: RoutingCall, index: int) -> RoutingCall:
+    """One prototype as the call of a router of E/k experts, for losses."""
+    k, width = call.k, call.experts // call.k
     here = slice(index * width, (index + 1) * width)
-    load_E = inputs.step_load_E
-    penalty_E, routed = inputs.penalty_E, inputs.routed
-    probs_TE, clean_TE = inputs.probs_TE[:, here], inputs.clean_probs_TE[:, here]
-    if routed is None:
-        probs_TE, clean_TE = probs_TE * k, clean_TE * k
-    else:
-        # all parts get the same z: their mean is what counts
-        routed = replace(routed, importance_E=routed.importance_E[here] * k,
-                         z=None if routed.z is None else routed.z / k)
-    part = replace(
-        inputs, logits_TE=inputs.logits_TE[:, here], probs_TE=probs_TE, clean_probs_TE=clean_TE,
-        ids_TK=inputs.ids_TK[:, index:index + 1] - index * width,
+    load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed
+    part = RoutingCall(
+        call.logits_TE[:, here], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
+        info=call.info, noise=call.noise, comm=call.comm, leaves_none=True,
+        clean_TE=None if call.clean_TE is None else call.clean_TE[:, here],
         penalty_E=None if penalty_E is None else penalty_E[here] / penalty_E[here].mean(),
-        step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)), routed=routed,
-    )
-    part._count, part._load_KE = inputs._count, inputs.own_load_KE[index : index + 1, here]
+        step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)),
+        # all parts get the same z: their mean is what counts
+        routed=replace(routed, importance_E=routed.importance_E[here] * k,
+                       z=None if routed.z is None else routed.z / k))
+    part._count, part._load_KE = call._count, call.own_load_KE[index:index + 1, here]
     return part

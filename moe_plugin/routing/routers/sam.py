@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_plugin.kernels.top_k import group_members
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
 
@@ -19,12 +20,14 @@ class SAMRouter(GroupLimitedRouter):
     """
 
     chosen_groups = 1
-    one_pass = True
 
     def counted_scores(self, k: int) -> int:
         """All scores of a group count."""
         return self.num_experts // self.config.groups
 
-    def _more(self, chosen_TK: Tensor) -> dict[str, Tensor]:
-        group_T1 = chosen_TK[:, :1] // (self.num_experts // self.config.groups)
-        return {"outside_TE": ~group_members(group_T1, self.config.groups, self.num_experts)}
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """Also notes the experts outside of the group; see `Router.weigh`."""
+        groups, experts = self.config.groups, self.num_experts
+        group_T1 = ids_TK[:, :1] // (experts // groups)
+        call.outside_TE = ~group_members(group_T1, groups, experts)
+        return super().weigh(call, ids_TK)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.routing.losses import LossInputs
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
@@ -28,8 +28,8 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     """
 
     groups_needed = False
-    one_pass = True
-    sigmoid = True
+    leaves_none = True
+    score_name = "sigmoid"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the counts; see `Router.build`."""
@@ -41,18 +41,16 @@ class SigmoidBiasRouter(GroupLimitedRouter):
                              torch.zeros(self.num_experts, dtype=torch.int64, device=device),
                              persistent=False)
 
-    def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        return self.limited(scores_TE.detach() + self.bias_E.to(scores_TE.dtype), k)
+    def select(self, call: RoutingCall) -> Tensor:
+        """The k largest s + b; see `Router.select`."""
+        return call.choose(bias_E=self.bias_E, **self.limits(call.k))
 
-    def choice_bias(self) -> Tensor:
-        """See `TopKRouter.choice_bias`."""
-        return self.bias_E
-
-    def chosen(self, inputs: LossInputs) -> None:
-        """Count the choices of a step."""
+    def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
+        """Count the choices of a step; see `Router.after_choice`."""
         if self.training and not inside_backward():
             self.note_adapter()
-            self.load_E = self.load_E + inputs.own_load_KE.sum(0)
+            self.load_E = self.load_E + call.own_load_KE.sum(0)
+        return call.ids_TK
 
     def finish_step(self) -> None:
         """Move the biases by the load of all ranks and restart the counts. Collective."""

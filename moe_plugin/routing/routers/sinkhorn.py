@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels import top_k_stable
-from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router, first_choice_priority
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("sinkhorn")
@@ -24,23 +24,22 @@ class SinkhornRouter(Router):
 
     balances = True
     own_losses = frozenset()
+    score_name = "softmax"
 
-    def route(self, x_TD: Tensor, mask_T: Tensor, k: int, info: TokenInfo) -> Routing:
-        """Choose by the plan, weigh by the score; see `Router.route`."""
-        logits_TE, probs_TE, clean_TE = self.softmax_scores(x_TD)
-        scores_TE = torch.sigmoid(logits_TE) if k == 1 else probs_TE
-        chosen_TK = self.replayed(
-            lambda: self._choose(logits_TE.detach(), scores_TE.detach(), mask_T, k),
-            shape=(x_TD.shape[0], k))
-        inputs = self.loss_inputs(chosen_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE,
-                                  clean_probs_TE=clean_TE)
-        return self.finish(inputs, chosen_TK, scores_TE.gather(1, chosen_TK),
-                           first_choice_priority(probs_TE))
-
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
+    def select(self, call: RoutingCall) -> Tensor:
+        """Choose by the plan; see `Router.select`."""
         if self.training:
-            scores_TE = log_plan(logits_TE, mask_T, self.config.sinkhorn_rounds)
-        return top_k_stable(scores_TE, k)
+            return top_k_stable(log_plan(call.logits_TE.detach(), call.real_T,
+                                         self.config.sinkhorn_rounds), call.k)
+        return top_k_stable(_scores(call).detach(), call.k)
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """The scores; see `Router.weigh`."""
+        return _scores(call).gather(1, ids_TK)
+
+
+def _scores(call: RoutingCall) -> Tensor:
+    return torch.sigmoid(call.logits_TE) if call.k == 1 else call.scores_TE
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.topk import TopKRouter
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("switch")
-class SwitchRouter(TopKRouter):
+class SwitchRouter(Router):
     """The likeliest expert, weighted by its probability.
 
     `router.input_jitter` multiplies the input, as in the paper. Source: Switch Transformer (Fedus
@@ -15,5 +15,3 @@ class SwitchRouter(TopKRouter):
     """
 
     fixed_k = 1
-    one_pass = True
-    second_expert_policy = "all"

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels import route, top_k_stable
-from moe_plugin.kernels.router import Routed, Rule
+from moe_plugin.kernels import top_k_stable
+from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.links import near_experts
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import inside_backward
-from moe_plugin.routing.routers.topk import TopKRouter
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("topology_quota")
-class TopologyQuotaRouter(TopKRouter):
+class TopologyQuotaRouter(Router):
     """Top-k with at most floor(quota * choices) of this rank's choices leaving its node.
 
     The choices with the highest scores may leave (ties: the earlier token). Any other is replaced
@@ -27,45 +25,31 @@ class TopologyQuotaRouter(TopKRouter):
 
     Routed in one pass on one node alone. Over several the choice compares the scores of different
     tokens and may leave one empty: it needs all scores, which the single steps share and a pass
-    would compute again, and weights have to be divided after the pass.
+    would compute again.
     """
 
-    second_expert_policy = "all"
-    needs_mask = True
-    one_pass = True
     own_losses = frozenset()
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and the mask of experts on this rank's node."""
         super().build(dtype, device)
         near_E = near_experts(self.comm, self.num_experts, self.layer_config.parallel.shards)
-        self.all_near = bool(near_E.all())
+        self.leaves_none = bool(near_E.all())
         self.register_buffer("near_E", near_E.to(device), persistent=False)
 
-    def _fuses(self) -> bool:
-        return self.all_near and super()._fuses()
-
-    def _pass(self, logits_TE: Tensor, mask_T: Tensor, rule: Rule, chosen_TK: Tensor | None,
-              bias_E: Tensor | None) -> Routed:
-        # a recomputation keeps for backward what the first pass did
-        if chosen_TK is None or inside_backward():
-            return route(logits_TE, mask_T, rule, chosen_TK)
-        # recorded on several nodes, it may hold -1, which a pass cannot leave out of its sum
-        routed = route(logits_TE, mask_T, replace(rule, normalize=False), chosen_TK.clamp(min=0))
-        weights_TK = self.normalized(routed.weights_TK * (chosen_TK >= 0))
-        return replace(routed, ids_TK=chosen_TK, weights_TK=weights_TK)
-
-    def _select(self, scores_TE: Tensor, logits_TE: Tensor, mask_T: Tensor, k: int) -> Tensor:
-        scores_TE = scores_TE.detach()
-        chosen_TK = top_k_stable(scores_TE, k)
-        if self.all_near:
-            return chosen_TK
-        leaves_TK = ~self.near_E[chosen_TK] & mask_T[:, None]
-        over_TK = leaves_TK & ~self._allowed(scores_TE.gather(1, chosen_TK), leaves_TK, mask_T)
+    def select(self, call: RoutingCall) -> Tensor:
+        """The k best, of which few leave the node; see `Router.select`."""
+        if self.leaves_none:
+            return call.choose()
+        scores_TE, real_T = call.scores_TE.detach(), call.real_T
+        chosen_TK = top_k_stable(scores_TE, call.k)
+        leaves_TK = ~self.near_E[chosen_TK] & real_T[:, None]
+        over_TK = leaves_TK & ~self._allowed(scores_TE.gather(1, chosen_TK), leaves_TK, real_T)
         return self._stay_on_node(scores_TE, chosen_TK, over_TK)
 
-    def _weigh(self, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        return scores_TE.gather(1, chosen_TK.clamp(min=0)) * (chosen_TK >= 0)
+    def one_pass(self) -> bool:
+        """See `Router.one_pass`."""
+        return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
         """The best choices that leave the node, as many as the quota allows."""

@@ -135,12 +135,11 @@ class FirstTwo(Router):
 
     fixed_k = 2
 
-    def route(self, x_TD, mask_T, k, info):
-        clean_TE, logits_TE = self.logits(x_TD)
-        probs_TE = logits_TE.softmax(1)
-        ids_TK = torch.tensor([[0, 1]], device=x_TD.device).expand(len(x_TD), 2)
-        inputs = self.loss_inputs(ids_TK, mask_T, info, logits_TE=logits_TE, probs_TE=probs_TE)
-        return self.finish(inputs, ids_TK, probs_TE.gather(1, ids_TK), probs_TE.detach().amax(1))
+    def select(self, call):
+        return torch.tensor([[0, 1]], device=call.logits_TE.device).expand(len(call.logits_TE), 2)
+
+    def weigh(self, call, ids_TK):
+        return call.scores_TE.gather(1, ids_TK)
 '''
 
 
