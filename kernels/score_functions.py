@@ -53,9 +53,10 @@ class Softmax(ScoreFunction):
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """See `ScoreFunction.scores`."""
-        if logits_TE.shape[1] >= _FEW or logits_TE.shape[0] <= _MANY \
-                or logits_TE.device.type != "cpu" or torch.is_grad_enabled() \
-                or torch.compiler.is_compiling():
+        # the number of tokens last: under torch.compile asking for it would be a guard on it
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() \
+                or logits_TE.device.type != "cpu" or logits_TE.shape[1] >= _FEW \
+                or logits_TE.shape[0] <= _MANY:
             return torch.softmax(logits_TE, 1)
         # torch goes through rows that do not fill a register number by number: 3 times as long
         e_TE = (logits_TE - logits_TE.amax(1, keepdim=True)).exp()
