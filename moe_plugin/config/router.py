@@ -213,8 +213,8 @@ class RouterConfig(SettingsSection):
         "experts per token (expert_choice: on average; base, gshard, hash, switch: theirs is "
         "fixed; dense_to_sparse does not read it)",
         flag="top-k")
-    score: str = option("softmax", "score function over experts", choices=("softmax", "sigmoid"),
-                        flag="router-score")
+    score: str = option("softmax", "score function: softmax over experts, sigmoid of each, or a "
+                        "registered name", flag="router-score")
     normalize: str = option(
         "auto",
         "divide the chosen scores by their sum: before_drop, after_drop (of tokens) or none; auto: "
@@ -278,6 +278,7 @@ class RouterConfig(SettingsSection):
         """Check bounds, and settings that depend on each other."""
         self.require("name", bool(self.names) and all(self.names),
                      "a registered name, or several with commas", "use topk")
+        self.require("score", bool(self.score), "a registered name", "use softmax")
         self.require("top_k", self.top_k >= 1, ">= 1", "use 1 (Switch) or 2 (GShard)")
         self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
         self.require("input_jitter", 0 <= self.input_jitter < 1, "in [0, 1)", "use 0 for none")

@@ -15,7 +15,14 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext, TokenInfo
-from moe_plugin.routing import Router, build_router, finish_step, routers
+from moe_plugin.routing import (
+    Router,
+    ScoreFunction,
+    build_router,
+    finish_step,
+    routers,
+    score_functions,
+)
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.routers.hashing import balanced_table
 
@@ -398,3 +405,40 @@ def test_a_custom_router(own_entries: None) -> None:
     out = MoELayer(from_dict({"model_dim": 6, "num_experts": 4,
                               "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
     assert out.stats.as_dict()["load"] == [7, 7, 0, 0]
+
+
+def test_a_score_function_of_ones_own(own_entries: None) -> None:
+    """A formula alone is computed step by step; with its slope it is one pass, to the same values
+    and gradients. An unknown name lists the known ones.
+    """
+    @score_functions.register("test_root")
+    class Root(ScoreFunction):
+        """The root of softplus(logit)."""
+
+        def scores(self, logits_TE):
+            return torch.nn.functional.softplus(logits_TE).sqrt()
+
+    @score_functions.register("test_root_in_one_pass")
+    class RootInOnePass(Root):
+        """With its slope."""
+
+        kernels = frozenset({"torch"})
+
+        def slope_(self, pull, scores):
+            return pull.mul_((1 - (-scores.square()).exp()) / (2 * scores.square()))
+
+    found = []
+    for name in ("test_root", "test_root_in_one_pass"):
+        torch.manual_seed(2)
+        layer = MoELayer(6, num_experts=4, router={"score": name}, dtype=torch.float64,
+                         losses={"gshard": 1.0, "z": 1.0, "sequence": 1.0})
+        assert layer.router.one_pass() == (name != "test_root")
+        x_TD = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+        out = layer(x_TD, info=TokenInfo(sequence_T=torch.arange(9) // 3, sequences=3))
+        total = out.output.square().sum() + sum(out.losses.values())
+        found.append([out.output, *out.losses.values(),
+                      *torch.autograd.grad(total, [x_TD, layer.router.weight_ED])])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="unknown score function 'tanh'; .*sigmoid, softmax"):
+        MoELayer(6, num_experts=4, router={"score": "tanh"})
