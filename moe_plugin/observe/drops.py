@@ -9,6 +9,7 @@ import logging
 import torch
 
 from moe_plugin.output import LayerStats
+from moe_plugin.run import RunFeature, StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -21,28 +22,38 @@ _VALIDATION = (f"{_NONE} (without flags --moe-eval-...), or a larger "
 _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop nothing"
 
 
-class DropWarning:
+class DropWarning(RunFeature):
     """Says once in a run, of training and of validation, that more than `WARN_ABOVE` of the choices
     find no slot.
+
+    Args:
+        speaks: False: another rank does.
+
+    Attributes: `validation`: counts calls of a validation, where the host does not say what it
+        dropped.
     """
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
+    def __init__(self, speaks: bool = True) -> None:
+        self.validation = DropCount()
+        self._speaks, self._said = speaks, set[str]()
 
-    def __call__(self, step: int, fraction: float) -> None:
-        """step: the optimizer step. fraction: of its choices that were dropped, 0 to 1."""
-        self._warn(f"step {step}", fraction, "training", _TRAINING)
+    def after_log(self, facts: StepFacts) -> None:
+        """Look at the step's choices, where the host says what was dropped."""
+        if facts.dropped is not None:
+            self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
-    def validation(self, step: int, fraction: float) -> None:
-        """step: after which it was. fraction: of all choices of the validation, 0 to 1."""
-        self._warn(f"validation at step {step}", fraction, "validation", _VALIDATION)
+    def after_evaluation(self, number: int, dropped: float | None) -> None:
+        """Look at all choices of a validation."""
+        if self._speaks:
+            dropped = self.validation.take() if dropped is None else dropped
+            self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
 
     def evaluation(self, fraction: float) -> None:
         """fraction: of all choices of a command of fairseq that evaluates a checkpoint, 0 to 1."""
         self._warn("evaluation", fraction, "evaluation", _EVALUATION)
 
     def _warn(self, when: str, fraction: float, kind: str, remedy: str) -> None:
-        if kind in self._said or not fraction > WARN_ABOVE:
+        if not self._speaks or kind in self._said or not fraction > WARN_ABOVE:
             return
         self._said.add(kind)
         logger.warning(

@@ -9,6 +9,7 @@ replicas live. `scripts/train_plain.py` shows a loop with it.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -27,6 +28,7 @@ from moe_plugin.messages import short
 from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.resilience.quorums import LIVING, Quorums, retries
 from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
+from moe_plugin.run import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse
 MAX_LOST = 100  # steps lost in a row: no replica comes and goes that often
@@ -246,6 +248,68 @@ class ModuleState:
         """
         return [module.load_E for model in self.models for module in model.modules()
                 if isinstance(module, SigmoidBiasRouter)]
+
+
+class ReplicaSteps(RunFeature):
+    """Averages a run's gradients over the replicas that live.
+
+    Args:
+        lighthouse, replica, timeout_s: see `ElasticReplica`.
+        models: of this rank, without wrappers that change names.
+        state, load: of everything else that a replica which comes back needs: optimizer, progress.
+        progress: steps done, once a checkpoint is loaded.
+
+    Attributes: `replica`: what is known of the replicas. `lost`: whether the last step was.
+    """
+
+    def __init__(self, lighthouse: str, replica: int, timeout_s: float, models: Sequence[nn.Module],
+                 state: Callable[[], Any], load: Callable[[Any], None],
+                 progress: Callable[[], int]) -> None:
+        logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each step
+        self._modules, self._state, self._load = ModuleState(models), state, load
+        self._make = lambda: ElasticReplica(lighthouse, replica, self._whole_state, self._take,
+                                            timeout_s, progress())
+        self.replica: ElasticReplica | None = None
+        self.lost = False
+
+    @property
+    def replaced(self) -> bool:  # type: ignore[override]
+        """Whether the last step took another replica's state."""
+        return self.replica is not None and self.replica.healed
+
+    def begin(self) -> None:
+        """Meet the others with the state of the checkpoint."""
+        self.replica = self._make()
+
+    def after_backward(self, gradients: StepGradients) -> None:
+        """Average the gradients. Collective.
+
+        Raises:
+            LostStep: a replica was lost.
+        """
+        assert self.replica is not None
+        here = [x for x in gradients.tensors() if x is not None]
+        if gradients.bad:  # all replicas must skip this step
+            here[0].fill_(float("nan"))
+        self.lost = not self.replica.average([*here, *self._modules.counts()])
+        if self.lost:
+            raise LostStep("a replica was lost: this step is made again")
+
+    def numbers(self) -> dict[str, float]:
+        """How many replicas are in the last average."""
+        return {} if self.replica is None else {"replicas": self.replica.members}
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self.replica is not None:
+            self.replica.close()
+
+    def _whole_state(self) -> dict[str, Any]:
+        return {"modules": self._modules(), "host": self._state()}
+
+    def _take(self, given: dict[str, Any]) -> None:
+        self._modules.load(given["modules"])
+        self._load(given["host"])
 
 
 def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:

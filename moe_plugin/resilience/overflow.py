@@ -18,6 +18,7 @@ from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch.overflow import Limit, overflowed
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.recorder import marks
+from moe_plugin.run import RunFeature, StepRepeat
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -79,10 +80,6 @@ class RowsCheck:
     def overflowed(self) -> bool:
         """See `dispatch.overflow.overflowed`."""
         return self.active and overflowed(self.limits, self.world)
-
-
-class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, to begin it again
-    """Rows did not fit in this step; the bound is larger now, on all ranks."""
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
@@ -162,3 +159,59 @@ class StepStart:
     def _now(self) -> list[Tensor]:
         # by name: Megatron's wrapper has a list in place of the method `buffers`
         return [buffer for model in self.models for _, buffer in model.named_buffers()]
+
+
+class RowsFit(RunFeature):
+    """Steps and evaluations of a run begin again until their rows fit. Made by all ranks;
+    collective.
+
+    Args:
+        models: this rank's parts of the model; a pipeline stage may have no MoE layer.
+        world: all ranks of the models.
+        start: what keeps the state that passes change, made with the models.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], world: Comm,
+                 start: Callable[[list[nn.Module]], StepStart] | None = None) -> None:
+        self.models, self.start = list(models), start or StepStart
+        self.check = RowsCheck(self.models, world)
+
+    def before_passes(self) -> Callable[[], None] | None:
+        """What the passes change is kept where they may be repeated."""
+        self.check.forget()
+        return self.start(self.models).rewind if self.check.repeats else None
+
+    def after_passes(self) -> None:
+        """See `RunFeature`.
+
+        Raises:
+            StepRepeat: rows did not fit; the bound is larger now, on all ranks.
+            RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
+        """
+        if self.check.overflowed():
+            raise StepRepeat
+
+
+class RowsWarning(RunFeature):
+    """Rows of steps and evaluations that a host cannot begin again: its optimizer skips a step of
+    such rows, whose gradients are NaN. Made by all ranks; collective.
+
+    Args: see `RowsFit`.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], world: Comm) -> None:
+        self.check = RowsCheck(models, world)
+
+    def before_passes(self) -> None:
+        """What follows is a step or an evaluation of its own."""
+        self.check.forget()
+
+    def after_passes(self) -> None:
+        """Say it on every rank.
+
+        Raises:
+            RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
+        """
+        if self.check.overflowed():
+            logger.warning("rows did not fit: the step was skipped, or the loss of the evaluation "
+                           "is NaN, and the bound is larger now")

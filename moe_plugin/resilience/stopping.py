@@ -4,7 +4,7 @@ was kept, and how it goes on.
 The signal may come twice, from the terminal and from a launcher, and Python may lose the
 `KeyboardInterrupt` that it raises, in a destructor for example; or another rank is faster, and this
 one meets its broken connection. So whatever ends a run after the signal is taken for it, and loops
-ask again in each step (`Run.go_on`).
+ask again in each step (`Stopping.around_step`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from moe_plugin.messages import first_process
+from moe_plugin.run import RunFeature, StepInput
 
 STATUS = 128 + signal.SIGINT
 _WAIT_S = 2.0  # for the rank that writes: whoever starts ranks may end all when one has ended
 
 
-class Run:
+class Stopping(RunFeature):
     """What a host tells of its run.
 
     Attributes: `stopped`: the user asked for the end. `saved`: step of the newest checkpoint that
@@ -38,9 +39,9 @@ class Run:
         self._step: Callable[[], int] | None = None
         self._folder, self._how = "", ""
 
-    def begin(self, step: Callable[[], int], saved: int | None, folder: str | None,
+    def resume(self, step: Callable[[], int], saved: int | None, folder: str | None,
               how: str) -> None:
-        """Training begins.
+        """Training begins, or goes on.
 
         Args:
             step: how many steps are done.
@@ -50,10 +51,11 @@ class Run:
         """
         self._step, self.saved, self._folder, self._how = step, saved, folder or "", how
 
-    def go_on(self) -> None:
+    def around_step(self, step: StepInput) -> AbstractContextManager[None]:
         """`KeyboardInterrupt` if the user asked for the end."""
         if self.stopped:
             raise KeyboardInterrupt
+        return nullcontext()
 
     def line(self) -> str:
         """Where it stopped and what was kept."""
@@ -67,7 +69,7 @@ class Run:
         return f"{at}, last checkpoint {self.saved} in {self._folder}; {self._how} goes on"
 
 
-RUN = Run()
+RUN = Stopping()
 
 
 @contextmanager

@@ -11,11 +11,12 @@ made it. Of three twins the one is named that differs from the others; of two, b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import ExpertRows
 from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.run import RunFeature, StepInput
 
 _HOST_BYTES = 64
 
@@ -158,6 +160,38 @@ class TwinCheck:
         mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self.world.device)
         names = self.world.all_gather(mine).view(self.world.size, -1).cpu().tolist()
         return [bytes(each).decode(errors="replace").strip() for each in names]
+
+
+class TwinSteps(RunFeature):
+    """`TwinCheck` before the steps of a run that are due; collective.
+
+    Args:
+        model, world, every, start: see `TwinCheck`.
+        kept: around a check: what passes change in the host is as before.
+    """
+
+    def __init__(self, model: nn.Module, world: Comm, every: int,
+                 start: Callable[[list[nn.Module]], StepStart] = StepStart,
+                 kept: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.check: TwinCheck | None = None
+        self._make = functools.partial(TwinCheck, model, world, every=every, start=start)
+        self._kept = kept
+
+    def begin(self) -> None:
+        """The model is as it trains."""
+        self.check = self._make()
+
+    def around_step(self, step: StepInput) -> AbstractContextManager[None]:
+        """Check before the step, if it is due.
+
+        Raises:
+            WrongResultError: on all ranks.
+        """
+        assert self.check is not None and step.batch is not None and step.loss_of is not None
+        if self.check.due(step.number):
+            with self._kept():
+                self.check(step.number, step.batch(), step.loss_of)
+        return nullcontext()
 
 
 def _first_difference(sums: Sequence[Sequence[Any]],

@@ -4,7 +4,6 @@ in an uninterrupted run with the same members, where all replicas stay and gloo 
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_plugin.resilience import elastic
 from tests.faults import recorded
 
 PAUSE_S = 0.12
@@ -86,7 +86,7 @@ def _in_child(host: str, replica: Replica) -> None:
                       os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         for stream in (1, 2):
             os.dup2(out, stream)
-        _replace(host, recorded.recorded(host, replica.path.parent, replica.number))
+        _replace(recorded.recorded(host, replica.path.parent, replica.number))
         PROGRAMS[host](replica, {})
         code = 0
     except SystemExit as end:
@@ -111,12 +111,12 @@ def replay(host: str, folder: str, data: str, steps: int, members: Members,
     def replayed(*args: Any, **kwargs: Any) -> Replayed:
         return Replayed(replica, members, len(batches), *args[2:4])
 
-    _replace(host, replayed)
+    _replace(replayed)
     PROGRAMS[host](replica, batches[number])
 
 
-def _replace(host: str, made: Callable[..., Any]) -> None:
-    importlib.import_module(f"moe_plugin.hosts.{host}.elastic").ElasticReplica = made
+def _replace(made: Callable[..., Any]) -> None:
+    elastic.ElasticReplica = made  # type: ignore[misc]
 
 
 class Replayed:
@@ -172,11 +172,12 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
     from fairseq.tasks.fairseq_task import FairseqTask
 
     from moe_plugin.hosts.fairseq import trainer as of_host
+    from moe_plugin.routing import steps as of_routers
     from tests.hosts.fairseq.commands import run_command
     from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE
 
     of_task, of_trainer = FairseqTask.train_step, of_host.MoETrainer.train_step
-    finish, losses, finished = of_host.finish_step_of_any, [], []
+    finish, losses, finished = of_routers.finish_step_of_any, [], []
 
     def forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss, size, logged = of_task(self, *args, **kwargs)
@@ -193,10 +194,11 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
                        ids=[sample["id"].tolist() for sample in samples])
         finished.clear()
         logged = of_trainer(self, samples, raise_oom)
-        made = self.get_num_updates() > before and not self._elastic.lost
+        replicas = self.run.find(elastic.ReplicaSteps)
+        made = self.get_num_updates() > before and not replicas.lost
         assert len(finished) == made, "routers end a step that was lost"
         if made:
-            now = self._elastic.replica
+            now = replicas.replica
             replica.write(step=self.get_num_updates(), replicas=now.members,
                           loss=None if now.healed else losses[-1])
         return logged
@@ -205,7 +207,7 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
         finished.append(finish(model))
 
     FairseqTask.train_step, of_host.MoETrainer.train_step = forward_backward, update
-    of_host.finish_step_of_any = finish_step
+    of_routers.finish_step_of_any = finish_step
     run_command("fairseq-train", (
         f"{replica.data} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update {replica.steps} --no-save "
         f"--disable-validation --moe-lighthouse {replica.lighthouse} --moe-replica "

@@ -14,8 +14,8 @@ import moe_plugin
 ROOT = Path(__file__).parents[2]
 # Bottom to top. A room imports from itself and from the rooms before it.
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
-         "config row_counts records output planner kernels comm routing dispatch experts memory "
-         "tuning layer pregate gradients checkpoint ensembles observe resilience hosts lab "
+         "config row_counts run records output planner kernels comm routing dispatch experts "
+         "memory tuning layer pregate gradients checkpoint ensembles observe resilience hosts lab "
          "cli").split()
 # Bottom to top inside `lab`, which nothing but the command imports.
 LAB = ("planning", "vision", "emulate", "bench")

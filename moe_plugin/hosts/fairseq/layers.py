@@ -30,6 +30,7 @@ from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.resilience.overflow import until_rows_fit
 from moe_plugin.routing import needs_of
+from moe_plugin.routing.replay import replaying
 from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 
 
@@ -95,8 +96,9 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     The gate loss is the weighted sum of the router losses.
 
     Attributes: `stats`: of the last forward pass. `observer`: if set, called with the statistics of
-    every training pass. Expert parameters have their gradient scaled by `gradient_factor` and the
-    number of their replicas, over which the trainer averages, and that number as a mark.
+    every training pass that counts. Expert parameters have their gradient scaled by
+    `gradient_factor` and the number of their replicas, over which the trainer averages, and that
+    number as a mark.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -137,7 +139,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
             self._turns.wait_for(self._number)
         out = self._compute(x_BTD, mask_BT, info)
         self.stats = out.stats
-        if self.training and self.observer is not None and out.stats is not None:
+        if self.observer is not None and out.stats is not None and _counts(self):
             self.observer(out.stats)
         if self._drops is not None:
             self._drops.add(out.stats)
@@ -159,6 +161,13 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         x_BTD = self.moe.experts.anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
         ids_BT = x_BTD.new_empty(1, 0, dtype=torch.int64) if "token_ids" in self.needs else None
         self._compute(x_BTD, None, token_info(x_BTD, ids_BT, self.needs, batch_axis=0))
+
+
+def _counts(layer: nn.Module) -> bool:
+    """Where activations are recomputed a layer runs twice per step: one pass is counted, of
+    reentrant checkpoints the second, because the first is without gradients.
+    """
+    return layer.training and torch.is_grad_enabled() and not replaying()
 
 
 class _MoEMixin:

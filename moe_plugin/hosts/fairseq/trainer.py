@@ -6,14 +6,14 @@ For a model without experts it is fairseq's trainer.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from omegaconf import open_dict
 from torch import Tensor
@@ -22,9 +22,8 @@ from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
 from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
-from moe_plugin.comm import LocalComm, TorchComm
+from moe_plugin.comm import TorchComm
 from moe_plugin.comm.named_errors import collectives_named
-from moe_plugin.dispatch.overflow import overflowed
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.gradients import multi_tensor
 from moe_plugin.gradients.parts import Part, count_once, shards, slices
@@ -34,31 +33,21 @@ from moe_plugin.gradients.replicas import (
     replica_comm,
     replicas_of,
 )
+from moe_plugin.hosts.fairseq import run as of_run
 from moe_plugin.hosts.fairseq import sharding
-from moe_plugin.hosts.fairseq.activations import activations_of
 from moe_plugin.hosts.fairseq.changed_settings import changed_line
 from moe_plugin.hosts.fairseq.compat.checkpoints import giving
 from moe_plugin.hosts.fairseq.compat.launch import is_ours
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
-from moe_plugin.hosts.fairseq.elastic import ElasticUpdates, wants_replicas
 from moe_plugin.hosts.fairseq.gradients import norm_squared
-from moe_plugin.hosts.fairseq.guards import StepVotes, assignment_of, guard_of
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.fairseq.observe import FirstStep, observer
-from moe_plugin.observe.drops import DropWarning
-from moe_plugin.resilience.overflow import StepRepeat, StepStart, limits_of
-from moe_plugin.resilience.stopping import RUN
-from moe_plugin.resilience.twins import TwinCheck
-from moe_plugin.resilience.vote import Ballots
-from moe_plugin.routing import finish_step_of_any
+from moe_plugin.run import StepGradients, StepInput
 from moe_plugin.tuning.collectives import prepare_replicas
 
 logger = logging.getLogger(__name__)
 
-# in a row, without a loss scaler; then the run is broken and fairseq's own error follows
-MAX_SKIPPED_STEPS = 10
 _OF_STEP = "a collective of the training step (gradients in DistributedDataParallel, or its log)"
 
 
@@ -68,13 +57,9 @@ class MoETrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
-        self._skipped, self._warn_of_drops, self._first_step = 0, DropWarning(), FirstStep(cfg)
-        self._limits, self._validating = limits_of([model]), False
+        self._validating, self._epoch_batches = False, 0
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
-        self._twins: TwinCheck | None = None  # made in the first step
-        self._elastic: ElasticUpdates | None = None  # the same
-        self._has_replicas = wants_replicas(cfg, self.has_experts)
-        self._guard, self._votes = guard_of(cfg, model), None
+        of_run.check(cfg, model)
         if self.has_experts:
             _refuse_unsupported(cfg)
             if cfg.distributed_training.distributed_rank == 0:
@@ -87,22 +72,12 @@ class MoETrainer(Trainer):
         if self.is_data_parallel_master:
             # fairseq's --log-file has the lines of this logger alone
             logging.getLogger("fairseq_cli.train").info(changed_line(cfg))
-        self._observer = observer(model, self._group)
-        several = self.data_parallel_world_size > 1
-        self._activations = activations_of(cfg, self._model,
-                                           self._world if several else LocalComm())
-        if self._observer is not None and self._activations is not None:
-            self._observer.recorder.watch("activations", self._activations.swapper.copier,
-                                          self._activations.on_device)
-        if self._guard.votes:
-            ballots = Ballots(assignment_of(self._guard, self.data_parallel_world_size),
-                              self._world, self._guard.aggregate)
-            self._votes = StepVotes(ballots, self._model, self._criterion, self._group)
+        self.run = of_run.run_of(self)
 
     @property
     def use_distributed_wrapper(self) -> bool:
-        """Whether DistributedDataParallel reduces gradients; not where ranks vote on them."""
-        return not self._guard.votes and super().use_distributed_wrapper
+        """Whether DistributedDataParallel reduces gradients."""
+        return not of_run.completes_gradients(self._model) and super().use_distributed_wrapper
 
     @property
     def _group(self) -> Any:
@@ -110,99 +85,52 @@ class MoETrainer(Trainer):
         return self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """fairseq's, and now and then a record of the experts' statistics."""
-        if self._elastic is None and self._has_replicas:
-            self._elastic = ElasticUpdates(self)
-        before, begun = self.get_num_updates(), time.perf_counter()
-        RUN.go_on()
-        self._check_twins(before + 1, samples)
-        with nullcontext() if self._observer is None else self._observer.around_step(before + 1):
-            logged = self._until_rows_fit(samples, raise_oom)
-        # in a step that was lost, another replica's state may have been taken
-        stepped = (self.get_num_updates() > before
-                   and not (self._elastic is not None and self._elastic.lost))
-        if self.has_experts and stepped:
-            finish_step_of_any(self._model)
-        if self._activations is not None:
-            self._activations.after_step()
-        if logged and self.is_data_parallel_master:
-            self._warn_of_drops(self.get_num_updates(), _dropped(logged))
-            if self.has_experts and stepped:
-                self._first_step(time.perf_counter() - begun, self.get_num_updates())
-        if self._observer is not None and stepped:
-            self._observer.after_step(self.get_num_updates(), self.cfg.common.log_interval)
+        """fairseq's, and what else the run does around it."""
+        before = self.get_num_updates()
+        step = StepInput(before + 1, lambda: self._prepare_sample(samples[0])[0],
+                         lambda batch: self._criterion(self._model, batch)[0])
+        with self.run.around_step(step):
+            batches = self.run.batches(samples)
+            logged = self.run.compute(lambda: self._passes(batches, raise_oom))
+        facts = of_run.facts_of(self, before, logged, self._epoch_batches)
+        self.run.after_step(facts)
+        self.run.after_log(facts)
         return logged
+
+    def _passes(self, batches: Any, raise_oom: bool) -> Any:
+        if self._reducer is not None:
+            self._reducer.passes = len(batches)
+        with collectives_named(_OF_STEP, self._group):
+            return super().train_step(batches, raise_oom)
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """fairseq's."""
         batches = super().get_train_iterator(*args, **kwargs)
-        self._first_step.epoch(batches)
+        self._epoch_batches = of_run.batches_of(batches)
         return batches
-
-    def _check_twins(self, step: int, samples: Any) -> None:
-        if self._twins is None and self._guard.twins:
-            self._twins = TwinCheck(self._model, self._world, every=self._guard.twins)
-        if self._twins is not None and self._twins.due(step):
-            batch, _ = self._prepare_sample(samples[0])
-            self._twins(step, batch, lambda batch: self._criterion(self._model, batch)[0])
-
-    def _until_rows_fit(self, samples: Any, raise_oom: bool) -> Any:
-        start = self._forget_rows()
-        while True:
-            if self._reducer is not None:
-                self._reducer.passes = len(samples)
-            try:
-                with collectives_named(_OF_STEP, self._group), self._voting(samples) as batches:
-                    return super().train_step(batches, raise_oom)
-            except StepRepeat:
-                start.rewind()
-
-    def _voting(self, samples: Any) -> Any:
-        if self._votes is None:
-            return nullcontext(samples)
-        return self._votes.around(self.get_num_updates() + 1, samples)
 
     def _aggregate_logging_outputs(self, logging_outputs: Any, *sums: Any,
                                    ignore: bool = False) -> Any:
-        """fairseq's; where ranks vote, each batch counts on one rank."""
-        if self._votes is None or not self._votes.running:
-            return super()._aggregate_logging_outputs(logging_outputs, *sums, ignore=ignore)
-        logged, (_, *others) = super()._aggregate_logging_outputs(
-            self._votes.counted(logging_outputs), *sums)
-        return logged, (self._votes.sample_size(), *others)
+        return of_run.aggregated(self.run, super()._aggregate_logging_outputs, logging_outputs,
+                                 *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
         """fairseq's; where rows did not fit, an error on all ranks or the same batch again."""
-        start = self._forget_rows()
-        while True:
-            self._validating = True
-            try:
-                return super().valid_step(sample, raise_oom)
-            except StepRepeat:
-                start.rewind()
-            finally:
-                self._validating = False
+        own = super().valid_step
+        self._validating = True
+        try:
+            return self.run.compute(lambda: own(sample, raise_oom))
+        finally:
+            self._validating = False
 
     def _reduce_and_log_stats(self, *args: Any, **kwargs: Any) -> Any:
         if self._validating:
-            self._check_rows()  # before anything of this batch is part of a mean
+            self.run.after_passes()  # before anything of this batch is part of a mean
         return super()._reduce_and_log_stats(*args, **kwargs)
 
     def validated(self, numbers: Mapping[str, Any]) -> None:
         """Called with the numbers of fairseq's log after each validation."""
-        if self.is_data_parallel_master:
-            self._warn_of_drops.validation(self.get_num_updates(), _dropped(numbers))
-
-    def _forget_rows(self) -> StepStart | None:
-        for limit in self._limits:
-            limit.forget()
-        repeats = any(limit.repeats for limit in self._limits)
-        return StepStart([self._model]) if repeats else None
-
-    def _check_rows(self) -> None:
-        several = self.data_parallel_world_size > 1
-        if self._limits and overflowed(self._limits, self._world if several else LocalComm()):
-            raise StepRepeat
+        self.run.after_evaluation(self.get_num_updates(), of_run.dropped(numbers))
 
     @property
     def saves_every_rank(self) -> bool:
@@ -250,7 +178,7 @@ class MoETrainer(Trainer):
         return TorchComm(self.data_parallel_process_group)
 
     def _build_optimizer(self) -> None:
-        reduces = self.data_parallel_world_size > 1 and self._votes is None
+        reduces = self.data_parallel_world_size > 1 and not self.run.reduces
         if self._reducer is None and self.has_experts and reduces:
             self._average_replicas()
         if not self.is_sharded:
@@ -268,8 +196,7 @@ class MoETrainer(Trainer):
                 self._wrapped_model = model
         if self._reducer is not None:
             sharding.reduce_replicas(self._optimizer, self._reducer)
-        if self._votes is not None:
-            self._votes.attach(self._optimizer)
+        of_run.attach(self.run, self._optimizer)
         if self.is_sharded:
             sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
         for parameter, copy in fp32_copies(self._optimizer):
@@ -296,35 +223,32 @@ class MoETrainer(Trainer):
         Gradients are clipped by it.
 
         Raises:
-            OverflowError: the norm is not finite: fairseq then skips the step, here on every rank,
-                because every rank has the same norm. At most `MAX_SKIPPED_STEPS` steps in a row;
-                with fp16 the loss scaler decides instead. Also where a replica was lost, see
-                `hosts.fairseq.elastic`.
+            SkipStep: the norm is not finite, or a replica was lost: fairseq then skips the step,
+                here on every rank, because every rank has the same norm.
+            FloatingPointError: so many steps in a row were skipped that the run is broken.
             RowsOverflow, StepRepeat: rows of this step did not fit, see `resilience.overflow`.
         """
-        self._check_rows()
-        if self._elastic is not None:
-            self._elastic.average()
-        if not self.has_experts and not self.is_sharded:
-            return super().clip_grad_norm(clip_norm)
-        norm = self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self._whole_norm)
-        if torch.isfinite(norm).all():
-            self._skipped = 0
-        elif self.has_experts and not self.cfg.common.amp and self._skipped < MAX_SKIPPED_STEPS:
-            self._skipped, step = self._skipped + 1, self.get_num_updates() + 1
-            if self._observer is not None:
-                self._observer.skipped(step)
-            raise OverflowError(
-                f"gradient norm is {float(norm)}: step {step} skipped on all ranks "
-                f"({self._skipped} in a row, at most {MAX_SKIPPED_STEPS})")
-        return norm
+        self.run.after_passes()
+
+        @functools.cache
+        def norm() -> Tensor:
+            if not self.has_experts and not self.is_sharded:
+                return super(MoETrainer, self).clip_grad_norm(clip_norm)
+            return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=self._whole_norm)
+
+        self.run.after_backward(StepGradients(
+            self.get_num_updates() + 1, lambda: [p.grad for p in self.optimizer.params],
+            lambda: bool(torch.isfinite(norm()).all())))
+        for name, value in self.run.numbers().items():
+            metrics.log_scalar(name, value, weight=0, priority=450, round=0)
+        return norm()
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
         """shared_norm: of this rank's gradients of parameters that are not experts'."""
         parameters = [p for p in self.optimizer.params if p.grad is not None]
         if self.is_sharded:
             squared = norm_squared(parameters, self._group, shared_norm.device)
-        elif self._votes is not None:  # all ranks have all of them
+        elif self.run.reduces:  # all ranks have all of them
             squared = multi_tensor.squared_norm([p.grad for p in parameters], shared_norm.device)
         else:
             experts = [p for p in parameters if is_expert(p)]
@@ -396,12 +320,6 @@ class MoETrainer(Trainer):
         reset = bool(args[0] if args else kwargs.get("reset_optimizer"))
         with giving(read_part(written, self._manifest(), shards, group, model_only=reset)):
             return super().load_checkpoint(written.paths[0], *args, **kwargs)
-
-
-def _dropped(logged: Mapping[str, Any]) -> float:
-    """The share of first and second choices that were dropped, from fairseq's log line."""
-    lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
-    return sum(lost) / len(lost) / 100 if lost else 0.0
 
 
 def _refuse_unsupported(cfg: Any) -> None:

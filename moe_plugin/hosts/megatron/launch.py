@@ -17,7 +17,6 @@ import runpy
 import sys
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron.compat.finite import skip_steps_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import (
     Provider,
@@ -84,7 +83,6 @@ def _run(script: str, arguments: list[str], on_cpu: bool) -> None:
     keep_compiled_helpers()
     mend_config_warning()
     extend_parse_args(chained)
-    skip_steps_of_all_optimizers()
     mend_loading_of_all_optimizers()
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves

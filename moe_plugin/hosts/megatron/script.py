@@ -1,16 +1,18 @@
-"""What the launcher adds to a run of Megatron's own training script: records of the MoE layers,
-token ids for routers that need them, torch's fused Adam, pipeline schedules.
+"""What the launcher adds to a run of Megatron's own training script: the features of a run, token
+ids for routers that need them, torch's fused Adam, pipeline schedules.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
+from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.config import PipelineConfig
+from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
@@ -19,17 +21,21 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings, scheduled
 from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.observe.drops import DropWarning
+from moe_plugin.observe.features import FirstStepLine, listen
+from moe_plugin.resilience.finite import FiniteSteps
+from moe_plugin.resilience.overflow import RowsWarning
+from moe_plugin.run import Run, RunFeature, StepFacts, StepInput
 
-logger = logging.getLogger(__name__)
 _SEAM = "get_forward_backward_func"  # 0.15 to 0.19: the training code imports it by name
 
 
 def observe_script() -> None:
-    """Make Megatron's `pretrain` hand token ids to the layers, write the records that
-    `--moe-stats-...` ask for, follow `--moe-fused-adam` and `--pipeline-schedule`; stays for the
-    life of the process.
+    """Make Megatron's `pretrain` call a run's features around its steps, hand token ids to the
+    layers, follow `--moe-fused-adam` and `--pipeline-schedule`; stays for the life of the process.
     """
     script = _Script()
+    guard_all_optimizers(lambda: script.run)
     wrap_training("setup_model_and_optimizer", script.around_setup)
     wrap_training("train_step", script.around_step)
     wrap_training("evaluate", script.around_evaluation)
@@ -45,13 +51,38 @@ def _check_seam(settings: PipelineConfig) -> None:
             "moe_plugin.hosts.megatron.train, or leave it out")
 
 
+def features_of(chunks: list[Any]) -> list[RunFeature | None]:
+    """The features of a script's run with these parts of a model; collective."""
+    # imported once the script's arguments are parsed, because a layer spec follows them
+    from moe_plugin.hosts.megatron.activations import activations_of
+    from moe_plugin.hosts.megatron.layer import PluginMoELayer
+    from moe_plugin.hosts.megatron.run import named, records_of
+
+    rows, finite = RowsWarning(chunks, comm_of()), FiniteSteps()
+    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
+    drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
+    if not layers:
+        return [FirstStepLine(), rows, finite]
+    config = layers[0].plan.config
+    if config.guard.twins or config.guard.votes:
+        raise ValueError(
+            f"guard.twins={config.guard.twins}, guard.votes={config.guard.votes} must be 0 in "
+            "Megatron's own training script, whose steps moe-plugin does not run; use python -m "
+            "moe_plugin.hosts.megatron.train, or leave them out")
+    activations = activations_of(config.offload, layers[0].config, chunks)
+    records = None
+    if config.observe.writes:
+        records = records_of(layers, config.observe, activations, drops.validation.add,
+                             has_log=False)
+    else:
+        listen(named(layers), None, drops.validation.add)
+    return [FirstStepLine(), records, activations, rows, finite, drops]
+
+
 class _Script:
 
     def __init__(self) -> None:
-        self.observer: Any = None
-        self.rows: Any = None
-        self.activations: Any = None
-        self._skipped, self._since = 0, time.perf_counter()
+        self.run = Run([FiniteSteps()])
 
     def around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
 
@@ -66,32 +97,14 @@ class _Script:
         return call
 
     def connect(self, chunks: list[Any]) -> None:
-        # imported once the script's arguments are parsed, because a layer spec follows them
-        from moe_plugin.hosts.megatron.activations import activations_of
-        from moe_plugin.hosts.megatron.layer import PluginMoELayer
-        from moe_plugin.hosts.megatron.rows import FittingSteps
         from moe_plugin.hosts.megatron.tokens import give_token_ids
-        from moe_plugin.hosts.megatron.trainer.report import Observer
         from moe_plugin.pregate import link
 
         for chunk in chunks:
             link(chunk)
             give_token_ids(chunk)
         _check_seam(self.pipeline())
-        self.rows = FittingSteps(chunks)
-        layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
-        guard = layers[0].plan.config.guard if layers else None
-        if guard is not None and (guard.twins or guard.votes):
-            raise ValueError(
-                f"guard.twins={guard.twins}, guard.votes={guard.votes} must be 0 in Megatron's own "
-                "training script, whose steps moe-plugin does not run; use python -m "
-                "moe_plugin.hosts.megatron.train, or leave them out")
-        if layers:
-            self.activations = activations_of(layers[0].plan.config.offload, layers[0].config,
-                                              chunks)
-        config = layers[0].plan.config.observe if layers else None
-        if config is not None and config.writes:
-            self.observer = Observer(layers, config, self.activations)
+        self.run = Run(features_of(chunks))
 
     def pipeline(self) -> PipelineConfig:
         """The settings of pipeline stages."""
@@ -101,53 +114,41 @@ class _Script:
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.rows is not None:
-                self.rows.forget()
-            if self.observer is None:
+            number = script_arguments().get("curr_iteration", 0) + 1
+            with self.run.around_step(StepInput(number)):
+                self.run.before_passes()
                 done = step(*args, **kwargs)
-            else:
-                number = script_arguments()["curr_iteration"] + 1
-                with self.observer.timeline.around(number):
-                    done = step(*args, **kwargs)
-                self.observer.after_step(number)
-                self._log(number, done)
-            if self.activations is not None:
-                self.activations.after_step()
-            # the optimizer skipped a step of such rows, whose gradients are NaN
-            if self.rows is not None and self.rows.overflowed():
-                logger.warning("rows of the step did not fit: it was skipped, and the bound is "
-                               "larger now")
+                self.run.after_passes()
+            self.run.after_step(_facts(number, done, self.run.left_out is not None))
             return done
 
         return call
-
-    def _log(self, number: int, done: tuple[Any, ...]) -> None:
-        """Numbers of the script's loop for the records. done: what `train_step` returned, from 0.15
-        to 0.19 the losses by name, whether the step was skipped, and more.
-        """
-        losses, skipped = done[:2]
-        arguments, interval = script_arguments(), self.observer.config.interval
-        self._skipped += bool(skipped) and not arguments.get("fp16")  # there a loss scale falls
-        if number % interval:
-            return
-        now = time.perf_counter()
-        tokens = interval * arguments.get("global_batch_size", 0) * arguments.get("seq_length", 0)
-        loss = losses.get("lm loss") if isinstance(losses, Mapping) else None
-        self.observer.recorder.training(
-            number, loss=None if loss is None else float(loss), not_finite=self._skipped,
-            tokens_per_s=tokens / (now - self._since))
-        self._skipped, self._since = 0, now
 
     def around_evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(evaluate)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.rows is not None:
-                self.rows.forget()
+            self.run.before_passes()
             done = evaluate(*args, **kwargs)
-            if self.rows is not None and self.rows.overflowed():
-                logger.warning("rows of an evaluation did not fit: its loss is NaN, and the bound "
-                               "is larger now")
+            self.run.after_passes()
+            self.run.after_evaluation(script_arguments().get("curr_iteration", 0))
             return done
 
         return call
+
+
+def _facts(number: int, done: tuple[Any, ...], left_out: bool) -> StepFacts:
+    """What is known of a step of the script's loop.
+
+    done: what `train_step` returned, from 0.15 to 0.19 the losses by name, whether the step was
+    skipped, and more.
+    """
+    losses, skipped = done[:2]
+    arguments = script_arguments()
+    loss = losses.get("lm loss") if isinstance(losses, Mapping) else None
+    total = arguments.get("train_iters")
+    return StepFacts(
+        number, skipped=(left_out or bool(skipped)) and not arguments.get("fp16"),  # a scale falls
+        tokens=arguments.get("global_batch_size", 0) * arguments.get("seq_length", 0),
+        left=None if total is None else max(0, total - number),
+        loss=None if loss is None else float(loss))

@@ -36,6 +36,7 @@ from moe_plugin.messages import short
 from moe_plugin.planner.offload import karma
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 from moe_plugin.planner.units import parse_size, show_size
+from moe_plugin.run import StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class AutoActivations(Activations):
         super().__init__(blocks, names, [MEASURING[0]] * len(blocks), swapper, contexts)
         self.probe = self._measured = _Measured(swapper.copier.device)
 
-    def after_step(self) -> None:
+    def after_step(self, facts: StepFacts | None = None) -> None:
         """See `Activations`; after the measuring steps it plans. Collective."""
         self._steps += 1
         if self.decision is not None:
@@ -134,7 +135,7 @@ class AutoActivations(Activations):
             self._plan_first()
         else:
             self._wait_for_blocks()
-        super().after_step()
+        super().after_step(facts)
 
     def _all_complete(self) -> bool:
         """Whether all ranks have measured all blocks: they plan together."""

@@ -30,6 +30,7 @@ from moe_plugin.memory.copier import OnDevice
 from moe_plugin.memory.passes import unchanged_buffers
 from moe_plugin.messages import short
 from moe_plugin.routing.replay import inside_backward, routing_replay
+from moe_plugin.run import RunFeature, StepFacts
 
 logger = logging.getLogger(__name__)
 POLICIES = ("keep", "recompute", "swap")
@@ -157,7 +158,7 @@ class Pass:
         self.count(0)
 
 
-class Activations:
+class Activations(RunFeature):
     """The policies of a list of blocks; made by `manage`.
 
     Args:
@@ -198,7 +199,7 @@ class Activations:
         self.policies = check_policies(policies, len(self.blocks))
         self.order = order or plain_order(self.policies)
 
-    def after_step(self) -> None:
+    def after_step(self, facts: StepFacts | None = None) -> None:
         """Call it after each training step, on all ranks: a new peak is counted from here."""
         self._step_peak = self.ledger.peak
         self.ledger.restart()

@@ -27,7 +27,8 @@ _NAMED = re.compile(  # of a Namespace, which is how some models keep theirs
 _CONFIG = re.compile(
     r"(?:^|\| fairseq_cli\.\w+ \| |\]\[INFO\] - )(\{'_name'.*|Namespace\(.*)")
 CHANGED = "settings that differ from the defaults (value, default):"
-_SKIPPED = re.compile(r"gradient norm is \S+: step (\d{1,15}) skipped on all ranks")
+_SKIPPED = re.compile(
+    r"ignoring gradient, (?:gradient norm is \S+: )?step (\d{1,15}) skipped on all ranks")
 _DONE = re.compile(r"(?:^|\| fairseq_cli\.train \| |\]\[INFO\] - )done training in ")
 _KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
           "update", "ppl"}

@@ -12,7 +12,7 @@ from tests.hosts.fairseq.conftest import LANGUAGE_MODEL
 
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 
-from moe_plugin.hosts.fairseq.elastic import wants_replicas  # after fairseq knows our models
+from moe_plugin.hosts.fairseq.run import wants_replicas  # after fairseq knows our models
 
 
 def _settings(flags: str) -> Any:

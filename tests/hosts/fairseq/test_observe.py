@@ -14,9 +14,11 @@ from fairseq import options
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
+from moe_plugin.comm import LocalComm
 from moe_plugin.hosts.fairseq.changed_settings import changed
-from moe_plugin.hosts.fairseq.observe import FirstStep, observer
+from moe_plugin.hosts.fairseq.run import batches_of, config_of, records_of, total_updates
 from moe_plugin.observe.history import read_run
+from moe_plugin.run import StepFacts
 from tests.hosts import ill
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run, run_alone
@@ -29,20 +31,21 @@ def test_each_training_pass_counts_once(tmp_path: Path, recomputed: bool) -> Non
     path = tmp_path / "stats.jsonl"
     model = language_model(checkpoint_activations=recomputed, moe_stats_jsonl=str(path),
                            moe_stats_interval="2")
-    watcher = observer(model, None)
+    watcher = records_of(config_of(model), model, LocalComm(), None)
     for update in (1, 2):
         model.train()(tokens())[0].sum().backward()
         with torch.no_grad():
             model.eval()(tokens())
-        watcher.after_step(update, 1)
+        watcher.after_step(StepFacts(update))
     (record,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (record["step"], record["layer"], record["calls"],
             record["tokens"]) == (2, "decoder.layers.1", 2, 2 * tokens().numel())
 
 
 def test_without_a_file_nothing_is_collected() -> None:
-    assert observer(language_model(), None) is None
-    assert observer(language_model(moe_freq=0), None) is None
+    model = language_model()
+    assert records_of(config_of(model), model, LocalComm(), None) is None
+    assert config_of(language_model(moe_freq=0)) is None
 
 
 @pytest.mark.distributed
@@ -164,12 +167,12 @@ def test_a_run_that_is_well_has_no_findings(corpus: Corpus, tmp_path: Path) -> N
     (50, 3, 41, [1], 50), (200, 1, 41, [2, 9], 21), (0, 3, 0, [1], None)])
 def test_a_run_ends_by_updates_or_epochs(max_update: int, max_epoch: int, batches: int,
                                          update_freq: list[int], total: int | None) -> None:
-    step = FirstStep(SimpleNamespace(optimization=SimpleNamespace(
-        max_update=max_update, max_epoch=max_epoch, update_freq=update_freq)))
-    if batches:
-        data = torch.utils.data.TensorDataset(torch.zeros(batches))
-        step.epoch(EpochBatchIterator(data, None, [[i] for i in range(batches)]))
-    assert step.total() == total
+    cfg = SimpleNamespace(optimization=SimpleNamespace(
+        max_update=max_update, max_epoch=max_epoch, update_freq=update_freq))
+    data = torch.utils.data.TensorDataset(torch.zeros(batches))
+    epoch = EpochBatchIterator(data, None, [[i] for i in range(batches)])
+    assert total_updates(cfg, batches_of(epoch)) == total
+    assert batches_of(iter([])) == 0
 
 
 @pytest.mark.distributed

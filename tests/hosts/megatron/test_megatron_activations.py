@@ -21,7 +21,7 @@ pytestmark = pytest.mark.megatron
 def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
     """(losses, norms and balance losses, policies) of six steps each way."""
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     found = []
@@ -33,12 +33,7 @@ def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
         tokenizer, train_set, _ = train._datasets(args)
         training = model.build(args, arguments.transformer_config(args, cpu=True),
                                arguments.our_settings(args), tokenizer.vocab_size)
-        observe = {path: value for path, value in arguments.our_settings(args).items()
-                   if path.startswith("observe.")}
-        observer = Observer(training.moe_layers(),
-                            train.with_overrides(train.MoEConfig(), observe).observe,
-                            training.activations)
-        loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+        loop = train.Loop(args, training, RunLog(None), train_set, None)
         records: list[dict[str, Any]] = []
         loop.log.write = records.append  # type: ignore[method-assign]
         loop.run(checkpoint.Progress())

@@ -173,7 +173,6 @@ def test_rows_that_do_not_fit_repeat_the_step(data: str, whole_run: Any, tmp_pat
 
 def _evaluated(argv: list[str], log: str) -> str:
     """Write the validation loss of the initial model; what was said in place of it."""
-    from types import SimpleNamespace
 
     from moe_plugin.dispatch.overflow import RowsOverflow
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
@@ -184,8 +183,7 @@ def _evaluated(argv: list[str], log: str) -> str:
     tokenizer, train_set, valid_set = train._datasets(args)
     built = model.build(args, arguments.transformer_config(args, cpu=True),
                         arguments.our_settings(args), tokenizer.vocab_size)
-    loop = train.Loop(args, built, SimpleNamespace(layers=[]), RunLog(log), train_set,
-                      valid_set)
+    loop = train.Loop(args, built, RunLog(log), train_set, valid_set)
     try:
         loop.evaluate(0)
     except RowsOverflow as error:
@@ -213,16 +211,20 @@ def test_a_launched_evaluation_says_that_rows_did_not_fit(
         caplog: pytest.LogCaptureFixture) -> None:
     from types import SimpleNamespace
 
+    from moe_plugin.comm import LocalComm
     from moe_plugin.hosts.megatron.script import _Script
+    from moe_plugin.resilience.overflow import RowsWarning
+    from moe_plugin.run import Run
 
     done: list[str] = []
-    script = _Script()
-    script.rows = SimpleNamespace(forget=lambda: done.append("forget"),
-                                  overflowed=lambda: done.append("ask") or True)
+    script, rows = _Script(), RowsWarning([], LocalComm())
+    rows.check = SimpleNamespace(forget=lambda: done.append("forget"),  # type: ignore[assignment]
+                                 overflowed=lambda: done.append("ask") or True)
+    script.run = Run([rows])
     script.around_evaluation(lambda: done.append("evaluate"))()
-    script.around_step(lambda: done.append("step"))()
+    script.around_step(lambda: (done.append("step"), 0))()
     assert done == ["forget", "evaluate", "ask", "forget", "step", "ask"]
-    assert "rows of an evaluation did not fit: its loss is NaN" in caplog.text
+    assert "the loss of the evaluation is NaN" in caplog.text
 
 
 @pytest.mark.distributed

@@ -116,11 +116,11 @@ def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
     """
     from moe_plugin.hosts.megatron.compat.finite import (
         all_finite,
-        skip_steps_of_all_optimizers,
+        guard_all_optimizers,
     )
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
-    skip_steps_of_all_optimizers()
+    guard_all_optimizers()
     args = arguments.parser().parse_args(argv)
     train.start(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
@@ -144,14 +144,17 @@ def _expert_overflow(argv: list[str]) -> tuple[list[bool], list[list[float]], li
     """Steps done, loss scales of all optimizers after each, and the expert gradient that the last
     step used, where expert gradients of rank 1 alone are infinite in the second and third step.
     """
-    from moe_plugin.hosts.megatron.compat.finite import FiniteSteps
+    from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
     from moe_plugin.hosts.megatron.compat.optimizer import parts
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.resilience.finite import FiniteSteps
+    from moe_plugin.run import Run
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
-    FiniteSteps(training.optimizer)
+    run = Run([FiniteSteps()])
+    PreparedGradients(training.optimizer, lambda: run)
     done, scales = [], []
     for step in range(5):
         scale = float(training.optimizer.get_loss_scale())

@@ -41,12 +41,12 @@ def test_the_other_rank_says_what_it_waited_for(data: str, how: str) -> None:
 # what the last rank does not live to do: module below the host, class or None, function; what the
 # other one waits in
 PLACES = {
-    "loss": ("trainer.train", "Loop", "_loss_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
-    "finite": ("compat.finite", "FiniteSteps", "_gradients", EP2,
+    "loss": ("trainer.train", "Loop", "_all_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
+    "finite": ("compat.finite", "PreparedGradients", "_gradients", EP2,
                "all_reduce(max) of torch.float32 ()"),
     "balance losses": ("trainer.report", None, "auxiliary_losses", EP2,
                        "all_gather of the auxiliary losses' names"),
-    "statistics": ("trainer.report", "Observer", "records", PP2,
+    "statistics": ("trainer.run", None, "layer_records", PP2,
                    "all_gather of the layers' records"),
     "checkpoint": ("trainer.checkpoint_files", None, "together", EP2,
                    "all_gather of the ranks' parts of a checkpoint"),

@@ -78,7 +78,7 @@ def _steps(args: Any, config: Any, start: str = "", save: str = "",
            schedule: list[Any] | None = None) -> dict[str, Any]:
     """Losses, gradient norms, and after each step all gradients and weights of this stage."""
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     seed_everything(args.seed)
@@ -88,8 +88,7 @@ def _steps(args: Any, config: Any, start: str = "", save: str = "",
         checkpoint.load(start, training)
     if save:
         checkpoint.save(save, training, checkpoint.Progress())
-    observer = Observer(training.moe_layers(), train.MoEConfig().observe)
-    loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+    loop = train.Loop(args, training, RunLog(None), train_set, None)
     records: list[dict[str, Any]] = []
     loop.log.write = records.append  # type: ignore[method-assign]
     if schedule is not None:

@@ -32,7 +32,7 @@ def _curves(argv: list[str]) -> tuple[dict[str, list[tuple[float, ...]]], list[l
     by chunk, which layers choose for themselves.
     """
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     args = arguments.parser().parse_args(argv)
@@ -52,9 +52,7 @@ def _curves(argv: list[str]) -> tuple[dict[str, list[tuple[float, ...]]], list[l
         for chunk, state in zip(training.bare(), start, strict=True):
             chunk.load_state_dict(state)
         training.optimizer.reload_model_params()
-        loop = train.Loop(args, training, Observer(training.moe_layers(),
-                                                   train.MoEConfig().observe), RunLog(None),
-                          train_set, None)
+        loop = train.Loop(args, training, RunLog(None), train_set, None)
         records: list[dict[str, Any]] = []
         loop.log.write = records.append  # type: ignore[method-assign]
         loop.run(checkpoint.Progress())

@@ -77,8 +77,7 @@ def _launched(argv: list[str], steps: int) -> None:
         layer.tokens_BT = None
     for chunk in built.bare():
         chunk._forward_pre_hooks.clear()
-    idle = SimpleNamespace(layers=[])
-    loop = train.Loop(args, built, idle, RunLog(None), train_set, None)
+    loop = train.Loop(args, built, RunLog(None), train_set, None)
     batches = [loop._batches(train_set, 0) for _ in built.chunks]
     training_module.setup_model_and_optimizer = lambda: (built.chunks, built.optimizer, None)
     training_module.train_step = lambda: _as_megatron(*loop.step(batches, args.lr))
@@ -130,9 +129,8 @@ def _trained_ill(argv: list[str], log: str) -> None:
             made.begin(loop.training.bare()[0])
             return step(loop, *args)
 
-        def jumped(loop: train.Loop, before: Progress) -> Any:
-            jumps = made.step == 2
-            return (Progress(ill.JUMP_TO + 1, 16), True) if jumps else after(loop, before)
+        def jumped(loop: train.Loop) -> Any:
+            return (Progress(ill.JUMP_TO + 1, 16), True) if made.step == 2 else after(loop)
 
         patch.setattr(train.Loop, "step", taken)
         patch.setattr(train.Loop, "_after_step", jumped)

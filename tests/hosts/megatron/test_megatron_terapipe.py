@@ -235,15 +235,14 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
 def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
     from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     seed_everything(args.seed)
     tokenizer, train_set, _ = train._datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
-    observer = Observer(training.moe_layers(), train.MoEConfig().observe)
-    loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+    loop = train.Loop(args, training, RunLog(None), train_set, None)
     batches, losses = [_Shortened(one, args) for one in loop._training_batches(Progress())], []
     try:
         for length in lengths:

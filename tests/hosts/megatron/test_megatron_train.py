@@ -29,7 +29,7 @@ def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     """(loss, gradient norm) of 20 steps with Megatron's layer and with ours, from the same weights.
     """
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     args = arguments.parser().parse_args(argv)
@@ -45,8 +45,7 @@ def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     _copy(*built)
     curves = []
     for training in built:
-        observer = Observer(training.moe_layers(), train.MoEConfig().observe)
-        loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+        loop = train.Loop(args, training, RunLog(None), train_set, None)
         records: list[dict[str, Any]] = []
         loop.log.write = records.append  # type: ignore[method-assign]
         loop.run(checkpoint.Progress())

@@ -24,7 +24,7 @@ AUTO = ["--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samp
 def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
     """Train; (what each layer here knew before its first step, what after its last, losses)."""
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -40,8 +40,7 @@ def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
         }
 
     before, records = known(), []
-    observer = Observer(training.moe_layers(), train.MoEConfig().observe)
-    loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+    loop = train.Loop(args, training, RunLog(None), train_set, None)
     loop.log.write = records.append  # type: ignore[method-assign]
     loop.run(progress)
     return before, known(), [record["lm_loss"] for record in records]

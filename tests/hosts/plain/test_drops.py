@@ -8,17 +8,18 @@ import torch
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.observe.drops import WARN_ABOVE, DropCount, DropWarning
+from moe_plugin.run import StepFacts
 
 
 def test_training_and_validation_are_warned_of_once_each(caplog: pytest.LogCaptureFixture) -> None:
     warn = DropWarning()
     for step in (1, 2):
-        warn(step, WARN_ABOVE)
-        warn.validation(step, WARN_ABOVE)
+        warn.after_log(StepFacts(step, dropped=WARN_ABOVE))
+        warn.after_evaluation(step, WARN_ABOVE)
     assert not caplog.records
     for step in (3, 4):
-        warn(step, WARN_ABOVE + 0.01)
-        warn.validation(step, 0.56)
+        warn.after_log(StepFacts(step, dropped=WARN_ABOVE + 0.01))
+        warn.after_evaluation(step, 0.56)
     training, validation = (r.getMessage() for r in caplog.records)
     assert training.startswith("step 3: 11 % of the choices found no slot")
     assert validation.startswith("validation at step 3: 56 % of the choices found no slot")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_plugin.resilience.stopping import STATUS, Run
+from moe_plugin.resilience.stopping import STATUS, Stopping
 
 _SCRIPT = """
 import os, signal
@@ -19,7 +19,7 @@ class Loses:
         for _ in range(1000): pass
 
 with stops_in_one_line():
-    RUN.begin(lambda: 7, 4, "run", "the same command")
+    RUN.resume(lambda: 7, 4, "run", "the same command")
     {body}
 print("not here")
 """
@@ -27,7 +27,7 @@ print("not here")
 
 @pytest.mark.parametrize("body", [
     "os.kill(os.getpid(), signal.SIGINT)",
-    "Loses()\n    RUN.go_on()",  # Python drops what a destructor raises
+    "Loses()\n    RUN.around_step(None)",  # Python drops what a destructor raises
     "Loses()\n    raise RuntimeError('Connection closed by peer')",
     "try:\n        os.kill(os.getpid(), signal.SIGINT)\n    finally:\n"
     "        os.kill(os.getpid(), signal.SIGINT)\n        print('ends in order', flush=True)"],
@@ -51,11 +51,11 @@ def test_an_error_without_a_signal_stays_what_it_is() -> None:
 
 
 def test_what_was_kept() -> None:
-    run = Run()
+    run = Stopping()
     assert run.line() == "stopped"
-    run.begin(lambda: 3, None, "run", "the same command")
+    run.resume(lambda: 3, None, "run", "the same command")
     assert run.line() == "stopped at step 3, before the first checkpoint in run"
     run.saved = 2
     assert run.line() == ("stopped at step 3, last checkpoint 2 in run; the same command goes on")
-    run.begin(lambda: 3, None, None, "")
+    run.resume(lambda: 3, None, None, "")
     assert run.line() == "stopped at step 3; nothing was to be saved"

@@ -206,7 +206,7 @@ class Group:
 def megatron_group(argv: Sequence[str], log: str) -> Group:
     """Train, and look into the first MoE layer on this rank."""
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     args = arguments.parser().parse_args(argv)
@@ -214,8 +214,7 @@ def megatron_group(argv: Sequence[str], log: str) -> Group:
     tokenizer, train_set, _ = train._datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
-    observer = Observer(training.moe_layers(), train.MoEConfig().observe)
-    loop = train.Loop(args, training, observer, RunLog(None), train_set, None)
+    loop = train.Loop(args, training, RunLog(None), train_set, None)
     losses: dict[int, float] = {}
     loop.log.write = lambda record: losses.update({record["iteration"]: record["lm_loss"]})  # type: ignore[method-assign]
     loop.run(checkpoint.Progress())

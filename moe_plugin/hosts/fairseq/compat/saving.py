@@ -104,7 +104,7 @@ def runs_say_where_they_are() -> None:
         extra_state, epoch_itr = original(cfg, trainer, **kwargs)
         done, limits = trainer.get_num_updates(), trainer.cfg.optimization
         newest = cfg.restore_file == "checkpoint_last.pt" and not cfg.no_last_checkpoints
-        RUN.begin(trainer.get_num_updates, done if newest and done else None,
+        RUN.resume(trainer.get_num_updates, done if newest and done else None,
                   None if cfg.no_save else cfg.save_dir,
                   "the same command" if newest else "the command with --restore-file FILE")
         for flag, so_far, limit in (("--max-update", done, limits.max_update),

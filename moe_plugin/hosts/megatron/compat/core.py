@@ -276,6 +276,11 @@ def _logged(record: Any) -> LoggedLoss:
     return LoggedLoss(record.values, record.reduce_group, record.needs_dp_avg)
 
 
+def losses_so_far() -> dict[str, Tensor]:
+    """A copy of the log's sums, for `set_logged_losses`."""
+    return {name: entry.values.clone() for name, entry in logged_losses().items()}
+
+
 def set_logged_losses(values: dict[str, Tensor]) -> None:
     """Set the log's sums; zero for a name without a value."""
     for name, entry in logged_losses().items():

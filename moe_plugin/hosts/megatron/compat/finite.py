@@ -1,14 +1,14 @@
-"""Optimizer steps whose gradients are not finite are skipped on all ranks, versions 0.15 to 0.19.
+"""A run's features look at gradients where Megatron prepares them, versions 0.15 to 0.19.
 
-Megatron skips them under fp16 only, where its loss scaler looks at the gradients; in fp32 and bf16
-one NaN reaches the weights of every rank.
+Megatron skips steps whose gradients are not finite under fp16 only, where its loss scaler looks at
+the gradients; in fp32 and bf16 one NaN reaches the weights of every rank.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,28 +20,26 @@ from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.resilience.finite import FiniteSteps
+from moe_plugin.run import Run, SkipStep, StepGradients
 
 logger = logging.getLogger(__name__)
-MAX_SKIPPED_STEPS = 10
 
 
-class FiniteSteps:
-    """Takes the place of an optimizer's `prepare_grads`: True, which skips the step, where any rank
-    has a loss or a gradient that is not finite. Attributes: `skipped` (steps skipped so far),
-    `in_a_row` (those since the last good step), `loss_is_finite` (set it to False before a step
-    to skip that step).
+class PreparedGradients:
+    """Takes the place of an optimizer's `prepare_grads`: True, which skips the step, where a
+    feature of the run leaves it out.
 
     Args:
         optimizer: Megatron's outermost optimizer; its `step` then skips.
-        average: makes gradients their mean over replicas of the run, given whether they are bad
-            here; False: they are lost, and so is the step, which is not counted.
+        run: as it is in each step.
+
+    Attributes: `loss_is_finite`: set it to False before a step to skip that step.
     """
 
-    def __init__(self, optimizer: Any,
-                 average: Callable[[Sequence[Tensor], bool], bool] | None = None) -> None:
-        self.optimizer, self._average = optimizer, average
+    def __init__(self, optimizer: Any, run: Callable[[], Run]) -> None:
+        self.optimizer, self._run = optimizer, run
         self.comm = comm_of(None, timeout_of(settings_from_flags(script_arguments())))
-        self.skipped = self.in_a_row = self._unscaled = 0
         self.loss_is_finite = True
         self._prepare: Callable[[], bool] = optimizer.prepare_grads
         optimizer.prepare_grads = self
@@ -51,37 +49,24 @@ class FiniteSteps:
         """Prepare the gradients; a collective call of all ranks.
 
         Raises:
-            FloatingPointError: `MAX_SKIPPED_STEPS` steps in a row were skipped. Skips by which a
-                loss scale falls do not count.
+            FloatingPointError: see `FiniteSteps`.
         """
-        bad = self._prepare() or not self.loss_is_finite
+        bad, run = self._prepare() or not self.loss_is_finite, self._run()
         self.loss_is_finite = True
-        if self._average is not None and not self._average(list(self._gradients()), bad):
-            return True
-        bad = bad or not all_finite(self._gradients())
-        bad = any_rank(bad, self.comm)
-        self._update_scale(bad)
-        if not bad:
-            self.in_a_row = 0
-            return False
-        self.skipped += 1
-        unscaled = not any(map(_scale_falls, parts(self.optimizer)))
-        self.in_a_row, self._unscaled = self.in_a_row + unscaled, self._unscaled + unscaled
-        logger.warning(
-            "step skipped on all ranks: a loss or gradient is not finite "
-            "(%d in a row, %d in total)",
-            self.in_a_row, self.skipped)
-        if self.in_a_row >= MAX_SKIPPED_STEPS:
-            raise FloatingPointError(
-                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite: "
-                "training stops; the newest checkpoint is from before them. Resume from it with a "
-                "lower learning rate or other data")
-        return True
 
-    def take_unscaled(self) -> int:
-        """Steps skipped since the last call, without those by which a loss scale falls."""
-        taken, self._unscaled = self._unscaled, 0
-        return taken
+        def finite() -> bool:
+            found = any_rank(bad or not all_finite(self._gradients()), self.comm)
+            self._update_scale(found)
+            return not found
+
+        try:
+            run.after_backward(StepGradients(
+                run.number, lambda: list(self._gradients()), finite,
+                lambda: any(map(_scale_falls, parts(self.optimizer))), bad))
+        except SkipStep as reason:
+            logger.warning("%s", reason)
+            return True
+        return False
 
     def _gradients(self) -> Iterable[Tensor]:
         for part in parts(self.optimizer):
@@ -119,23 +104,26 @@ def _scale_falls(part: Any) -> bool:
     return smallest is not None and bool(scaler.scale > smallest)
 
 
-def skip_steps_of_all_optimizers() -> None:
-    """Give every optimizer of Megatron its `FiniteSteps` at its first step, for scripts that build
-    their own; stays for the life of the process.
+def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
+    """Give every optimizer of Megatron its `PreparedGradients` at its first step, for scripts that
+    build their own; stays for the life of the process.
+
+    run: as it is in each step; None: one that skips steps which are not finite.
     """
     from megatron.core.optimizer import optimizer
 
+    own = Run([FiniteSteps()])
     for cls in (optimizer.FP32Optimizer, optimizer.MixedPrecisionOptimizer,
                 optimizer.ChainedOptimizer):
-        cls.step = _guarded(cls.step)
+        cls.step = _guarded(cls.step, run or (lambda: own))
 
 
-def _guarded(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _guarded(step: Callable[[Any], Any], run: Callable[[], Run]) -> Callable[[Any], Any]:
 
     @functools.wraps(step)
     def guarded(self: Any) -> Any:
         if "prepare_grads" not in vars(self):
-            FiniteSteps(self)
+            PreparedGradients(self, run)
         return step(self)
 
     return guarded

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from moe_plugin.comm.named_errors import collectives_named, comm_of
 from moe_plugin.ensembles import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
-from moe_plugin.hosts.megatron.trainer.guards import losses_so_far
 from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func, pipeline_settings
+from moe_plugin.resilience.overflow import RowsFit
+from moe_plugin.run import Run
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -28,6 +30,7 @@ class Passes:
         valid_set: what an evaluation reads; None: there is none.
 
     Attributes:
+        features: of the run, around steps and evaluations.
         errors: of an ensemble in the last passes, tokens by the names of `ERRORS`. sure: in the
             last evaluation, numbers of predictions by confidence [HISTOGRAMS, BINS].
         microbatches: of a step, for each replica. replica, replicas: this one, and how many.
@@ -37,10 +40,7 @@ class Passes:
         from megatron.core import parallel_state as ps
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        from moe_plugin.hosts.megatron.rows import FittingSteps
-
         self.args, self.training, self.log, self.valid_set = args, training, log, valid_set
-        self.until_rows_fit = FittingSteps(training.chunks)
         self.schedule = forward_backward_func(pipeline_settings(arguments.our_settings(args)),
                                               training.passes or get_forward_backward_func())
         self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
@@ -49,31 +49,55 @@ class Passes:
         self.device = next(training.chunks[0].parameters()).device
         self.errors = torch.zeros(len(ERRORS), dtype=torch.float64)
         self.sure = torch.zeros(len(HISTOGRAMS), BINS, dtype=torch.float64)
+        self.features = self._features()
+
+    def _features(self) -> Run:
+        """Of an evaluation; collective."""
+        from moe_plugin.hosts.megatron.rows import MegatronStart
+
+        return Run([RowsFit(self.training.chunks, comm_of(), MegatronStart)])
+
+    def computed(self, passes: Callable[[list[list[Any]]], torch.Tensor],
+                 batches: list[Iterable[Any]], count: int | None = None) -> torch.Tensor:
+        """What `passes` return, begun again where a feature asks for it.
+
+        Args:
+            passes: of these micro-batches by chunk: all forward and backward passes of a step,
+                which clear the gradients first; or all forward passes of an evaluation.
+            batches: by chunk; `count` are taken of each; None: all.
+        """
+        from moe_plugin.hosts.megatron.compat import core
+
+        taken = [list(itertools.islice(each, count)) for each in batches]
+        kept = core.losses_so_far()
+
+        def once() -> torch.Tensor:
+            done = passes(taken)
+            self.features.after_passes()
+            return done
+
+        return self.features.compute(once, lambda: core.set_logged_losses(kept))
 
     def evaluate(self, iteration: int) -> dict[str, Any]:
         """The mean loss of `eval_iters` micro-batches of the validation set, logged and returned.
 
         Without a validation set: nothing. A collective call.
         """
-        from moe_plugin.hosts.megatron.compat import core
-
         if self.valid_set is None:
             return {}
         self.training.gather_parameters()
         for chunk in self.training.chunks:
             chunk.eval()
         batches = [self._batches(self.valid_set, 0) for _ in self.training.chunks]
-        kept = losses_so_far()
         with torch.no_grad():
-            total, tokens = self.until_rows_fit(
-                self._losses, batches, self.args.eval_iters,
-                lambda: core.set_logged_losses(kept)).tolist()
+            total, tokens = self.computed(self._losses, batches, self.args.eval_iters).tolist()
         record = {"iteration": iteration, "valid_loss": total / max(1.0, tokens),
                   **self.error_rates(self.errors, tokens)}
         if self.training.ensemble is not None:
             record["confidence"] = dict(zip(HISTOGRAMS, self.sure.long().tolist(), strict=True))
         self.log.write(record)
         logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
+        self.features.after_evaluation(iteration)
         return record
 
     def error_rates(self, errors: torch.Tensor, tokens: float) -> dict[str, float]:
@@ -84,9 +108,9 @@ class Passes:
             name.replace("-", "").replace(" ", "_"): error / max(1.0, tokens)
             for name, error in zip(ERRORS, errors.tolist(), strict=True)}
 
-    def _losses(self, batches: list[Any]) -> torch.Tensor:
-        return self._loss_sums(
-            self._forward_backward(batches, self.args.eval_iters, forward_only=True))
+    def _losses(self, batches: list[list[Any]]) -> torch.Tensor:
+        return self._loss_sums(self._forward_backward(
+            [iter(each) for each in batches], self.args.eval_iters, forward_only=True))
 
     def _batches(self, dataset: Any, start: int, of_all: bool = False) -> Iterator[Any]:
         """Micro-batches of this replica, or of all replicas by turns."""
@@ -113,14 +137,16 @@ class Passes:
                 decoder_seq_length=length, forward_only=forward_only)
 
     def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        # (sum of losses, tokens) over micro-batches and replicas; known on the last stage, sent to
-        # all
+        return self._taken(self._all_sums(logged))
+
+    def _all_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        # sums over micro-batches and replicas; known on the last stage, sent to all
         from megatron.core import parallel_state as ps
 
         sums = self._own_sums(logged)
         for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
             sums = comm_of(group).all_reduce(sums)
-        return self._taken(sums.double().cpu())
+        return sums.double().cpu()
 
     def _own_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         # over micro-batches: losses, tokens and, of an ensemble, errors and confidences

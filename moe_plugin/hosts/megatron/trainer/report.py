@@ -4,28 +4,17 @@ logged iteration.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.named_errors import comm_of, gather_objects
-from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.memory.activations.offload import Activations
-from moe_plugin.observe import StatsRecorder
-from moe_plugin.observe.drops import DropCount
-from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.observe.timeline import StepTimeline
-from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular
 
@@ -64,69 +53,6 @@ def _device() -> torch.device:
     return torch.device(
         "cuda",
         torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-class Observer:
-    """Collects `LayerStats` from every layer of this pipeline stage and makes records of them.
-
-    Args:
-        layers: of this stage; they are connected.
-        config: our `observe` settings: further files for the same records.
-        activations: of this stage, whose copies get records, too; None: all are kept.
-        skip: findings that somebody else warns of.
-    """
-
-    def __init__(self, layers: Sequence[PluginMoELayer], config: ObserveConfig,
-                 activations: Activations | None = None, skip: Sequence[str] = ()) -> None:
-        from megatron.core import parallel_state as ps
-
-        self.layers, self.config = list(layers), config
-        group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        stage = ps.get_pipeline_model_parallel_rank()
-        if stage:  # one writer a file: later stages write their own
-            config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
-        self.recorder = StatsRecorder(config, comm_of(group), skip, host="megatron")
-        if activations is not None:
-            self.recorder.watch("activations", activations.swapper.copier,
-                                activations.on_device)
-        self.timeline = StepTimeline(config,
-                                     {f"layer{layer.layer_number}": layer for layer in self.layers},
-                                     self.recorder.comm, dist.get_rank(), self.recorder.health)
-        self.validation = DropCount()  # of this rank and stage
-        for layer in self.layers:
-            layer.observer = functools.partial(self._add, layer)
-
-    def _add(self, layer: PluginMoELayer, stats: LayerStats) -> None:
-        if layer.training:  # the records are of training
-            self.recorder.add(f"layer{layer.layer_number}", stats)
-        else:
-            self.validation.add(stats)
-
-    def after_step(self, step: int) -> None:
-        """Write a record of each layer at the end of an interval; a collective call of the stage.
-
-        step: counted from 1.
-        """
-        if step % self.config.interval == 0:
-            self.recorder.flush(step)
-
-    def records(self, iteration: int) -> dict[str, Any]:
-        """Records by layer of all pipeline stages since the last call; a collective call."""
-        from megatron.core import parallel_state as ps
-
-        mine = self.recorder.reduce()
-        self.recorder.write(iteration, mine)
-        found = gather_objects(mine, "the layers' records", ps.get_pipeline_model_parallel_group())
-        records = {layer: record for stage in found for layer, record in stage.items()}
-        if dist.get_rank() == 0:  # the one that has a log
-            self.recorder.health.add(iteration, records)
-        return records
-
-    def logged(self, record: dict[str, Any]) -> None:
-        """Take a record of the training log of rank 0, for the findings and plots."""
-        step = step_record(record)[0]
-        self.recorder.health.add_step(step)
-        self.recorder.plot(step)
 
 
 class RunLog:

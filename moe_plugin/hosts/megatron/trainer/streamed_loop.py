@@ -15,7 +15,6 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.trainer import checkpoint, streamed
 from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
-from moe_plugin.hosts.megatron.trainer.guards import losses_so_far
 from moe_plugin.hosts.megatron.trainer.loop import Loop
 from moe_plugin.hosts.megatron.trainer.passes import Passes
 from moe_plugin.hosts.megatron.trainer.streamed import StreamedTraining
@@ -32,7 +31,7 @@ class StreamedPasses(Passes):
     """`Passes` through a `StreamedTraining`."""
 
     def _losses(self, batches: list[Any]) -> torch.Tensor:
-        return streamed.evaluate(self.training, batches[0], self.args.eval_iters,
+        return streamed.evaluate(self.training, iter(batches[0]), self.args.eval_iters,
                                  self.microbatches)
 
 
@@ -41,16 +40,15 @@ class StreamedLoop(StreamedPasses, Loop):
 
     planned = False  # the segments
 
-    def step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
-        """See `Loop`."""
-        training, kept = self.training, losses_so_far()
+    def _update(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
+        training, kept = self.training, core.losses_so_far()
         for chunk in training.chunks:
             chunk.train()
         for group in training.optimizer.param_groups:
             group["lr"] = rate
-        norm = streamed.step(training, batches[0], self.microbatches)
+        norm = streamed.step(training, iter(batches[0]), self.microbatches)
         loss_2 = training.take_losses()
-        if training.optimizer.prepare_grads():  # which `FiniteSteps` counts
+        if training.optimizer.prepare_grads():  # where the run's features look
             core.set_logged_losses(kept)
             return torch.zeros_like(loss_2), None
         self._plan()

@@ -22,19 +22,16 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
-from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
-from moe_plugin.hosts.megatron.trainer.guards import guard_of
 from moe_plugin.hosts.megatron.trainer.loop import Loop
 from moe_plugin.hosts.megatron.trainer.passes import Passes
 from moe_plugin.hosts.megatron.trainer.stage_layouts import StageLayouts, unequal_passes
 from moe_plugin.hosts.megatron.trainer.start import start
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
-from moe_plugin.observe.drops import RULE
 from moe_plugin.quiet import MEGATRON, hidden
 from moe_plugin.resilience.stopping import stops_in_one_line
 from moe_plugin.resilience.twins import WrongResultError
@@ -87,12 +84,12 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
     stages: what `start` returned.
     """
     from moe_plugin.hosts.megatron.trainer import checkpoint
-    from moe_plugin.hosts.megatron.trainer.elastic import ElasticSteps
-    from moe_plugin.hosts.megatron.trainer.report import Observer, RunLog
+    from moe_plugin.hosts.megatron.trainer.report import RunLog
+    from moe_plugin.hosts.megatron.trainer.run import guard_of
 
     config = arguments.transformer_config(args, cpu=args.cpu or not torch.cuda.is_available())
     settings = arguments.our_settings(args)
-    guard = guard_of(args, settings)
+    guard_of(args, settings)
     check_prefix(args.data_path)
     build, passes, loop, load = _kind(args)
     # before the data are read: settings that do not fit are found here
@@ -108,19 +105,14 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
     if args.skip_train:
         with contextlib.closing(log):
             return passes(args, training, log, valid_set).evaluate(progress.iteration)
-    observe = {path: value for path, value in settings.items() if path.startswith("observe.")}
-    observer = Observer(training.moe_layers(), with_overrides(MoEConfig(), observe).observe,
-                        training.activations, skip=[RULE])
-    training.watch(observer.recorder)
-    elastic = ElasticSteps(args, training, progress) if args.moe_lighthouse else None
     try:
-        return loop(args, training, observer, log, train_set, valid_set, elastic, guard).run(
-            progress)
+        training_loop = loop(args, training, log, train_set, valid_set)
+        try:
+            return training_loop.run(progress)
+        finally:
+            training_loop.features.close()
     finally:
         log.close()
-        observer.recorder.close()
-        if elastic is not None:
-            elastic.replica.close()
 
 
 def _check_validation(args: argparse.Namespace, valid_set: Any) -> None:

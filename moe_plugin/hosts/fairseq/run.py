@@ -1,0 +1,251 @@
+"""What fairseq tells the run features of its model and of each step (`moe_plugin.run`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.logging import metrics
+from torch import nn
+
+from moe_plugin.checkpoint.formats.fairseq.translate import setting
+from moe_plugin.comm import LocalComm
+from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
+from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.votes import FileTurns
+from moe_plugin.hosts.plain.activations import manage_layers
+from moe_plugin.memory.activations.offload import Activations
+from moe_plugin.observe.drops import DropWarning
+from moe_plugin.observe.features import FirstStepLine, LayerRecords
+from moe_plugin.observe.history.fairseq_log import step_record
+from moe_plugin.planner.byzshield import assign
+from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_settings
+from moe_plugin.resilience.finite import FiniteSteps
+from moe_plugin.resilience.overflow import RowsFit
+from moe_plugin.resilience.stopping import RUN
+from moe_plugin.resilience.twins import TwinSteps
+from moe_plugin.resilience.unfit import refuse_unfit
+from moe_plugin.resilience.vote import Ballots, refuse_reported_loads, refuse_spread_experts
+from moe_plugin.routing.steps import RouterSteps
+from moe_plugin.run import Run, RunFeature, StepFacts
+
+INNER = "train_inner"  # fairseq's name of the numbers between two lines of its log
+# their rate depends on the epoch or a validation, which every replica has of its own
+_OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
+
+
+def config_of(model: nn.Module) -> Any:
+    """The settings of a model's MoE layers; None: it has none."""
+    layers = moe_layers(model)
+    return layers[0].moe_layer.moe.config if layers else None
+
+
+def completes_gradients(model: nn.Module) -> bool:
+    """`Run.reduces` of a model's run, before it is made."""
+    config = config_of(model)
+    return config is not None and config.guard.votes > 0
+
+
+def check(cfg: Any, model: nn.Module) -> None:
+    """`ValueError` where the run cannot have what is asked for: flag, reason and remedy."""
+    config = config_of(model)
+    wants_replicas(cfg, config is not None)
+    if config is None:
+        return
+    guard, settings = config.guard, cfg.distributed_training
+    several = ("one rank", settings.distributed_world_size > 1, "use several, or 0")
+    fully = settings.ddp_backend == "fully_sharded"
+    if guard.twins:
+        refuse_unfit(f"--moe-check-twins {guard.twins}", [
+            ("--checkpoint-activations", not setting(cfg.model, "checkpoint_activations", False),
+             "drop one of both"),
+            ("--ddp-backend fully_sharded", not fully, "use legacy_ddp or pytorch_ddp (c10d)"),
+            several])
+    if guard.votes:
+        alone = "what one rank updates for all cannot be voted on; "
+        refuse_unfit(f"--moe-votes {guard.votes}", [
+            several, ("--ddp-backend fully_sharded", not fully, f"{alone}use legacy_ddp"),
+            ("--zero-sharding os", settings.zero_sharding != "os", f"{alone}leave it out"),
+            ("--moe-lighthouse", not setting(cfg.model, "moe_lighthouse"),
+             "replicas' gradients are averaged, whatever they are; leave it out"),
+            ("losses.global_batch", not config.losses.get("global_batch"),
+             "it is computed from all ranks' tokens, so that no two ranks compute it alike; use "
+             "losses.gshard")])
+        refuse_spread_experts(model)
+        refuse_reported_loads(model)
+        assign(guard.assignment, settings.distributed_world_size, guard.votes)
+
+
+def wants_replicas(cfg: Any, has_experts: bool) -> bool:
+    """Whether the run is one replica of several. `ValueError`: it cannot be."""
+    if not setting(cfg.model, "moe_lighthouse"):
+        check_alone(setting(cfg.model, "moe_replica", 0) or 0)
+        return False
+    common, rates = cfg.common, cfg.lr_scheduler
+    refuse_unfit("--moe-lighthouse", [
+        ("a model without experts", has_experts, "give --moe-freq and --moe-expert-count"),
+        ("--fp16, --bf16 and --amp", not (common.fp16 or common.bf16 or common.amp),
+         "leave them out"),
+        ("--zero-sharding os and --ddp-backend fully_sharded", not shards_optimizer_state(cfg),
+         "leave them out"),
+        ("--store-ema", not cfg.ema.store_ema, "leave it out"),
+        ("rates by epoch (several --lr, --force-anneal, or --lr-scheduler "
+         f"{', '.join(_OWN_RATES)})",
+         setting(rates, "_name") not in _OWN_RATES and len(cfg.optimization.lr) == 1
+         and setting(rates, "force_anneal") is None, "use one --lr and a schedule by updates")])
+    check_settings(cfg.model.moe_replica)
+    return True
+
+
+def run_of(trainer: Any) -> Run:
+    """The run of a trainer of ours, as its settings ask for; collective."""
+    model, cfg = trainer.get_model(), trainer.cfg
+    config = config_of(model)
+    if config is None:
+        return Run([RUN])
+    group = trainer.data_parallel_process_group if trainer.data_parallel_world_size > 1 else None
+    world = LocalComm() if group is None else comm_of(group)
+    activations = _activations(cfg, model, world)
+    return Run([
+        FirstStepLine(), RUN, _twins(config, model, world), _replicas(trainer, config),
+        records_of(config, model, world, activations), _votes(trainer, config, world, group),
+        RowsFit([model], world), None if cfg.common.amp else FiniteSteps(), RouterSteps([model]),
+        activations, DropWarning(trainer.is_data_parallel_master)])
+
+
+def _twins(config: Any, model: nn.Module, world: Any) -> RunFeature | None:
+    return TwinSteps(model, world, config.guard.twins) if config.guard.twins else None
+
+
+def _votes(trainer: Any, config: Any, world: Any, group: Any) -> RunFeature | None:
+    guard = config.guard
+    if not guard.votes:
+        return None
+    ballots = Ballots(assign(guard.assignment, world.size, guard.votes), world, guard.aggregate)
+    return FileTurns(ballots, trainer.get_model(), trainer.get_criterion(), group)
+
+
+def _replicas(trainer: Any, config: Any) -> RunFeature | None:
+    flags = trainer.cfg.model
+    if not wants_replicas(trainer.cfg, True):
+        return None
+
+    def state() -> dict[str, Any]:
+        # the trainer builds its optimizer again where it loads a checkpoint
+        return {"optimizer": trainer.optimizer.state_dict(), "updates": trainer.get_num_updates()}
+
+    def load(given: dict[str, Any]) -> None:
+        trainer.optimizer.load_state_dict(given["optimizer"])
+        trainer.set_num_updates(given["updates"])
+
+    return ReplicaSteps(flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
+                        [trainer.get_model(), trainer.get_criterion()], state, load,
+                        trainer.get_num_updates)
+
+
+def records_of(config: Any, model: nn.Module, world: Any,
+               activations: Activations | None) -> LayerRecords | None:
+    """Records of a model's layers, where the settings say where they go. Layers are named by their
+    place, `decoder.layers.1`.
+    """
+    if not config.observe.writes:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    records = LayerRecords(config.observe, {names[id(layer)]: layer.moe_layer
+                                            for layer in moe_layers(model)}, world, host="fairseq")
+    if activations is not None:
+        records.recorder.watch("activations", activations.swapper.copier, activations.on_device)
+    return records
+
+
+def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
+    """The layers of encoder and decoder."""
+    config = config_of(model)
+    found = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
+             if (part := dict(model.named_children()).get(stack)) is not None
+             for i, layer in enumerate(part.layers)}
+    return manage_layers(config.offload, found, comm, refused={
+        "--checkpoint-activations": bool(setting(cfg.model, "checkpoint_activations", False)),
+        "--ddp-backend fully_sharded":
+            cfg.distributed_training.ddp_backend == "fully_sharded",
+        "--moe-check-twins": config.guard.twins > 0,
+        "--moe-votes": config.guard.votes > 0,
+    })
+
+
+def attach(run: Run, optimizer: Any) -> None:
+    """Let an optimizer of fairseq's take the gradients that the run completes. In place."""
+    votes = run.find(FileTurns)
+    if votes is not None:
+        votes.attach(optimizer)
+
+
+def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *sums: Any,
+               ignore: bool) -> Any:
+    """fairseq's sums over ranks; where ranks compute batches of each other, each counts once.
+
+    aggregate: the trainer's own. sums: the sample size first.
+    """
+    votes = run.find(FileTurns)
+    if votes is None or not votes.running:
+        return aggregate(logging_outputs, *sums, ignore=ignore)
+    logged, (_, *others) = aggregate(votes.counted(logging_outputs), *sums)
+    return logged, (votes.sample_size(), *others)
+
+
+def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
+             batches: int) -> StepFacts:
+    """What is known of the trainer's last step.
+
+    Args:
+        before: updates done before it.
+        logged: what `train_step` returned.
+        batches: of an epoch; 0: not known.
+    """
+    left_out, updates = trainer.run.left_out, trainer.get_num_updates()
+    # in a step that was lost, another replica's state may have been taken
+    made = updates > before and left_out is None
+    number = updates if made else before + 1
+    if not logged or not trainer.is_data_parallel_master:
+        return StepFacts(number, made, skipped=left_out is not None and not left_out.lost)
+    words, total = metrics.get_meter("default", "wpb"), total_updates(trainer.cfg, batches)
+    return StepFacts(number, made, tokens=None if words is None else float(words.val),
+                     left=None if total is None else max(0, total - updates),
+                     dropped=dropped(logged), logged=_line(trainer.cfg, updates) if made else None)
+
+
+def _line(cfg: Any, updates: int) -> Any:
+    """The numbers that fairseq's log has next; None: no line follows this update."""
+    known = metrics.get_meters(INNER)
+    if updates % cfg.common.log_interval or known is None:
+        return None
+    return step_record(known.get_smoothed_values(), INNER)
+
+
+def dropped(logged: Mapping[str, Any]) -> float:
+    """The share of first and second choices that were dropped, from fairseq's log line."""
+    lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
+    return sum(lost) / len(lost) / 100 if lost else 0.0
+
+
+def batches_of(iterator: Any) -> int:
+    """How many batches an epoch has; 0: not known."""
+    return len(iterator) if isinstance(iterator, EpochBatchIterator) else 0
+
+
+def total_updates(cfg: Any, batches: int) -> int | None:
+    """Updates of the whole run by `--max-update` and `--max-epoch`; None: neither tells.
+
+    batches: of an epoch.
+    """
+    settings, ends = cfg.optimization, []
+    if settings.max_update:
+        ends.append(settings.max_update)
+    if settings.max_epoch and batches:
+        every = list(settings.update_freq)  # by epoch; the last one counts for all that follow
+        every += every[-1:] * (settings.max_epoch - len(every))
+        ends.append(sum(math.ceil(batches / n) for n in every[:settings.max_epoch]))
+    return min(ends, default=None)

@@ -1,0 +1,80 @@
+"""Votes in fairseq: where the batches of a file begin, and what of them counts in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_plugin.hosts.fairseq.sharding import join
+from moe_plugin.resilience.step_votes import StepVotes
+from moe_plugin.resilience.vote import Ballots
+from moe_plugin.run import StepInput
+
+
+class FileTurns(StepVotes):
+    """`StepVotes` in a step over the batches of all files, which calls the criterion for each.
+
+    Args:
+        ballots: of the data-parallel ranks. model, criterion: not wrapped. group: the process group
+            of these ranks.
+    """
+
+    def __init__(self, ballots: Ballots, model: nn.Module, criterion: nn.Module,
+                 group: Any) -> None:
+        super().__init__(ballots, [model, criterion], group=group)
+        self.criterion = criterion
+
+    def attach(self, optimizer: Any) -> None:
+        """Let an optimizer of fairseq's vote where it would reduce gradients. In place."""
+        optimizer.votes = self
+        join(optimizer, _VotingOptimizer)
+
+    @contextmanager
+    def around_step(self, step: StepInput) -> Iterator[None]:
+        """And the criterion tells of batches."""
+        hooks = (self.criterion.register_forward_pre_hook(self._begin),
+                 self.criterion.register_forward_hook(self._end))
+        try:
+            with super().around_step(step):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._at = 0
+        self._sizes: list[float] = []
+
+    def _begin(self, criterion: nn.Module, args: Any) -> None:
+        if self._at < len(self.dealt) and self.dealt[self._at].begins:
+            self.begin_file()
+            self._sizes.append(0.0)
+
+    def _end(self, criterion: nn.Module, args: Any, output: Any) -> None:
+        if self._at < len(self.dealt):
+            self._sizes[-1] += float(output[1]) if self.dealt[self._at].batch else 0.0
+            self._at += 1
+
+    def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of what this rank's batches log, that which counts: each batch on one rank."""
+        kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
+        return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
+
+    def sample_size(self) -> float:
+        """Of all files, by vote. Collective."""
+        sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
+        return float(self.agreed_sums(sizes.split(1)))
+
+
+class _VotingOptimizer:
+    """Joins the class of an optimizer of fairseq's."""
+
+    votes: FileTurns
+
+    def all_reduce_grads(self: Any, module: nn.Module) -> None:
+        self.votes.finish(self.votes.ballots.assignment.count / self.votes.ballots.comm.size)

@@ -1,0 +1,45 @@
+"""What Megatron tells the run features of its model (`moe_plugin.run`): in its own training script,
+and in the trainer of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.config import ObserveConfig
+from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.memory.activations.offload import Activations
+from moe_plugin.observe.features import LayerRecords
+from moe_plugin.output import LayerStats
+
+
+def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
+               activations: Activations | None, validation: Callable[[LayerStats], None],
+               **options: Any) -> LayerRecords:
+    """Records of the layers of this pipeline stage.
+
+    Args:
+        activations: of this stage, whose copies get records, too; None: all are kept.
+        validation, options: see `LayerRecords`.
+    """
+    from megatron.core import parallel_state as ps
+
+    group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    stage = ps.get_pipeline_model_parallel_rank()
+    if stage:  # one writer a file: later stages write their own
+        config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
+    records = LayerRecords(config, named(layers), comm_of(group), host="megatron",
+                           rank=dist.get_rank(), validation=validation, **options)
+    if activations is not None:
+        records.recorder.watch("activations", activations.swapper.copier, activations.on_device)
+    return records
+
+
+def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
+    """Layers by the names that records have."""
+    return {f"layer{layer.layer_number}": layer for layer in layers}

@@ -1,0 +1,163 @@
+"""Votes on the gradients of a run's steps, in every host: see `resilience.vote`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.named_errors import gather_objects
+from moe_plugin.layer import MoELayer
+from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.resilience.twins import alike
+from moe_plugin.resilience.vote import Ballots, flat_gradients
+from moe_plugin.run import RunFeature, StepInput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileBatch:
+    """A micro-batch of this rank in a step with votes.
+
+    Attributes:
+        batch: as the host gave it; None fills a short step.
+        begins: it is its file's first.
+        counts: in the log, on the first of the file's ranks.
+    """
+
+    batch: Any
+    begins: bool
+    counts: bool
+
+
+class StepVotes(RunFeature):
+    """Votes in the steps of a run. The micro-batches that all ranks would have had are the files,
+    by turns; each rank computes those of its own files. The host says where a file begins.
+
+    Args:
+        ballots: of the data-parallel ranks.
+        models: their parameters that train, the same on all ranks, get the gradients.
+        gradient_of: a parameter's gradient; None: it has none.
+        start: what keeps random generators, made with no models.
+        group: the process group of the ranks.
+
+    Attributes:
+        running: whether a step is being computed. dealt: this rank's micro-batches of the step.
+    """
+
+    reduces = True
+
+    def __init__(self, ballots: Ballots, models: Sequence[nn.Module],
+                 gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda p: p.grad,
+                 start: Callable[[list[nn.Module]], StepStart] = StepStart,
+                 group: Any = None) -> None:
+        self.ballots, self.gradient_of, self.start = ballots, gradient_of, start
+        self.group = group
+        self.parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+        self.layers = [each for model in models for each in model.modules()
+                       if isinstance(each, MoELayer)]
+        self.running, self.step = False, 0
+        self.dealt: list[FileBatch] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        self._began: StepStart | None = None
+        self._answers: list[Tensor] = []
+
+    @contextmanager
+    def around_step(self, step: StepInput) -> Iterator[None]:
+        """Twins compute alike inside."""
+        self.step = step.number
+        with alike(self.layers):
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+
+    def batches(self, own: list[Any]) -> list[Any]:
+        """The micro-batches of this rank's files. Collective."""
+        every = gather_objects(own, "the batches of a step", self.group)
+        return self.deal([each for turn in itertools.zip_longest(*every) for each in turn])
+
+    def deal(self, in_turn: list[Any]) -> list[Any]:
+        """The micro-batches of this rank's files, of those of all ranks by turns."""
+        count, me, self.dealt = self.ballots.assignment.count, self.ballots.comm.rank, []
+        for file in self.ballots.files:
+            speaks = self.ballots.assignment.workers_of[file][0] == me
+            for i, batch in enumerate(in_turn[file::count] or [None]):
+                self.dealt.append(FileBatch(batch, i == 0, speaks and bool(batch)))
+        return [each.batch for each in self.dealt]
+
+    def files_dealt(self) -> list[list[Any]]:
+        """The same by file."""
+        found: list[list[Any]] = []
+        for each in self.dealt:
+            found += [[]] if each.begins else []
+            found[-1].append(each.batch)
+        return found
+
+    def before_passes(self) -> Callable[[], None]:
+        """Passes that are repeated give their answers again."""
+        self._restart()
+        return self._restart
+
+    def begin_file(self) -> None:
+        """This rank's next file begins; gradients are zero, or the file's before it."""
+        if self._began is None:
+            self._began = self.start([])  # the host has just set the seed of this step
+        else:
+            self._keep()
+            self._began.restore()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        gradients = [self.gradient_of(p) for p in self.parameters]
+        self._answers.append(flat_gradients(self.parameters, gradients))
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.zero_()
+
+    def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
+        """What all files sum up, by vote: float64 [S]. Collective.
+
+        mine: [S] of each of this rank's files; some are missing where memory ran out.
+        """
+        missing = len(self.ballots.files) - len(mine)
+        sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
+        return self.ballots.winners(sums_LS.to(self.ballots.comm.device)).sum(0)
+
+    @torch.no_grad()
+    def finish(self, scale: float = 1.0) -> None:
+        """Set all gradients by vote, times `scale`, and warn of ranks that were outvoted.
+        Collective.
+        """
+        if not self.running or self._began is None:
+            return
+        self._keep()
+        self._began = None
+        missing = len(self.ballots.files) - len(self._answers)
+        self._answers += [torch.zeros_like(self._answers[0])] * missing
+        result_N = self.ballots.result(torch.stack(self._answers)).mul_(scale)
+        self._answers.clear()
+        for p, part_N in zip(self.parameters, result_N.split([p.numel() for p in self.parameters]),
+                             strict=True):
+            gradient = self.gradient_of(p)
+            if gradient is None:
+                p.grad = part_N.view_as(p).to(p.dtype)
+            else:
+                gradient.copy_(part_N.view_as(gradient))
+        self._report()
+
+    def _report(self) -> None:
+        found = self.ballots.verdict()
+        if self.ballots.comm.rank == 0 and (found.outvoted or found.undecided):
+            logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
+                           list(found.outvoted), list(found.undecided))

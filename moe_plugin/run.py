@@ -1,0 +1,283 @@
+"""A training run of any host, and the features around its steps.
+
+What happens around a step is a `RunFeature`: written once, in its room, it knows no host. A host
+has one `Run` with those that are on, and calls it at its seams:
+
+    with run.around_step(StepInput(number)):
+        loss = run.compute(passes)               # again, where a feature asks for it
+        run.after_backward(StepGradients(...))   # before the optimizer's step, which it may skip
+        optimizer.step()
+    run.after_step(StepFacts(number, tokens=..., left=...))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Feature = TypeVar("Feature", bound="RunFeature")
+Result = TypeVar("Result")
+
+
+class SkipStep(OverflowError):
+    """All ranks leave this step out: no parameter changes.
+
+    Attributes: `lost`: nothing of the step counts, and it is made again.
+    """
+
+    lost = False
+
+
+class LostStep(SkipStep):
+    """The step is lost, and made again."""
+
+    lost = True
+
+
+class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, to begin it again
+    """The step's passes begin again, on all ranks."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A step that begins.
+
+    Attributes:
+        number: from 1.
+        batch: this rank's first micro-batch, in a form that pickles; None: the host has none.
+        loss_of: of such a batch; the model's forward pass.
+    """
+
+    number: int
+    batch: Callable[[], Any] | None = None
+    loss_of: Callable[[Any], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """The gradients of a step, before the optimizer's.
+
+    Attributes:
+        number: of the step, from 1.
+        tensors: all of this rank's; None: a parameter has none.
+        finite: whether they and the loss are, the same answer on all ranks; collective.
+        scale_falls: whether a loss scale falls where they are not: the step is no sign of a run
+            that is broken.
+        bad: this rank knows that the step must be skipped.
+    """
+
+    number: int
+    tensors: Callable[[], Sequence[Tensor | None]]
+    finite: Callable[[], bool]
+    scale_falls: Callable[[], bool] = lambda: False
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of a step after it.
+
+    Attributes:
+        number: steps done, from 1.
+        made: whether the step counts; the number of one that does not comes again.
+        skipped: no parameter changed, because a number was not finite.
+        tokens: of all ranks; None or 0: the host does not say.
+        left: steps after this one; None: not known.
+        loss: mean over tokens, nats; None: the host does not say.
+        dropped: share of its choices that found no slot; None: not known.
+        logged: the host's line of its own log, a `StepRecord`; None: it has none now.
+    """
+
+    number: int
+    made: bool = True
+    skipped: bool = False
+    tokens: float | None = None
+    left: int | None = None
+    loss: float | None = None
+    dropped: float | None = None
+    logged: Any = None
+
+
+class RunFeature:
+    """Something that happens around the steps of a run; a method does nothing unless overridden.
+
+    All ranks call all methods alike, so that each may be collective.
+
+    Attributes:
+        reduces: it completes the gradients itself; the host does not reduce them.
+        copies: so many ranks compute each micro-batch.
+        replaced: the last step took another run's state: its loss is of older weights, and the
+            samples that follow are others.
+    """
+
+    reduces = False
+    copies = 1
+    replaced = False
+
+    def begin(self) -> None:
+        """Before the first step: the optimizer is built, and a checkpoint is loaded."""
+
+    def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
+        """Around the whole step."""
+        return nullcontext()
+
+    def batches(self, own: list[Any]) -> list[Any]:
+        """What this rank computes in the step, in place of its own micro-batches."""
+        return own
+
+    def before_passes(self) -> Callable[[], None] | None:
+        """Passes of a step or of an evaluation begin; returns what sets back what they change, if
+        this feature may raise `StepRepeat` of them.
+        """
+        return None
+
+    def after_passes(self) -> None:
+        """All passes are done.
+
+        Raises: StepRepeat.
+        """
+
+    def after_backward(self, gradients: StepGradients) -> None:
+        """Gradients are complete, and no parameter has changed.
+
+        Raises: SkipStep.
+        """
+
+    def after_step(self, facts: StepFacts) -> None:
+        """The step is over."""
+
+    def after_log(self, facts: StepFacts) -> None:
+        """The host knows more of the step: `dropped` or `logged`."""
+
+    def after_evaluation(self, number: int, dropped: float | None) -> None:
+        """A validation is over. number: steps done. dropped: share of its choices, if known."""
+
+    def numbers(self) -> dict[str, float]:
+        """For the host's log, by name."""
+        return {}
+
+    def close(self) -> None:
+        """The run ends."""
+
+
+class Run(RunFeature):
+    """The features of a run that are on, in the order in which they are called.
+
+    Args:
+        features: None is left out.
+
+    Attributes:
+        number: of the present step, or of the last one, from 1.
+        left_out: why it changes no parameter; None: it does.
+    """
+
+    def __init__(self, features: Iterable[RunFeature | None] = ()) -> None:
+        self.features = [feature for feature in features if feature is not None]
+        self.number, self.left_out = 0, None  # type: int, SkipStep | None
+        self._begun = False
+
+    @property
+    def reduces(self) -> bool:  # type: ignore[override]
+        """See `RunFeature`."""
+        return any(feature.reduces for feature in self.features)
+
+    @property
+    def copies(self) -> int:  # type: ignore[override]
+        """See `RunFeature`."""
+        return max((feature.copies for feature in self.features), default=1)
+
+    @property
+    def replaced(self) -> bool:  # type: ignore[override]
+        """See `RunFeature`."""
+        return any(feature.replaced for feature in self.features)
+
+    def find(self, kind: type[Feature]) -> Feature | None:
+        """The feature of a class, if it is on."""
+        return next((each for each in self.features if isinstance(each, kind)), None)
+
+    @contextmanager
+    def around_step(self, step: StepInput) -> Iterator[None]:
+        """See `RunFeature`."""
+        self.number, self.left_out = step.number, None
+        if not self._begun:
+            self._begun = True
+            for feature in self.features:
+                feature.begin()
+        with ExitStack() as stack:
+            for feature in self.features:
+                stack.enter_context(feature.around_step(step))
+            yield
+
+    def batches(self, own: list[Any]) -> list[Any]:
+        """See `RunFeature`."""
+        for feature in self.features:
+            own = feature.batches(own)
+        return own
+
+    def before_passes(self) -> Callable[[], None]:
+        """See `RunFeature`."""
+        resets = [reset for each in self.features if (reset := each.before_passes()) is not None]
+
+        def back() -> None:
+            for reset in resets:
+                reset()
+
+        return back
+
+    def compute(self, passes: Callable[[], Result],
+                undo: Callable[[], None] = lambda: None) -> Result:
+        """What `passes()` returns, begun again where it raises `StepRepeat`.
+
+        passes: all forward and backward passes of a step, which clear the gradients first, or all
+            forward passes of an evaluation; it calls `after_passes`. undo: called before it begins
+            again.
+        """
+        reset = self.before_passes()
+        while True:
+            try:
+                return passes()
+            except StepRepeat:
+                undo()
+                reset()
+
+    def after_passes(self) -> None:
+        """See `RunFeature`."""
+        for feature in self.features:
+            feature.after_passes()
+
+    def after_backward(self, gradients: StepGradients) -> None:
+        """See `RunFeature`."""
+        try:
+            for feature in self.features:
+                feature.after_backward(gradients)
+        except SkipStep as reason:
+            self.left_out = reason
+            raise
+
+    def after_step(self, facts: StepFacts) -> None:
+        """See `RunFeature`."""
+        for feature in self.features:
+            feature.after_step(facts)
+
+    def after_log(self, facts: StepFacts) -> None:
+        """See `RunFeature`."""
+        for feature in self.features:
+            feature.after_log(facts)
+
+    def after_evaluation(self, number: int, dropped: float | None = None) -> None:
+        """See `RunFeature`."""
+        for feature in self.features:
+            feature.after_evaluation(number, dropped)
+
+    def numbers(self) -> dict[str, float]:
+        """See `RunFeature`."""
+        return {name: value for each in self.features for name, value in each.numbers().items()}
+
+    def close(self) -> None:
+        """See `RunFeature`."""
+        for feature in self.features:
+            feature.close()
