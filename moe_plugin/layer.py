@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, default_comm
-from moe_plugin.comm.meter import TrafficMeter
+from moe_plugin.comm.counters import TrafficMeter
 from moe_plugin.config import MoEConfig, unread
 from moe_plugin.config.named import layer_config, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
@@ -122,7 +122,7 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
         self.ddp_check(built, self.experts)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self._follow_parameters()  # some may be trainable since the last call
-        traffic = TrafficMeter(self.comm)
+        traffic = TrafficMeter(self.comm.counters)
         tokens = self.tokens.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
         kept = self.capacity(routing, self.training)

@@ -1,12 +1,12 @@
-"""Ranks that must have equal settings: one hash is compared, and a difference is named on every
-rank.
+"""Ranks agree: that their settings are equal, by one hash, where a difference is named on every
+rank; and on numbers of rows, as small integers between hosts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,30 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     lengths = [int.from_bytes(one[_DIGEST:], "big") for one in seen]
     texts = _gather(comm, text.ljust(max(lengths)))
     raise ValueError(_differences(comm, [json.loads(text) for text in texts]))
+
+
+def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
+                  recvs: Mapping[int, int]) -> dict[int, list[int]]:
+    """Exchange integers between hosts (`hosts`). Those for this rank itself are not sent.
+
+    Args:
+        sends: by peer, the integers to send.
+        recvs: by peer, how many integers it sends to this rank.
+    Returns: by peer, the received integers.
+    """
+    def others(items: Mapping[int, Any]) -> list[int]:
+        return [peer for peer in items if peer != comm.rank]
+
+    out = [(p, torch.tensor(list(sends[p]), dtype=torch.int64))
+           for p in others(sends) if len(sends[p])]
+    buffers = [(p, torch.empty(recvs[p], dtype=torch.int64))
+               for p in others(recvs) if recvs[p]]
+    comm.hosts.send_receive(out, buffers)
+    got = {peer: buffer.tolist() for peer, buffer in buffers}
+    got |= {p: [] for p in recvs if not recvs[p]}
+    if comm.rank in sends:
+        got[comm.rank] = list(sends[comm.rank])
+    return got
 
 
 def _gather(comm: Comm, mine: bytes) -> list[bytes]:

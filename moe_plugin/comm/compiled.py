@@ -13,33 +13,15 @@ is not needed is not in the graph.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Optional
-from weakref import WeakValueDictionary
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moe_plugin.comm.base import Comm
-    from moe_plugin.comm.exchange import Exchange
-
-_NUMBERS = itertools.count()
-# Keys stand for objects of this process, which keeps none of them alive.
-_BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
-
-
-def key_of(owner: Comm | Route) -> str:
-    """A new key by which operations find this object for as long as it lives."""
-    key = f"{type(owner).__name__} {next(_NUMBERS)}"
-    _BY_KEY[key] = owner
-    return key
-
-
-def owner_of(key: str) -> Any:
-    """The object of a key."""
-    return _BY_KEY[key]
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.exchange import Exchange
+from moe_plugin.comm.keys import key_of, owner_of
 
 
 class Route:

@@ -6,16 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from moe_plugin.comm.timeout_watch import TimeoutWatch
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from moe_plugin.comm.base import Comm
 
 T = TypeVar("T")
 MAX_TAG = (1 << 20) - 1
@@ -38,9 +35,8 @@ class GroupState:
     started: the last collectives in words, where they may fail after they have returned.
     last_tag: of the last exchange in the background; all ranks count alike.
     hosts: see `Comm.hosts`; None: not used so far, or the group itself.
-    subgroups: by size, the subgroup of consecutive ranks that this rank is in. To make one is
-        collective and costs connections.
-    strided: by stride, the subgroup of ranks at this distance that this rank is in.
+    subgroups: by their ranks, the subgroups that this rank is in. To make one is collective and
+        costs connections.
     groups_made: in the state of the default group: by ranks, how many groups of them were made.
     collects_for: for each rank of this node, the destination ranks whose rows it collects in the
         2DH all-to-all under this topology.
@@ -54,9 +50,8 @@ class GroupState:
     connected: bool = False
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
-    hosts: Comm | None = None
-    subgroups: dict[int, Comm] = field(default_factory=dict)
-    strided: dict[int, Comm] = field(default_factory=dict)
+    hosts: Any = None  # it and the next hold groups, which are made of this
+    subgroups: dict[range, Any] = field(default_factory=dict)
     groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
     collects_for: dict[int, list[int]] | None = None
     _by_class: dict[type, Any] = field(default_factory=dict)

@@ -18,10 +18,10 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, two_steps
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
-from moe_plugin.comm.compiled import collective, key_of
+from moe_plugin.comm.compiled import collective
+from moe_plugin.comm.keys import key_of
 from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.nodes import node_key
-from moe_plugin.comm.started import started
 from moe_plugin.comm.state import GroupState
 from moe_plugin.comm.timeout_watch import TimeoutWatch
 from moe_plugin.comm.topology import Topology
@@ -172,7 +172,7 @@ class TorchComm(Comm):
             return super().start_all_to_all(x)
         x, out, rows = x.contiguous(), torch.empty_like(x), x.shape[0] // self.size
         self._count_rows((self.size - 1) * bool(rows), x, rows * (self.size - 1))
-        return started(self, f"all_to_all of {x.dtype} {tuple(x.shape)} in equal pieces", out,
+        return self._started(f"all_to_all of {x.dtype} {tuple(x.shape)} in equal pieces", out,
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -186,7 +186,7 @@ class TorchComm(Comm):
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Comm`: in place, while this rank computes."""
-        return started(self, f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}", x, dist.all_reduce,
+        return self._started(f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}", x, dist.all_reduce,
                        x)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -330,9 +330,24 @@ class TorchComm(Comm):
             collective(*args, group=self.group)
             self._passes()
             return
-        self.wait_for(collective(*args, group=self.group, async_op=True))
+        self._wait_for(collective(*args, group=self.group, async_op=True))
 
-    def wait_for(self, work: Any) -> None:
+    def _started(self, what: str, result: Tensor, collective: Callable[..., Any],
+                 *args: Tensor) -> Callable[[], Tensor]:
+        """Begin `collective(*args)`; what is returned waits for it and gives `result`, which it
+        fills. what: for messages.
+        """
+        with self.error_context(lambda: what):
+            work = collective(*args, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            with self.error_context(lambda: what):
+                self._wait_for(work)
+            return result
+
+        return wait
+
+    def _wait_for(self, work: Any) -> None:
         """Wait for a collective of torch, on gloo for `timeout_s` at most."""
         if not self.receive_first:
             work.wait()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.compiled import owner_of
+from moe_plugin.comm.keys import owner_of
 from moe_plugin.comm.local import LocalComm
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_plugin.comm.meter import TrafficMeter
+from moe_plugin.comm.counters import TrafficMeter
 from moe_plugin.kernels.expert_load import expert_load, known_load
 from moe_plugin.output import LayerStats
 from moe_plugin.records import KeptRouting

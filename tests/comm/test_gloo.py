@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, Topology, TorchComm, algorithms
+from moe_plugin.comm.agreement import exchange_ints
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, wanted_rows
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.config import from_dict
@@ -220,7 +221,7 @@ def _numbers_of_hosts() -> tuple[Any, ...]:
     comm = _OnGPU()
     other = (comm.rank + 1) % WORLD
     most = comm.agree_max([comm.rank, -comm.rank])
-    got = comm.exchange_ints({other: [comm.rank] * 2, comm.rank: [7]},
+    got = exchange_ints(comm, {other: [comm.rank] * 2, comm.rank: [7]},
                              {(comm.rank - 1) % WORLD: 2, comm.rank: 1})
     return most, sorted(got.items()), comm.hosts is _OnGPU().hosts, TorchComm().hosts.ranks
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.agreement import exchange_ints
 from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, swap_equal
 from moe_plugin.comm.exchange import algorithms, several_nodes
@@ -89,7 +90,7 @@ def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None
-    got = comm.exchange_ints({node[0]: send + recv},
+    got = exchange_ints(comm, {node[0]: send + recv},
                              dict.fromkeys(node, 2 * comm.size) if leads else {})
     if not leads:
         return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.agreement import exchange_ints
 from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, stride_copy, swap_equal
 from moe_plugin.comm.exchange import algorithms, several_nodes
@@ -89,7 +90,7 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
     if even:
         counts = {rank: [send[0]] * len(mine) for rank in served}
     else:
-        counts = comm.exchange_ints({rank: [send[d] for d in served[rank]] for rank in served},
+        counts = exchange_ints(comm, {rank: [send[d] for d in served[rank]] for rank in served},
                                     {rank: len(mine) for rank in served})
     return _Plan(served, counts)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_plugin.comm.meter import TrafficMeter
+from moe_plugin.comm.counters import TrafficMeter
 from moe_plugin.dispatch import Sent
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.hosts.megatron import parameters
@@ -64,7 +64,7 @@ class Stages:
         """
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
-        traffic = TrafficMeter(moe.comm)
+        traffic = TrafficMeter(moe.comm.counters)
         tokens = moe.tokens.enter(hidden_states, real_SB, info, moe.experts.dtype)
         routing = moe.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
         if routing.passthrough_T is not None:

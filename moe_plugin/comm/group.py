@@ -1,0 +1,127 @@
+"""`Group`: which ranks there are and on which nodes, and how their errors read."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from moe_plugin.comm.counters import Counters
+from moe_plugin.comm.job_abort import reason
+from moe_plugin.comm.state import GroupState
+from moe_plugin.comm.topology import Topology
+
+
+class CommError(RuntimeError):
+    """A collective failed or cannot run. The message names rank, collective and sizes."""
+
+
+class Group(ABC):
+    """A group of `size` ranks, of which this process (or thread) is `rank`.
+
+    Args:
+        rank, size: this rank's index in the group, and the number of ranks.
+        name: of the group, for messages.
+        state: what is known of the group; None: nothing yet.
+
+    Attributes:
+        ranks: of the job, by rank of the group.
+        separate: whether ranks are processes of their own, whose settings may differ, see
+            `comm.agreement`.
+        fails_later: whether a collective may fail after it has returned, so that the error is
+            raised by another one.
+    """
+
+    separate: bool = False
+    fails_later: bool = False
+    ranks: Sequence[int] = (0,)
+
+    def __init__(self, rank: int, size: int, name: str, state: GroupState | None = None) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self.state = GroupState() if state is None else state
+        self.counters = Counters()
+        if size == 1 and self.state.topology is None:
+            self.state.set_topology(Topology.one_node(1))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this group must be."""
+        return torch.device("cpu")
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether all-gather and reduce-scatter go in two steps here, see `comm.by_nodes`."""
+        return False
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node. Raises: CommError: `prepare` has not been called."""
+        if self.state.topology is None:
+            raise self.error("the topology is not known; call comm.prepare() on all ranks of the "
+                             "group first")
+        return self.state.topology
+
+    def prepare(self, topology: Topology | None = None) -> Topology:
+        """Agree on the group's topology. Collective: all ranks call it with equal arguments.
+
+        topology: which ranks share a node; None: the one that is known, else it is detected.
+        Another topology than before discards what was measured under that one.
+        Raises: ValueError: the topology has another number of ranks.
+        """
+        if topology is None:
+            topology = self.state.topology or self.detect_topology()
+        if topology.size != self.size:
+            raise ValueError(
+                f"topology of {topology.size} ranks does not fit {self.name!r} with {self.size}; "
+                "give one node list for all ranks of the group"
+            )
+        if topology != self.state.topology:
+            self.state.set_topology(topology)
+            for ranks, subgroup in self.state.subgroups.items():
+                subgroup.prepare(topology.restrict(ranks))
+        return topology
+
+    def detect_topology(self) -> Topology:
+        """Ask the ranks on which node they run; collective. Here: all on one node."""
+        return Topology.one_node(self.size)
+
+    @contextmanager
+    def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Raise a failure inside as a `CommError` that names rank, group, collective and sizes.
+
+        describe: the collective and its sizes in words; called only after a failure, except where
+            it may also be the cause of a later one.
+        """
+        if self.fails_later:
+            self.state.started.append(describe())
+        try:
+            yield
+        except CommError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise self.error(f"{describe()} failed: {error}{self._started_before()}"
+                             f"{self.missing_ranks()}") from error
+
+    def _started_before(self) -> str:
+        """The collectives of which a failure may be, where one fails later than it is called."""
+        before = list(self.state.started)[:-1]
+        return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
+
+    def error(self, text: str) -> CommError:
+        """A `CommError` that begins with rank and group."""
+        return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {text}")
+
+    def store(self) -> Any:
+        """A key-value store that all ranks share, on its own connection; None: there is none."""
+        return None
+
+    def missing_ranks(self) -> str:
+        """Why a rank gave up, or else the watchdog's report on ranks without heartbeats, for an
+        error message; empty: neither is known.
+        """
+        watchdog = self.state.watchdog
+        said = reason() if self.separate else ""
+        return said or (f"; {watchdog.report()}" if watchdog is not None else "")
