@@ -15,8 +15,7 @@ class Op:
     """An operation: a torch reference, decent on CPU, and implementations for devices.
 
     `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can
-    take these arguments, else the reason. A call uses the last added implementation that can, and
-    the reference on a CPU, which the first argument, a tensor, settles.
+    take these arguments, else the reason. A call uses the last added implementation that can.
 
     Attributes:
         interpreted: implementations for GPUs run on the CPU, in Triton's interpreter.
@@ -26,17 +25,21 @@ class Op:
 
     def __init__(self, name: str, reference: Callable[..., Any]) -> None:
         self.name, self.__doc__, self._reference = name, reference.__doc__, reference
+        self._others_on_cpu = False
         self._implementations: dict[
             str, tuple[Callable[..., Any], Callable[..., str | None] | None]] = {
                 "torch": (reference, None)}  # None: it can take all
 
-    def add(self, name: str,
-            why_not: Callable[...,
-                              str | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator that registers another implementation."""
+    def add(self, name: str, why_not: Callable[..., str | None],
+            on_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator that registers another implementation.
+
+        on_cpu: it may take tensors on a CPU; False: only while `interpreted`.
+        """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             self._implementations[name] = (fn, why_not)
+            self._others_on_cpu |= on_cpu
             return fn
 
         return register
@@ -44,11 +47,11 @@ class Op:
     @contextmanager
     def temporary(self) -> Iterator[None]:
         """What is added inside is removed at the end."""
-        before = dict(self._implementations)
+        before = dict(self._implementations), self._others_on_cpu
         try:
             yield
         finally:
-            self._implementations = before
+            self._implementations, self._others_on_cpu = before
 
     def names(self) -> list[str]:
         """Implementations, the reference first."""
@@ -77,7 +80,8 @@ class Op:
         return name
 
     def __call__(self, *args: Any) -> Any:
-        if args[0].device.type == "cpu" and not Op.interpreted:
+        # the first argument is a tensor, and all are on its device
+        if args[0].device.type == "cpu" and not (self._others_on_cpu or Op.interpreted):
             return self._reference(*args)
         return self._implementations[self.choose(*args)][0](*args)
 

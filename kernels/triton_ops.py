@@ -87,6 +87,6 @@ def register() -> None:
     """Add the Triton implementations to their operations; called once by the package."""
     for name, module in MODULES.items():
         can = route_why_not if module == "router" else fp8_why_not if "fp8" in name else why_not
-        kernels.get(name).add("triton", can)(_late(name))
+        kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
     assert {"gelu", "gelu_tanh", "relu", "silu",
             "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"
