@@ -161,6 +161,7 @@ READ_BY = {
     # what this router does in any case
     "second_expert_policy=random": ("topk", "cosine", "gshard", "ta_moe"),
 }
+_READ_BY_SOME = ("normalize", *(name for name in READ_BY if "=" not in name))
 
 
 def router_names(text: str) -> list[str]:
@@ -309,9 +310,11 @@ class RouterConfig(SettingsSection):
     def _check_read(self) -> None:
         """Nothing is set that no configured router reads."""
         where = f"where router.name={short(self.name)}"
-        for setting in ("normalize", *(name for name in READ_BY if "=" not in name)):
+        for setting in _READ_BY_SOME:
             section, names = (self, [setting]) if setting not in ("hash", "sparsity") else (
                 getattr(self, setting), [])
+            if names and getattr(self, setting) == getattr(RouterConfig, setting):
+                continue
             readers = readers_of(setting, getattr(self, setting))
             if not self.may_be_read(readers):
                 section.read_where(False, where, _use(readers), *names)

@@ -29,7 +29,7 @@ class RoutingCall:
         divides: weights are divided by their sum over the choices.
         one_pass: choice, weights and sums come from one kernel; False: step by step.
         reads_z: a loss reads the logits' logsumexp.
-        leaves_none: no choice is -1; False: perhaps some are.
+        leaves_none: no choice of a real token is -1; False: perhaps some are.
         comm: ranks that share the batch's tokens; None: this rank has them all.
         clean_TE: logits without noise; None: the same.
         deviation_TE: standard deviation of each logit's own noise (noisy_topk).
@@ -197,13 +197,8 @@ class RoutingCall:
         """Tokens of this rank whose j-th choice is expert e, int64 [K, E]."""
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
-                                        complete=self.complete)
+                                        complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
-
-    @property
-    def complete(self) -> bool:
-        """Whether every token has chosen K experts, as far as the host knows."""
-        return self.leaves_none and self.mask_T is None
 
     def load_E(self) -> Tensor:
         """Tokens of the group by expert over all choices, [E] in the scores' dtype."""

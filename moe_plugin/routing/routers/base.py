@@ -45,7 +45,8 @@ class Router(BuffersKeepDtype, RouterModule):
         adds_noise: `router.noise` is added to the logits.
         leaves_none: declares that `select` gives each token k experts, none of them -1; a class
             with a `select` of its own that does not say so may leave choices empty.
-        score: the score function.
+        score: the score function. noise: standard deviation of the logits' noise in training.
+        divides: weights are divided by their sum before anything is dropped.
         layer_config: settings of the layer.
         config: their section `router`.
         comm: ranks that hold the experts.
@@ -78,6 +79,7 @@ class Router(BuffersKeepDtype, RouterModule):
               "raise num_experts, or use router.name=topk")
         self.score: ScoreFunction = score_functions.get(self.score_name)()
         self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
+        self.divides = self.config.normalize in ("auto", "before_drop")
         self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
         self.losses = {name: losses.get(name) for name in self.loss_names}
         self._check_losses()
@@ -99,11 +101,6 @@ class Router(BuffersKeepDtype, RouterModule):
     def score_name(self) -> str:
         """Name of the score function."""
         return self.config.score
-
-    @property
-    def divides(self) -> bool:
-        """Whether weights are divided by their sum before anything is dropped."""
-        return self.config.normalize in ("auto", "before_drop")
 
     @property
     def batch_comm(self) -> Comm:
@@ -163,9 +160,10 @@ class Router(BuffersKeepDtype, RouterModule):
                 `needs` is missing or does not fit.
         """
         call = RoutingCall(
-            mask_T=mask_T, k=self._number(top_k), info=info or TokenInfo(),
-            noise=self.noise if self.training else 0.0, score=self.score, divides=self.divides,
-            one_pass=self.one_pass(), reads_z="z" in self.loss_names, leaves_none=self.leaves_none,
+            mask_T=mask_T, k=self.top_k if top_k is None else self._checked(top_k),
+            info=info or TokenInfo(), noise=self.noise if self.training else 0.0,
+            score=self.score, divides=self.divides, one_pass=self.one_pass(),
+            reads_z="z" in self.loss_names, leaves_none=self.leaves_none,
             comm=self.host.loss_comm, penalty_E=self.penalty_E)
         if self.needs:
             self._check_info(call.info, x_TD.shape[0])
@@ -221,18 +219,19 @@ class Router(BuffersKeepDtype, RouterModule):
         """
         return call.ids_TK
 
-    def _number(self, top_k: int | None) -> int:
-        if self.fixed_k is not None:
-            if top_k not in (None, self.fixed_k):
-                raise ValueError(
-                    f"top_k={top_k} is out of bounds: must be {self.fixed_k} with "
-                    f"{type(self).__name__}; pass None or use router topk")
-            return self.fixed_k
-        k = self.config.top_k if top_k is None else top_k
-        if not 1 <= k <= self.num_experts:
-            raise ValueError(f"top_k={k} is out of bounds: must be in "
+    @property
+    def top_k(self) -> int:
+        """Experts per token of a call that gives no number."""
+        return self.config.top_k if self.fixed_k is None else self.fixed_k
+
+    def _checked(self, top_k: int) -> int:
+        if self.fixed_k is not None and top_k != self.fixed_k:
+            raise ValueError(f"top_k={top_k} is out of bounds: must be {self.fixed_k} with "
+                             f"{type(self).__name__}; pass None or use router topk")
+        if not 1 <= top_k <= self.num_experts:
+            raise ValueError(f"top_k={top_k} is out of bounds: must be in "
                              f"1..num_experts={self.num_experts}; pass another top_k")
-        return k
+        return top_k
 
     def _check_info(self, info: TokenInfo, tokens: int) -> None:
         if "token_ids" in self.needs and info.token_ids_T is None:
@@ -289,7 +288,7 @@ class Router(BuffersKeepDtype, RouterModule):
             ids_TK = ids_TK.masked_fill(~mask_T[:, None], -1)
             passthrough_T = None if passthrough_T is None else call.real(passthrough_T)
             chosen_TK = None if chosen_TK is None else chosen_TK.masked_fill(~mask_T[:, None], -1)
-        complete = counted and call.complete
+        complete = counted and call.leaves_none and mask_T is None
         if not complete:
             weights_TK = weights_TK * (ids_TK >= 0)
         return Routing(ids_TK=ids_TK, weights_TK=weights_TK, priority_T=priority_T,
@@ -301,8 +300,11 @@ class Router(BuffersKeepDtype, RouterModule):
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
         """The configured losses of a call; those that a noise defines only if there is one."""
         noisy = call.noise or call.deviation_TE is not None
-        return {name: loss(call) for name, loss in self.losses.items()
-                if noisy or name not in self.only_noisy}
+        found = {}
+        for name, loss in self.losses.items():
+            if noisy or name not in self.only_noisy:
+                found[name] = loss(call)
+        return found
 
     @property
     def frozen(self) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
@@ -18,14 +21,17 @@ class TopKRouter(Router):
     Follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the logits,
     scores divided by their sum over the chosen (clamped away from zero) before capacity drops
     anything.
+
+    Attributes:
+        second_expert_policy: what happens to a second expert in training; empty: as configured.
     """
 
     leaves_none = True
+    second_expert_policy = ""
 
-    @property
-    def second_expert_policy(self) -> str:
-        """What happens to a second expert in training."""
-        return self.config.second_expert_policy
+    def __init__(self, config: MoEConfig, **where: Any) -> None:
+        super().__init__(config, **where)
+        self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
         """The k best, the second of two drawn under policy "sampling"; see `Router.select`."""
