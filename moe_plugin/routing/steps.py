@@ -18,5 +18,5 @@ class RouterSteps(RunFeature):
 
     def after_step(self, facts: StepFacts) -> None:
         """What routers counted in a step that is made again is of this replica alone."""
-        for model in self.models if facts.made else ():
+        for model in self.models if facts.made and not facts.skipped else ():
             finish_step_of_any(model)

@@ -75,7 +75,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
-    from moe_plugin.hosts.plain.sharding import shard_routers
+    from moe_plugin.gradients.router_units import shard_routers
 
     if any(layer.config.router.pre_gate for layer in model.modules()
            if isinstance(layer, MoELayer)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.gradients.part_gradients import keep_part_gradients
+from moe_plugin.gradients.router_units import shard_routers
 from moe_plugin.gradients.sync import exclude_experts, mark_adapters, reduce_experts
 from moe_plugin.layer import MoELayer
 
@@ -66,31 +66,6 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
         fully_shard(unit, mesh=mesh, ignored_params=left_out, **options)
     fully_shard(model, mesh=mesh, ignored_params=left_out, **options)
     return model
-
-
-def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
-                  mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-                  **options: Any) -> None:
-    """Make each router whose parameters are of another dtype than the rest a unit of its own.
-
-    FSDP2 refuses parameters of several dtypes in one unit. Under `router.fp32` the router is such a
-    unit, too, where `mp_policy` lowers the model: it computes with its parameters as they are. A
-    router's few parameters stay gathered between forward and backward. Call it before the units
-    around the routers are made.
-
-    Args:
-        ignored_params: of the experts.
-        mp_policy, options: of `torch.distributed.fsdp.fully_shard`.
-    """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    inside = {p for layer in layers for p in layer.router.parameters()}
-    rest = {p.dtype for p in model.parameters() if p not in ignored_params and p not in inside}
-    options["reshard_after_forward"] = False
-    for layer in layers:
-        dtypes, fp32 = {p.dtype for p in layer.router.parameters()}, layer.config.router.fp32
-        if dtypes and (fp32 or dtypes != rest):
-            policy = dataclasses.replace(mp_policy, param_dtype=None) if fp32 else mp_policy
-            fully_shard(layer.router, ignored_params=ignored_params, mp_policy=policy, **options)
 
 
 def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:

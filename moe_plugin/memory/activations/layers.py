@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from moe_plugin.comm import Comm
-from moe_plugin.config import OffloadConfig
-from moe_plugin.layer import MoELayer
+from moe_plugin.config import MoEConfig, OffloadConfig
 from moe_plugin.memory.activations.auto import manage
 from moe_plugin.memory.activations.offload import Activations, Contexts
 from moe_plugin.messages import short
@@ -43,8 +42,8 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         raise ValueError(f"offload.activations={short(settings.activations)}: this rank has no "
                          "transformer layer; use keep, or other pipeline stages")
     stashed = [name for name, layer in layers.items()
-               if any(isinstance(m, MoELayer) and m.config.dispatch.stash_mib > 0
-                      for m in layer.modules())]
+               if any(isinstance(config := getattr(m, "config", None), MoEConfig)
+                      and config.dispatch.stash_mib > 0 for m in layer.modules())]
     if stashed:
         logger.warning(
             "dispatch.stash_mib is not used in %s and %d more layers where they recompute or swap: "
