@@ -92,11 +92,3 @@ def all_gather(x: Tensor, comm: Comm) -> Tensor:
     The gradient is a reduce-scatter, because each rank's loss depends on all of it.
     """
     return with_backward(x, comm, "all_gather", "reduce_scatter")
-
-
-def reduce_scatter(x: Tensor, comm: Comm) -> Tensor:
-    """This rank's part of the sum over ranks: [size * n, ...] to [n, ...].
-
-    The gradient is an all-gather.
-    """
-    return with_backward(x, comm, "reduce_scatter", "all_gather")

@@ -2,7 +2,7 @@
 
 They mark the borders of a region in which each rank computes a part, as Megatron's f and g do. A
 gradient outside the region is equal on all ranks and is never summed over them; the gradients of
-parts are. `broadcast` is the exception: there the ranks' losses differ.
+parts are.
 """
 
 from __future__ import annotations
@@ -29,18 +29,6 @@ class _Enter(torch.autograd.Function):
         total = ctx.comm.collectives.all_reduce(ctx.comm, both)
         x_TD, weights_TK = total.split([grad_TD.shape[1], grad_TK.shape[1]], dim=1)
         return x_TD.to(ctx.dtypes[0]), weights_TK.to(ctx.dtypes[1]), None, None
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, comm: Comm, root: int) -> Tensor:
-        ctx.comm, ctx.is_root = comm, comm.rank == root
-        return comm.broadcast(x, root)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        total = ctx.comm.all_reduce(grad.contiguous())
-        return total if ctx.is_root else torch.zeros_like(total), None, None, None
 
 
 def split(x: Tensor, comm: Comm) -> Tensor:
@@ -78,11 +66,3 @@ def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
         anchor: a parameter, see `comm.functional`.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)
-
-
-def broadcast(x: Tensor, anchor: Tensor | None, comm: Comm, root: int) -> Tensor:
-    """`x` of rank `root` on all ranks; backward sums all ranks' gradients at the root.
-
-    x: any shape, the same on all ranks. anchor: a parameter, see `comm.functional`.
-    """
-    return x if comm.size == 1 else _Broadcast.apply(x, anchor, comm, root)

@@ -56,7 +56,7 @@ Sent = Sequence[tuple[int, int]]
 
 
 class MessageClock(Protocol):
-    """Simulated time, see `moe_plugin.lab.emulate.clock`."""
+    """Simulated time of the messages of a group."""
 
     topology: Topology
 

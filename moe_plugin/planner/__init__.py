@@ -1,9 +1,9 @@
 """Cost models of clusters, exchanges and layers, and searches. Never imports torch."""
 
-from moe_plugin.planner.all_to_all import COSTS, Cost, best, predict, predict_table, wire_floor_s
+from moe_plugin.planner.all_to_all import COSTS, Cost, predict, predict_table
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster, load_cluster
 
 __all__ = [
-    "COSTS", "Cluster", "Cost", "Link", "best", "dump_cluster", "load_cluster", "predict",
-    "predict_table", "wire_floor_s"
+    "COSTS", "Cluster", "Cost", "Link", "dump_cluster", "load_cluster", "predict",
+    "predict_table",
 ]

@@ -155,11 +155,6 @@ def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
     return COSTS[algorithm](cluster, size)
 
 
-def best(cluster: Cluster, size: float) -> str:
-    """The algorithm with the least predicted time; `linear` if equal."""
-    return min(COSTS, key=lambda name: COSTS[name](cluster, size).seconds)
-
-
 def predict_table(cluster: Cluster, ranks: Sequence[int],
                   sizes: Sequence[float]) -> list[dict[str, Any]]:
     """A row per size, number of ranks and algorithm, ready for JSON. sizes: bytes per rank."""
@@ -175,16 +170,3 @@ def predict_table(cluster: Cluster, ranks: Sequence[int],
                     "inter_bytes": cost.inter_bytes
                 })
     return rows
-
-
-def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
-                 mtu: int = 1500) -> float:
-    """Least seconds of one exchange's bytes on one node's link, with TCP/IP and Ethernet framing.
-
-    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and occupies mtu +
-    38 on the wire.
-    """
-    if nodes == 1:
-        return 0.0
-    out = ranks_per_node * size * (nodes - 1) / nodes
-    return out * (mtu + 38) / (mtu - 52) * 8 / rate_bit_s + delay_s

@@ -15,8 +15,8 @@ from moe_plugin.comm import Comm, CommError, Exchange, Topology, Traffic, algori
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.comm.handles import start
 from moe_plugin.kernels import kernels
-from moe_plugin.lab.emulate.clock import Clock
 from moe_plugin.planner import COSTS, Cluster, Link, predict
+from tests.comm.clock import Clock
 from tests.comm.exchanges import WIDTH, column, expected_of, random_counts, rows_of
 
 GRIDS = [(8, 2), (8, 4), (16, 4), (12, 3), (4, 4), (4, 1), (6, 4)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_plugin.comm.functional import all_gather, reduce_scatter
+from moe_plugin.comm.functional import all_gather, with_backward
 from moe_plugin.dispatch import Dispatcher, DispatchTraits, ExchangeDispatcher, Sent, dispatchers
 from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.local import TokenPlan
@@ -54,7 +54,8 @@ class AllRowsDispatcher(Dispatcher):
 
     def combine(self, sent: Sent, plan: AllRowsPlan) -> Tensor:
         [part_AD] = sent.results
-        return reduce_scatter(part_AD, self.placement.comm)[:plan.tokens]
+        whole_AD = with_backward(part_AD, self.placement.comm, "reduce_scatter", "all_gather")
+        return whole_AD[:plan.tokens]
 
 
 class LoopDispatcher(ExchangeDispatcher):

@@ -16,7 +16,7 @@ from moe_plugin.config import CommConfig
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.planning.fit import Measurement
 from moe_plugin.machine import wait_for_device
-from moe_plugin.planner import COSTS, Cluster, predict, wire_floor_s
+from moe_plugin.planner import COSTS, Cluster, predict
 from moe_plugin.tuning.exchange import prepare
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
@@ -215,3 +215,16 @@ def as_dicts(rows: Sequence[Row]) -> list[dict]:
     """For JSON; milliseconds to a thousandth."""
     return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()}
             for row in rows]
+
+
+def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
+                 mtu: int = 1500) -> float:
+    """Least seconds of one exchange's bytes on one node's link, with TCP/IP and Ethernet framing.
+
+    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and occupies mtu +
+    38 on the wire.
+    """
+    if nodes == 1:
+        return 0.0
+    out = ranks_per_node * size * (nodes - 1) / nodes
+    return out * (mtu + 38) / (mtu - 52) * 8 / rate_bit_s + delay_s

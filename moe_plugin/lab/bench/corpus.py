@@ -131,12 +131,6 @@ def token_lines(text: bytes) -> Iterator[str]:
         yield " ".join(names[b] for b in line)
 
 
-def text_from_tokens(line: str) -> bytes:
-    """The inverse of `token_lines` for one line, e.g. of a generated sample."""
-    values = {byte_token(b): b for b in range(256)}
-    return bytes(values[token] for token in line.split())
-
-
 def _files(root: Path) -> list[Path]:
     """All sources below `root`, in an order independent of the file system that mixes packages."""
     found = []

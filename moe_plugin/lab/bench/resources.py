@@ -288,7 +288,7 @@ def _weight(target: str, second: bool, adds: bool, cut: bool = False, dtype: str
 
 def compile_for(case: Case, target: str) -> Resources:
     """Compile one kernel for one target and read what it needs."""
-    made, gpu = _compiled(case, target), GPUS[target]
+    made, gpu = compiled(case, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))
     blocks = gpu.blocks(registers, made.metadata.shared, case.warps)
@@ -296,22 +296,8 @@ def compile_for(case: Case, target: str) -> Resources:
                      blocks * case.warps / gpu.warps, matrix, copies)
 
 
-def machine_code(case: Case, target: str) -> str:
-    """The instructions of a compiled kernel, by the disassembler that comes with Triton.
-
-    Raises: FileNotFoundError: it is not there.
-    """
-    from triton.backends.nvidia import compiler
-
-    tool = Path(compiler.__file__).parent / "bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(_compiled(case, target).asm["cubin"])
-        return subprocess.run([tool, "-sass", path], capture_output=True, text=True,
-                              check=True).stdout
-
-
-def _compiled(case: Case, target: str) -> Any:
+def compiled(case: Case, target: str) -> Any:
+    """What Triton's compiler makes of one kernel for one target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -11,7 +11,6 @@ from torch import nn
 from moe_plugin.comm import Comm
 from moe_plugin.ensembles import EnsembleHeads
 from moe_plugin.experts import is_expert
-from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.replace import replace_ffn
 from moe_plugin.lab.vision.backbone import optional
 from moe_plugin.lab.vision.ensemble import HEAD, ClassHead, SegmentHead, SwinEnsemble
@@ -177,8 +176,3 @@ def head_of_other_classes(model: nn.Module, classes: Sequence[str],
     same = (all(shapes.get(name) == shape for name, shape in mine.items())
             and list(extra.get("classes", classes)) == list(classes))
     return [] if same or without_classes(shapes) != without_classes(mine) else list(mine)
-
-
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The `MoELayer`s by the names of their blocks."""
-    return {name: block.moe for name, block in blocks_in(model)}

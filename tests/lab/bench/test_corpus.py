@@ -13,11 +13,16 @@ from moe_plugin.lab.bench.corpus import (
     build_corpus,
     byte_token,
     read_info,
-    text_from_tokens,
     unigram_entropy,
 )
 
 SIZE = 300_000
+
+
+def text_from_tokens(line: str) -> bytes:
+    """The inverse of `token_lines` for one line, e.g. of a generated sample."""
+    values = {byte_token(b): b for b in range(256)}
+    return bytes(values[token] for token in line.split())
 
 
 def test_same_text_every_time_and_disjoint_splits(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ the products use the instructions that the target has for them.
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from moe_plugin.kernels import gpu, kernels
 from moe_plugin.kernels.triton_ops import MODULES
 from moe_plugin.lab.bench.chips import GPUS
-from moe_plugin.lab.bench.resources import Case, Resources, cases, compile_for, machine_code
+from moe_plugin.lab.bench.resources import Case, Resources, cases, compile_for, compiled
 
 pytest.importorskip("triton", reason="triton is not installed")
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}
@@ -20,6 +22,21 @@ MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx94
 # instructions of its own
 FAST = ("first", "first gated", "second", "input grad gated", "act backward gated",
         "weight grad in", "weight grad out, added", "tiles")
+
+
+def machine_code(case: Case, target: str) -> str:
+    """The instructions of a compiled kernel, by the disassembler that comes with Triton.
+
+    Raises: FileNotFoundError: it is not there.
+    """
+    from triton.backends.nvidia import compiler
+
+    tool = Path(compiler.__file__).parent / "bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(compiled(case, target).asm["cubin"])
+        return subprocess.run([tool, "-sass", path], capture_output=True, text=True,
+                              check=True).stdout
 
 
 def check(case: Case, target: str) -> Resources:
