@@ -29,7 +29,7 @@ _APEX = {
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """A part of apex. value: the class or function, None where it cannot be used; reason: why."""
 
     value: Any
@@ -45,22 +45,22 @@ class Choice:
     reason: str
 
 
-def apex(name: str) -> Part:
+def apex(name: str) -> FusedPart:
     """A part of apex by its name in this module, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
-        return Part(None, "apex needs a CUDA device, and there is none")
+        return FusedPart(None, "apex needs a CUDA device, and there is none")
     return _imported(*_APEX[name])
 
 
 @functools.cache
-def _imported(module: str, name: str, extension: str) -> Part:
+def _imported(module: str, name: str, extension: str) -> FusedPart:
     try:
         importlib.import_module(extension)
         value = getattr(importlib.import_module(module), name)
     except Exception as error:  # noqa: BLE001 - a broken extension can raise anything
         text = (str(error).splitlines() or [""])[0]
-        return Part(None, f"apex: {type(error).__name__}: {text}")
-    return Part(value, f"{module}.{name} imports")
+        return FusedPart(None, f"apex: {type(error).__name__}: {text}")
+    return FusedPart(value, f"{module}.{name} imports")
 
 
 def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,

@@ -10,7 +10,7 @@ from typing import Any
 from moe_plugin.messages import short
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import Group
+from moe_plugin.planner.collectives import RankGroup
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
 
@@ -170,12 +170,12 @@ class ModelPlan:
         """Tokens that one rank routes at a time; tensor-parallel ranks split a micro-batch."""
         return self.micro_batch * model.sequence // self.tp
 
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, RankGroup]:
         """The groups of ranks, by name."""
         return {
-            "tp": Group(self.tp), "dp": Group(self.dp, self.tp),
-            "experts": Group(self.expert_ranks), "expert_dp": Group(self.expert_dp,
-                                                                    self.expert_ranks)
+            "tp": RankGroup(self.tp), "dp": RankGroup(self.dp, self.tp),
+            "experts": RankGroup(self.expert_ranks),
+            "expert_dp": RankGroup(self.expert_dp, self.expert_ranks),
         }
 
     def expert_cluster(self, cluster: Cluster) -> Cluster:

@@ -26,7 +26,7 @@ _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 
 
 @dataclass(frozen=True)
-class Task:
+class VisionTask:
     """Losses and counts of a model's outputs [B, ..., C], or [B, ..., M, C] of an ensemble.
 
     Attributes:

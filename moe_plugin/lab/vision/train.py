@@ -52,7 +52,7 @@ from moe_plugin.lab.vision.model import (
     head_of_other_classes,
 )
 from moe_plugin.lab.vision.published import read_published
-from moe_plugin.lab.vision.tasks import Task
+from moe_plugin.lab.vision.tasks import VisionTask
 from moe_plugin.messages import short
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history.json_lines import step_record
@@ -73,7 +73,7 @@ class Trainer:
         refuse_whole_model(given)
         check_arguments(args, given)
         in_file = given.pop("num_experts", None)
-        self.task = Task(ensemble_of(args), smoothing_of(args), args.task == "segment")
+        self.task = VisionTask(ensemble_of(args), smoothing_of(args), args.task == "segment")
         self.comm = TorchComm(timeout_s=args.timeout)
         if self.comm.rank == 0 and args.example:
             write_example(args.example, args.data)
@@ -271,7 +271,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """`Task.results` of all images of `val`, each counted once."""
+        """`VisionTask.results` of all images of `val`, each counted once."""
         self.wrapped.eval()
         sums, routed_2 = torch.zeros(1, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         for x_BCSS, y, real_B in self.valid_set.batches(self.args.batch_size, self.comm.rank,

@@ -18,7 +18,7 @@ from moe_plugin.ensembles.settings import EnsembleSettings
 from moe_plugin.lab.vision.arguments import parser
 from moe_plugin.lab.vision.ensemble import last_of_stage, place_of, steps_of
 from moe_plugin.lab.vision.model import SwinMoE, build, build_ensemble
-from moe_plugin.lab.vision.tasks import BINS, Task
+from moe_plugin.lab.vision.tasks import BINS, VisionTask
 from moe_plugin.lab.vision.train import Trainer, main
 from tests.distributed import run_gloo
 from tests.lab.vision.folders import few, image_folder
@@ -60,7 +60,7 @@ def test_logits_and_gradients_equal_those_of_plain_models(begin: str) -> None:
                           for m, model in enumerate(plain)], 1)
     torch.testing.assert_close(ours(x), logits)
     torch.stack([least_loss(logits[n], y[n], 2, 0.75) for n in range(5)]).mean().backward()
-    Task(CMCL).losses(ours(x), y, training=True).mean().backward()
+    VisionTask(CMCL).losses(ours(x), y, training=True).mean().backward()
     close = {"atol": 1e-6, "rtol": 1e-4}
     torch.testing.assert_close(ours.head.heads.w_out_MHC.grad, heads.grad, **close)
     for number, name in enumerate(ours.steps):
@@ -109,7 +109,7 @@ def test_steps_are_the_modules_of_the_model() -> None:
 
 
 def test_counts_of_an_evaluation() -> None:
-    task = Task(EnsembleSettings(2, 0, 0.0, 1, 0.75, "stochastic", True))
+    task = VisionTask(EnsembleSettings(2, 0, 0.0, 1, 0.75, "stochastic", True))
     # the first member knows class 0, the second class 1, and the mean follows the surer one
     logits = torch.tensor([[[4.0, 0.0], [0.2, 0.0]], [[0.0, 0.3], [0.0, 3.0]],
                            [[5.0, 0.0], [0.0, 0.1]], [[9.0, 0.0], [9.0, 0.0]]])

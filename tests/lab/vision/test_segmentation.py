@@ -14,7 +14,7 @@ from moe_plugin.ensembles.settings import EnsembleSettings
 from moe_plugin.lab.vision.data import Masks
 from moe_plugin.lab.vision.ensemble import SegmentHead
 from moe_plugin.lab.vision.model import build_ensemble
-from moe_plugin.lab.vision.tasks import Task
+from moe_plugin.lab.vision.tasks import VisionTask
 from moe_plugin.lab.vision.train import main
 from tests.lab.vision.folders import image_folder, some
 from tests.lab.vision.test_ensemble import SMALL, images
@@ -92,7 +92,7 @@ def test_members_have_decoders_of_their_own_where_they_part(begin: str) -> None:
 def test_loss_and_errors_by_image_or_pixel(by_image: bool) -> None:
     logits = torch.randn(2, 4, 4, 3, 2, generator=torch.Generator().manual_seed(1))
     y = torch.randint(2, (2, 4, 4), generator=torch.Generator().manual_seed(2))
-    task = Task(EnsembleSettings(3, 0, 0.0, 1, 0.75, "exact", by_image), segments=True)
+    task = VisionTask(EnsembleSettings(3, 0, 0.0, 1, 0.75, "exact", by_image), segments=True)
     for b in range(2):
         pixels = [(i, j) for i in range(4) for j in range(4)]
         total, errors = 0.0, 0.0
