@@ -13,24 +13,16 @@ from moe_plugin.comm.counters import TrafficMeter
 from moe_plugin.config import MoEConfig, unread
 from moe_plugin.config.named import layer_config, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import (
-    OverlappedWork,
-    SharedExpert,
-    add_residual,
-    distributed_state,
-    is_expert,
-)
+from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual
 from moe_plugin.experts.ddp_check import DDPCheck
-from moe_plugin.experts.marks import mark_experts
+from moe_plugin.layer_state import LayerState
 from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.messages import short
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
-from moe_plugin.routing import HasFinishStep, layer_router
+from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.contract import FLOAT32, float32_state
-from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.routing.statistics import call_stats
 from moe_plugin.routing.unlinked import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
@@ -38,7 +30,7 @@ from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.tuning.placement import place_experts
 
 
-class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
+class MoELayer(LayerState):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
@@ -61,7 +53,7 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
     Attributes:
         given, config: the settings as passed, and with what they leave open decided.
         has_own_router: whether `router` was passed.
-        link: see `moe_plugin.pregate`; None: the layer knows no neighbours.
+        link: see `LayerState`, which has what happens to a layer between its calls.
     """
 
     def __init__(self, config: MoEConfig | int, comm: Comm | None = None, *,
@@ -93,10 +85,7 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
-        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
-        distributed_state.hook(self)
-        self._follow_parameters()
-        self.link: Any = None
+        self.follow_from_now_on()
         if (unlinked := Unlinked.of(config)) is not None:
             self.route = unlinked  # type: ignore[method-assign, assignment]
 
@@ -121,7 +110,7 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
         built = self.layouts.experts  # another module may stand in their place (adapters)
         self.ddp_check(built, self.experts)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
-            self._follow_parameters()  # some may be trainable since the last call
+            self.follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm.counters)
         tokens = self.tokens.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
@@ -154,48 +143,10 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
             sent.put_back(self.experts(rows))
         return layout.combine(sent, plan), plan.rows
 
-    def _apply(self, *args: Any, **kwargs: Any) -> MoELayer:
-        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.layouts.move_row_limit()
-        self._follow_parameters()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        distributed_state.follow(self)
-        self._follow_parameters()
-
-    def _follow_parameters(self) -> None:
-        """Parameters may be new: copies, those that left the meta device, assigned ones, and those
-        of what stands in the experts' place.
-        """
-        mark_experts(self.experts)
-        self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
-
-    def forget_recordings(self) -> None:
-        """See `moe_plugin.routing.replay.forget`."""
-        if self.link is not None:
-            self.link.forget()
-        self.layouts.forget_recordings()
-
     @property
     def model_dim(self) -> int:
         """D."""
         return self.config.model_dim
-
-    def finish_step(self) -> None:
-        """See `moe_plugin.routing.finish_step`, which calls it."""
-        self.layouts.finish_step()
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Where the local experts come from, checked when loaded; what the tuner has learned; what
-        stays in float32 when a checkpoint is cast.
-        """
-        return {**self.layouts.state(), FLOAT32: float32_state(self)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
-        self.layouts.load_state(state)
 
     def extra_repr(self) -> str:
         """One line of sizes, for `print(model)`."""
@@ -203,10 +154,6 @@ class MoELayer(OwnsReplayLogs, HasFinishStep, nn.Module):
         return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
                 f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
                 f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
-
-
-def _loaded(layer: MoELayer, incompatible: object) -> None:
-    layer._follow_parameters()
 
 
 def _check_given(comm: Any, router: Any, experts: Any) -> None:
