@@ -16,4 +16,4 @@ WORKERS=$(($(getconf _NPROCESSORS_ONLN) / 2))
 # compiling takes the time, not the GPU: one process an operation
 python3 -m tests.kernels.on_gpu --list |
     timeout 240 xargs -P "$WORKERS" -n 1 python3 -m tests.kernels.on_gpu --quick | tee "$CHECKS"
-timeout 240 python3 -m moe_plugin.lab.bench.suite --device cuda --only gpu --rounds 10 --attempts 1 --checks "$CHECKS" --out "$OUT"
+timeout 240 python3 -m moe_plugin.cli.main bench gpu --device cuda --rounds 10 --attempts 1 --checks "$CHECKS" --out "$OUT"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_plugin.cli.options import add_exchange_sizes
+from moe_plugin.lab.bench.options import add_exchange_sizes
 from moe_plugin.regular_files import check_output, write_regular
 
 NAMES = "linear,2dh,leader"
@@ -29,14 +29,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and say how well the fit describes what was measured."""
-    from moe_plugin.cli.bench_all_to_all import measure
     from moe_plugin.lab.bench.all_to_all import Plan, measurements_of
+    from moe_plugin.lab.bench.studies.all_to_all import NAMES, measure_rows
     from moe_plugin.lab.planning.fit import fit
     from moe_plugin.planner import Cluster, dump_cluster
     from moe_plugin.planner.units import parse_size
 
     check_output(args.out)
-    rows, about = measure(
+    rows, about = measure_rows(
         args,
         Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
     if not rows:

@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from moe_plugin.cli.options import add_links, links_of
+from moe_plugin.lab.bench.options import add_links, links_of
 
 EXAMPLES = """examples:
   moe-plugin emulate 2x2 -- fairseq-train DATA --user-dir moe_plugin --cpu --moe-all-to-all 2dh ...

@@ -16,6 +16,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from moe_plugin import __version__
+from moe_plugin.lab.bench.studies import STUDIES
+from moe_plugin.lab.bench.study import Study
 from moe_plugin.messages import Parser, cut, short
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden, own_log
 
@@ -24,10 +26,13 @@ _LINE = 2000  # characters of an error
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in `--help`, and its module in this package or the commands under it."""
+    """A command: its line in `--help`, and its module in this package, the study that it is, or the
+    commands under it.
+    """
 
     help: str
     module: str = ""
+    study: Study | None = None
     parts: Mapping[str, Command] = field(default_factory=dict)
 
 
@@ -40,16 +45,8 @@ COMMANDS = {
         "corpus"),
     "report": Command("write a run's report: one HTML page with plots", "report"),
     "watch": Command("show a running job in the terminal", "watch"),
-    "bench": Command("measure the layer, its kernels, the all-to-all algorithms", parts={
-        "layer": Command("our layer and its peers: time, ratio to the GEMM bound, memory",
-                         "bench_layer"),
-        "kernels": Command("each operation, its reference and its bound", "bench_kernels"),
-        "host": Command("what a layer costs the host: processor time and operations of a call",
-                        "bench_host"),
-        "all-to-all": Command("all-to-all algorithms by message size", "bench_all_to_all"),
-        "train": Command("whole training steps of our layer and the framework's own",
-                         "bench_train"),
-    }),
+    "bench": Command("measure: each study with its name, `--quick` to try it out", parts={
+        study.name: Command(study.about, study=study) for study in STUDIES.values()}),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "calibrate"),
     "simulate": Command("predict times on clusters that you do not have", parts={
         "all-to-all": Command("time of each all-to-all algorithm by ranks and size",
@@ -146,13 +143,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true",
                         help="log more; show the traceback of an error")
     _add_commands(parser, COMMANDS, _words(argv))
-    parser.set_defaults(run=lambda _: _help(parser))
     return parser.parse_args(argv)
 
 
-def _help(parser: argparse.ArgumentParser) -> int:
+def _help(parser: argparse.ArgumentParser, status: int) -> int:
     parser.print_help()
-    return 2
+    return status
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
@@ -161,7 +157,9 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Comman
 
     Options need the command's module, and some modules take seconds to import.
     """
-    group = parser.add_subparsers(dest=level, metavar=level, required=level != "command",
+    listed = all(command.study for command in commands.values())
+    parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))
+    group = parser.add_subparsers(dest=level, metavar=level,
                                   title=f"{level}s (each has its own --help)")
     for name, command in commands.items():
         child = group.add_parser(name, help=command.help, description=f"{command.help}.")
@@ -170,7 +168,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Comman
         if command.parts:
             _add_commands(child, command.parts, words[1:], level="part")
         else:
-            module = importlib.import_module(f"moe_plugin.cli.{command.module}")
+            module = command.study or importlib.import_module(f"moe_plugin.cli.{command.module}")
             module.add_arguments(child)
             child.set_defaults(run=module.run)
 

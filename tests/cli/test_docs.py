@@ -5,13 +5,11 @@ blocks are in test_examples.py.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,10 +18,9 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import DispatchConfig, from_dict, from_yaml, register_hydra
 from moe_plugin.config.flags import flag_specs
-from moe_plugin.lab.bench.layer import LayerReport
-from moe_plugin.lab.bench.suite import layer_page
-from moe_plugin.lab.bench.train.results import read
-from moe_plugin.lab.bench.train.write import write_pages
+from moe_plugin.lab.bench.studies import predicted
+from moe_plugin.lab.bench.study import read_numbers
+from moe_plugin.lab.bench.train.results import reports
 from moe_plugin.records import Routing
 from moe_plugin.routing.capacity import capacity
 from tests.faults.cases import Row
@@ -32,8 +29,7 @@ from tests.faults.table import pages as fault_pages
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.glob("*.md"))]
-SCRIPTS = sorted((ROOT / "scripts").glob("benchmark_*.py"))
+ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.rglob("*.md"))]
 COLUMNS = 100
 LINES = 200
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
@@ -152,30 +148,9 @@ def test_too_long_lines_are_found() -> None:
     assert too_long(text) == [words, words]
 
 
-@pytest.fixture
-def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of scripts/ as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module(request.param)
-
-
-@pytest.mark.parametrize("script", [path.stem for path in SCRIPTS], indirect=True)
-def test_benchmark_scripts_import(script: ModuleType) -> None:
-    assert script.main.__doc__
-
-
-@pytest.mark.parametrize("script", [f"benchmark_{name}" for name in (
-    "activations", "adaptive", "forest", "offload_plans", "pipeline", "pregate", "spill")],
-    indirect=True)
-def test_page_is_made_from_its_numbers(script: ModuleType) -> None:
-    name = script.__name__.removeprefix("benchmark_")
-    report = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
-    assert script.markdown(report) == (BENCHMARKS / f"{name}.md").read_text(encoding="utf-8")
-
-
 def test_half_the_memory_takes_no_longer_than_recomputing_or_swapping_everything() -> None:
     """In the committed measurement."""
-    found = json.loads((BENCHMARKS / "activations.json").read_text(encoding="utf-8"))
+    found = json.loads((BENCHMARKS / "data" / "activations.json").read_text(encoding="utf-8"))
     seconds = found["seconds"]
     others = sorted((seconds["recompute"], seconds["swap"]))
     assert seconds["auto"] <= others[0] and others[1] >= 1.2 * seconds["auto"]
@@ -183,46 +158,16 @@ def test_half_the_memory_takes_no_longer_than_recomputing_or_swapping_everything
         found["keep_bytes"] // 2)
 
 
-@pytest.mark.parametrize("script", ["calibrate_predicted"], indirect=True)
-def test_predicted_layouts_are_close_to_the_best_measured_ones(script: ModuleType) -> None:
-    """In every shape of both hosts; the page shows today's predictions."""
-    found = script.compare(script.cells())
+def test_predicted_layouts_are_close_to_the_best_measured_ones() -> None:
+    """In every shape of both hosts, by today's predictions."""
+    found = predicted.compare(predicted.cells())
     assert len({cell["shape"] for cell in found["cells"]}) == 6
-    assert [cell for cell in found["cells"] if round(cell["behind"], 2) > script.MOST_BEHIND] == []
-    assert script.page(found) == (BENCHMARKS / "predicted.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("script", ["benchmark_overlap"], indirect=True)
-def test_overlap_page_is_made_from_its_numbers(script: ModuleType) -> None:
-    report = json.loads((BENCHMARKS / "overlap.json").read_text(encoding="utf-8"))
-    page = (BENCHMARKS / "overlap.md").read_text(encoding="utf-8")
-    assert script.markdown(report) == page
-
-
-@pytest.mark.parametrize("script", ["benchmark_plan"], indirect=True)
-def test_plan_page_is_made_from_its_numbers(script: ModuleType) -> None:
-    cells = json.loads((BENCHMARKS / "plan.json").read_text(encoding="utf-8"))
-    page = (BENCHMARKS / "plan.md").read_text(encoding="utf-8")
-    assert script.page(cells, steps=15, most=0.1) == page
-
-
-def test_the_page_of_layers_is_made_from_its_numbers() -> None:
-    found = json.loads((BENCHMARKS / "layer.json").read_text(encoding="utf-8"))
-    body = layer_page([LayerReport.from_dict(one) for one in found], "")
-    assert (BENCHMARKS / "layer.md").read_text(encoding="utf-8").endswith(f"\n\n{body}\n")
-
-
-def test_pages_of_training_steps_are_made_from_their_numbers(tmp_path: Path) -> None:
-    reports = read(BENCHMARKS / "train.json")
-    write_pages(tmp_path / "train.md", reports)
-    made = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.md")}
-    assert made == {page.name: page.read_text(encoding="utf-8")
-                    for page in BENCHMARKS.glob("train*.md")}
+    assert predicted.failures(found) == []
 
 
 def test_pages_of_faults_are_made_from_their_rows() -> None:
     rows = [Row(**json.loads(line)) for line in
-            (BENCHMARKS / "faults.jsonl").read_text(encoding="utf-8").splitlines()]
+            (BENCHMARKS / "data" / "faults.jsonl").read_text(encoding="utf-8").splitlines()]
     made = fault_pages(rows, BENCHMARKS / "faults.md")
     assert made == {page: page.read_text(encoding="utf-8")
                     for page in BENCHMARKS.glob("faults*.md")}
@@ -299,12 +244,13 @@ def table_of(name: str) -> list[list[str]]:
 @pytest.mark.parametrize(("host", "what"), [
     ("megatron", "whole training steps"), ("fairseq", "the same in fairseq")])
 def test_training_steps_of_readme_are_those_of_the_measurement(host: str, what: str) -> None:
-    reports = [one for one in read(BENCHMARKS / "train.json") if one.host == host]
+    every = reports(read_numbers(BENCHMARKS / "data" / "train.json"))
+    found_reports = [one for one in every if one.host == host]
     said = [(float(low), float(high))
             for low, high in re.findall(r"([\d.]+) to ([\d.]+)", measured(what))]
     found = []
     for place in ("one machine", "2x2"):
-        ratios = [one.ratio()[0] for one in reports if one.place.startswith(place)]
+        ratios = [one.ratio()[0] for one in found_reports if one.place.startswith(place)]
         found.append((round(min(ratios), 2), round(max(ratios), 2)))
     assert said == found
 

@@ -5,7 +5,6 @@ they say.
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -140,35 +139,3 @@ def test_lib_finds_the_repository_from_a_path_with_blanks(tmp_path: Path) -> Non
     shutil.copy(SCRIPTS / "lib.sh", folder)
     done = bash("-c", f'. "{folder}/lib.sh"; echo "$ROOT"', cwd="/")
     assert done.stdout.strip() == str(tmp_path / "a folder")
-
-
-OUTPUTS = {
-    "benchmark_adam.py": ("adam.json", ["--host", "megatron"]),
-    "benchmark_adaptive.py": ("adaptive_overlap.png", []),
-    "benchmark_all_to_all.py": ("all_to_all.md", []), "benchmark_gates.py": ("gates.md", []),
-    "calibrate_predicted.py": ("predicted.md", []),
-    "benchmark_pregate.py": ("pregate.png", []),
-    "benchmark_plan.py": ("plan.json", []), "benchmark_resources.py": ("resources.md", []),
-    "benchmark_reshard.py": ("reshard.md", []),
-    "benchmark_collectives.py": ("collectives.md", []),
-    "benchmark_overlap.py": ("overlap.md", []),
-    "benchmark_spill.py": ("spill.md", []),
-    "benchmark_weights.py": ("weights.md", []),
-    "benchmark_vision.py": ("vision.md", []),
-    "benchmark_ensembles.py": ("ensembles.md", []),
-    "benchmark_peers.py": ("peers.png", []),
-}
-
-
-@pytest.mark.parametrize("script", OUTPUTS)
-def test_benchmarks_replace_regular_files_only_and_say_so_first(
-        script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
-    name, argv = OUTPUTS[script]
-    os.mkfifo(tmp_path / name)
-    out = tmp_path / name if script == "benchmark_adam.py" else tmp_path
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setattr(sys, "argv", [script, *argv, "--out", str(out)])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(SCRIPTS / script))["main"]()
-    assert f"{tmp_path / name} cannot be written (it is a pipe" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--files", type=int, default=48, help="damaged files of each host")
     p.add_argument("--random", type=int, default=24, help="faults at random times in each host")
     p.add_argument("--only", default="", help="kinds of faults, comma-separated (default: all)")
-    p.add_argument("--rows", type=Path, default=PAGE.with_suffix(".jsonl"),
+    p.add_argument("--rows", type=Path, default=PAGE.parent / "data" / f"{PAGE.stem}.jsonl",
                    help="JSON lines to which rows are added; what it has with the wanted "
                         "outcome is not injected again (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=math.inf,

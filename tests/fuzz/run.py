@@ -1,7 +1,7 @@
 """The fuzz tests with many more inputs: `python -m tests.fuzz.run --times 40`.
 
 Every test of this folder that draws inputs runs for as many times more of them; a failing input is
-printed and the other tests go on. Counts are added to docs/benchmarks/fuzz.jsonl, of which
+printed and the other tests go on. Counts are added to docs/benchmarks/data/fuzz.jsonl, of which
 docs/benchmarks/fuzz.md is made.
 """
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--seconds", type=float, default=math.inf,
                    help="begin no test after so long; the next start goes on with those that have "
                         "had the fewest runs")
-    p.add_argument("--rows", type=Path, default=PAGE.with_suffix(".jsonl"),
+    p.add_argument("--rows", type=Path, default=PAGE.parent / "data" / f"{PAGE.stem}.jsonl",
                    help="JSON lines to which the runs are added (default: %(default)s)")
     p.add_argument("--out", type=Path, default=PAGE)
     args = p.parse_args(argv)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from moe_plugin.lab.bench.all_to_all import Row
-from moe_plugin.lab.bench.plots import OURS, log_scale, size_ticks
+from moe_plugin.lab.bench.plots import OURS, log_scale, log_ticks, size_ticks
 from moe_plugin.lab.bench.report import pyplot, save_figure, table
 from moe_plugin.planner.units import show_size, show_time
 
@@ -78,5 +79,41 @@ def plot(rows: Sequence[Row], path: str) -> None:
         size_ticks(axis, [row.bytes for row in mine])
         log_scale(axis, "y")
         axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    save_figure(figure, path)
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Predicted times: a markdown table for each size."""
+    parts = []
+    for size in dict.fromkeys(row["bytes"] for row in rows):
+        mine = [row for row in rows if row["bytes"] == size]
+        names = list(dict.fromkeys(row["algorithm"] for row in mine))
+        lines = []
+        for ranks in dict.fromkeys(row["ranks"] for row in mine):
+            times = {row["algorithm"]: row["ms"] for row in mine if row["ranks"] == ranks}
+            ratio = times["linear"] / times["2dh"] if times["2dh"] else 1.0
+            lines.append([str(ranks), *[show_time(times[name] / 1e3) for name in names],
+                          f"{ratio:.2f}", min(times, key=times.get)])
+        head = ["ranks", *names, "linear / 2dh", "best"]
+        parts.append(f"{show_size(size)} per rank, predicted time:\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def plot_model(rows: list[dict[str, Any]], path: str) -> None:
+    """Time by ranks, one panel for each size."""
+    sizes = list(dict.fromkeys(row["bytes"] for row in rows))
+    figure, axes = pyplot().subplots(1, len(sizes), figsize=(3.6 * len(sizes), 3.6),
+                                     squeeze=False, layout="constrained")
+    for axis, size in zip(axes[0], sizes, strict=True):
+        for name in dict.fromkeys(row["algorithm"] for row in rows):
+            line = [row for row in rows if row["bytes"] == size and row["algorithm"] == name]
+            axis.plot([r["ranks"] for r in line], [r["ms"] for r in line], marker=".", label=name)
+        axis.set(xlabel="ranks", title=f"{show_size(size)} per rank")
+        ranks = sorted({row["ranks"] for row in rows})
+        log_ticks(axis, "x", ranks[:: max(1, len(ranks) // 4)])
+        log_scale(axis, "y")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("predicted ms")
     axes[0][0].legend()
     save_figure(figure, path)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from moe_plugin.lab.bench.layer import agreement, check_losses, enter_candidates
 from moe_plugin.lab.bench.measure import training_step, versions
 from moe_plugin.lab.bench.peers import Candidate
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
-from moe_plugin.lab.bench.processes import on_processes
+from moe_plugin.lab.bench.ranks import on_processes
 
 PEERS = ("megatron", "einsum", "dense")
 TINY = Problem(tokens=16, model_dim=32, hidden_dim=64, experts=8, top_k=2)
@@ -65,6 +65,13 @@ class HostReport:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HostReport:
+        """The inverse of `as_dict`."""
+        return cls(**{**values, "problem": Problem(**values["problem"]),
+                      "results": [HostCost(**one) for one in values["results"]],
+                      "load": tuple(values["load"])})
 
 
 class OperationCount(TorchDispatchMode):

@@ -5,7 +5,7 @@ The bound is the larger of bytes over copy bandwidth and FLOPs over GEMM rate of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,6 +64,12 @@ class KernelReport:
             **asdict(self), "threads": torch.get_num_threads(),
             "versions": versions(self.problem.device)
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KernelReport:
+        """The inverse of `as_dict`, without threads and versions."""
+        return cls(Problem(**values["problem"]), values["copy_gbytes_per_s"],
+                   values["gemm_tflops"], [KernelResult(**one) for one in values["results"]])
 
 
 def run(problem: Problem, rounds: int = 15) -> KernelReport:

@@ -54,6 +54,15 @@ def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | N
         return Limited(done.stdout, int(peak.read_text()))
 
 
+def why_not() -> str | None:
+    """Why no limit can be set here; None where it can."""
+    try:
+        with _group(_UNLIMITED):
+            return None
+    except ValueError as error:
+        return str(error)
+
+
 @contextlib.contextmanager
 def _group(limit: int) -> Iterator[Path]:
     root, name = (_OLD, "memory.limit_in_bytes") if _OLD.is_dir() else (

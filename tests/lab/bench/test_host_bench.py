@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.cli import bench_host
 from moe_plugin.cli.main import main, parse
 from moe_plugin.lab.bench import host, report
 from moe_plugin.lab.bench.host import TINY, HostReport, measure
+from moe_plugin.lab.bench.studies import host as host_study
 from tests.distributed import run_gloo
 
 NAMES = ("einsum", "dense")
@@ -53,14 +53,14 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_rank: Host
     """The measured report stands for the ranks that the command would start."""
     asked = []
     monkeypatch.setattr(host, "run", lambda *args: asked.append(args) or one_rank)
-    out = tmp_path / "host.json"
-    assert main(["bench", "host", "--rounds", "3", "--out", str(out)]) == 0
+    assert main(["bench", "host", "--rounds", "3", "--out", str(tmp_path)]) == 0
     assert asked == [(TINY, 1, 3), (TINY, 2, 3)]
     table = report.host_table(one_rank)
     assert capsys.readouterr().out == f"{table}\n\n{table}\n"
-    page = out.with_suffix(".md").read_text()
+    page = (tmp_path / "host.md").read_text()
     assert table in page and "moe-plugin bench host" in page
-    assert json.loads(out.read_text()) == json.loads(json.dumps([asdict(one_rank)] * 2))
+    numbers = json.loads((tmp_path / "data" / "host.json").read_text())
+    assert numbers == json.loads(json.dumps([asdict(one_rank)] * 2))
 
 
 def test_defaults_are_the_tiny_problem() -> None:
@@ -70,6 +70,6 @@ def test_defaults_are_the_tiny_problem() -> None:
 
 
 def test_ranks_of_the_command_are_numbers() -> None:
-    assert bench_host._ranks("1,2") == [1, 2]
+    assert host_study._ranks("1,2") == [1, 2]
     with pytest.raises(ValueError, match="must be a divisor"):
         host.run(TINY, 3, 1)

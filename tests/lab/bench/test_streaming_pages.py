@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PAGES = Path(__file__).resolve().parents[3] / "docs" / "benchmarks"
+PAGES = Path(__file__).resolve().parents[3] / "docs" / "benchmarks" / "data"
 
 
 def test_a_model_of_three_times_its_limit_trained_to_the_same_losses():

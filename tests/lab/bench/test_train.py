@@ -13,17 +13,18 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm
+from moe_plugin.lab.bench.study import read_numbers
 from moe_plugin.lab.bench.train.results import (
     TrainReport,
     merged,
-    read,
+    reports,
     sides_table,
     spread,
     summary_table,
 )
 from moe_plugin.lab.bench.train.shapes import SHAPES, TrainShape, for_host, parse_shapes
 from moe_plugin.lab.bench.train.steps import Side, SideTimes, batch, measure
-from moe_plugin.lab.bench.train.write import pages_of, write_pages
+from moe_plugin.lab.bench.train.write import main_page, side_pages
 
 TINY = "16x16x4x2x256"
 COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
@@ -62,12 +63,10 @@ def test_ratios_are_of_the_better_native_side() -> None:
     assert spread(found.side("moe-plugin")) == pytest.approx((high - low) / 11.5)
 
 
-def test_tables_are_made_from_the_json_alone(tmp_path: Path) -> None:
-    file = tmp_path / "train.json"
-    reports = [report(), report(place="2x2 emulated nodes"), report("fairseq")]
-    file.write_text(json.dumps([one.as_dict() for one in reports]))
-    again = read(file)
-    assert again == [TrainReport.from_dict(one.as_dict()) for one in reports]
+def test_tables_are_made_from_the_json_alone() -> None:
+    made = [report(), report(place="2x2 emulated nodes"), report("fairseq")]
+    again = reports(json.loads(json.dumps([one.as_dict() for one in made])))
+    assert again == [TrainReport.from_dict(one.as_dict()) for one in made]
     row = summary_table(again[:1]).splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["few", SHAPES["few"].label(), "11.5 ms", "23 ms", "2.00", "1.90", "15 %",
@@ -76,20 +75,19 @@ def test_tables_are_made_from_the_json_alone(tmp_path: Path) -> None:
     assert "| 356,174 " in sides_table(again[0])  # 4,096 tokens in 11.5 ms
 
 
-def test_pages_are_a_summary_and_one_for_each_host_and_place(tmp_path: Path) -> None:
-    reports = [report(), report(name="wide"), report(place="2x2 emulated nodes, 200 Mbit/s"),
-               report("fairseq")]
-    write_pages(tmp_path / "train.md", reports)
-    names = ["train.md", "train_megatron_one_machine.md", "train_megatron_2x2_emulated_nodes.md",
+def test_pages_are_a_summary_and_one_for_each_host_and_place() -> None:
+    made = [report(), report(name="wide"), report(place="2x2 emulated nodes, 200 Mbit/s"),
+            report("fairseq")]
+    sides = side_pages(made)
+    names = ["train_megatron_one_machine.md", "train_megatron_2x2_emulated_nodes.md",
              "train_fairseq_one_machine.md"]
-    assert [page.name for page in pages_of(tmp_path / "train.md", reports)] == names
-    assert sorted(path.name for path in tmp_path.glob("*.md")) == sorted(names)
-    summary, megatron, _, fairseq = [(tmp_path / name).read_text() for name in names]
+    assert list(sides) == names
+    summary, (megatron, _, fairseq) = main_page(made), sides.values()
     for title in ("Megatron-core, one machine, 2 ranks", "fairseq, one machine, 2 ranks",
                   "Megatron-core, 2x2 emulated nodes, 200 Mbit/s"):
         assert summary.count(f"## {title}\n") == 1
-    assert all(f"({name})" in summary for name in names[1:])
-    assert sides_table(reports[0]) in megatron and "machine, 2 ranks: wide\n" in megatron
+    assert all(f"({name})" in summary for name in names)
+    assert sides_table(made[0]) in megatron and "machine, 2 ranks: wide\n" in megatron
     assert "wide" not in fairseq and "# Whole training steps: fairseq, one machine\n" in fairseq
     words = " ".join(summary.split())
     assert "torch 1.0" in words and "bench train --host" in words
@@ -103,10 +101,9 @@ def test_results_of_the_same_shape_and_place_are_replaced() -> None:
     assert merged([old, other], [new]) == [new, other]
 
 
-def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "layer.json").write_text('[{"bound_ms": 1}]')
-    with pytest.raises(ValueError, match="holds no results of `bench train`"):
-        read(tmp_path / "layer.json")
+def test_files_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="are not of `bench train`"):
+        reports([{"bound_ms": 1}])
 
 
 def test_shapes() -> None:
@@ -154,8 +151,8 @@ def test_bad_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--steps 0 must be >= 1" in capsys.readouterr().err
 
 
-def learned_alike(file: Path, host: str, native: set[str]) -> None:
-    (found,) = read(file)
+def learned_alike(folder: Path, host: str, native: set[str]) -> None:
+    (found,) = reports(read_numbers(folder / "data" / "train.json"))
     assert (found.host, found.place, found.ranks) == (host, "2 ranks", 2)
     assert {s.name: s.kind for s in found.sides} == {
         **SIDES, **dict.fromkeys(native, "native"), "dense": "dense"}
@@ -163,11 +160,11 @@ def learned_alike(file: Path, host: str, native: set[str]) -> None:
     first = [s.losses[0] for s in found.sides if s.kind != "dense"]
     assert max(first) - min(first) < 2e-3, first  # equal weights and data (fairseq logs 3 digits)
     assert found.loss_gap() < 5e-3
-    assert found.ratio()[0] > 0 and TINY in file.with_suffix(".md").read_text()
+    assert found.ratio()[0] > 0 and TINY in (folder / "train.md").read_text()
 
 
-def _megatron(file: str) -> int:
-    return main([*COMMAND.split(), "--host", "megatron", "--out", file])
+def _megatron(folder: str) -> int:
+    return main([*COMMAND.split(), "--host", "megatron", "--out", folder])
 
 
 @pytest.mark.distributed
@@ -176,8 +173,8 @@ def test_command_in_megatron(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from tests.hosts.megatron.ranks import on_ranks
 
-    assert on_ranks(2, _megatron, f"{tmp_path}/train.json") == [0, 0]
-    learned_alike(tmp_path / "train.json", "megatron",
+    assert on_ranks(2, _megatron, str(tmp_path)) == [0, 0]
+    learned_alike(tmp_path, "megatron",
                   {"Megatron, alltoall", "Megatron, allgather"})
 
 
@@ -187,5 +184,5 @@ def test_command_in_fairseq(tmp_path: Path) -> None:
     pytest.importorskip("fairseq", reason="fairseq is not installed")
     from tests.hosts.fairseq.conftest import run
 
-    run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path}/train.json", ranks=2).ok()
-    learned_alike(tmp_path / "train.json", "fairseq", {"fairseq's moe branch"})
+    run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path}", ranks=2).ok()
+    learned_alike(tmp_path, "fairseq", {"fairseq's moe branch"})

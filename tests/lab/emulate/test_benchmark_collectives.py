@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from moe_plugin.comm.forest import plan_few
 from moe_plugin.lab.bench.collectives import Cell, ring_bound_s
+from moe_plugin.lab.bench.studies import collectives
 from moe_plugin.lab.emulate import networks, why_not
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark_collectives.py"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_collectives", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "collectives"]
 
 
 @pytest.mark.parametrize(("shape", "ratio"), [
@@ -40,7 +32,7 @@ def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
              for kind, size, forest_s, name in (
                  ("all_gather", 1 << 20, 1.1, "forest"), ("all_gather", 1 << 22, 1.0, "forest"),
                  ("all_reduce", 1 << 22, 3.0, "forest"))]
-    page = _script().markdown({"cells": cells, "hosts": [{
+    page = collectives.page({"cells": cells, "hosts": [{
         "host": "fairseq", "native_s": 0.5, "forest_s": 0.4, "predicted_saved_s": 0.11,
         "losses": [1.0], "apart": 0.001}], "cpus": 2, "load": [0, 0]})
     said = " ".join(page.split())
@@ -55,9 +47,9 @@ def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
 @pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 def test_it_runs(tmp_path: Path) -> None:
     sizes = "--networks ring --sizes 65536 --repeats 1 --steps 5"
-    subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path), *sizes.split()],
+    subprocess.run([*COMMAND, "--out", str(tmp_path), *sizes.split()],
                    check=True, timeout=500)
-    report = json.loads((tmp_path / "collectives.json").read_text())
+    report = json.loads((tmp_path / "data" / "collectives.json").read_text())
     assert [cell["kind"] for cell in report["cells"]] == ["all_gather", "reduce_scatter",
                                                          "all_reduce"]
     assert [host["host"] for host in report["hosts"]] == ["fairseq", "megatron"]

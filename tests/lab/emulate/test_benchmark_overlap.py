@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from moe_plugin.lab.bench.studies import overlap
 from moe_plugin.lab.emulate import why_not
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmark_overlap.py"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_overlap", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "overlap"]
 
 
 def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
-    script = _script()
-    names = script.layouts([2], ["rows", "peers"])
+    names = overlap.layouts([2], ["rows", "peers"])
     assert list(names) == ["d=1", "d=2 rows", "d=2 peers"]
     ranks = [{f"{name} {way}": [0.1 * (1 + rank)] * 3 for name in names
               for way in ("forward", "backward")} for rank in range(2)]
     for rank, found in enumerate(ranks):
         found |= {"exchange": [0.1], "products forward": [0.16 + rank / 25],
                   "products backward": [0.15]}
-    cell = {"rate": 5e7, **script.summary(ranks, names)}
-    page = script.markdown({"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
+    cell = {"rate": 5e7, **overlap.summary(ranks, names)}
+    page = overlap.page({"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
     # of the slowest rank
     assert "| 50     | forward   | 100      | 200      | 200 (1.00) |" in page
     assert "| 50     | backward  | 100      | 150      | 200 (1.33) |" in page
@@ -45,9 +36,9 @@ def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
 @pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 def test_it_runs(tmp_path: Path) -> None:
     sizes = "--rounds 1 --rates 1e9 --degrees 2 --tokens 16"
-    subprocess.run([sys.executable, str(SCRIPT), "--out", str(tmp_path), *sizes.split()],
+    subprocess.run([*COMMAND, "--out", str(tmp_path), *sizes.split()],
                    check=True, timeout=200)
-    cells = json.loads((tmp_path / "overlap.json").read_text())["cells"]
+    cells = json.loads((tmp_path / "data" / "overlap.json").read_text())["cells"]
     assert list(cells) == ["cpu", "wait", "many", "s2"]
     for name, (cell,) in cells.items():
         cuts = {"many": ["rows", "experts", "peers"], "s2": ["rows"]}.get(name, ["rows", "peers"])

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from moe_plugin.lab.bench.studies import ensembles, vision
 from moe_plugin.lab.vision.model import PRESETS, build
 
 pytest.importorskip("timm")
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module(name)
-
-
-def test_flops_are_those_of_the_dense_model_and_the_routers(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    vision = script("benchmark_vision", monkeypatch)
+def test_flops_are_those_of_the_dense_model_and_the_routers() -> None:
     size = PRESETS["tiny"]
     every = {"dispatch.capacity_factor": None}
     models = {"dense": build(size, 10, dense=True), "moe": build(size, 10, settings=every)}
@@ -42,8 +34,7 @@ def test_flops_are_those_of_the_dense_model_and_the_routers(
     assert fewer["moe"] < flops["moe"] and 0.5 < dropped < 1
 
 
-def test_page_of_vision_states_the_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    vision = script("benchmark_vision", monkeypatch)
+def test_page_of_vision_states_the_overhead() -> None:
     models = {side: build(PRESETS["tiny"], 10, dense=side == "dense") for side in vision.SIDES}
     one = vision.cell("tiny", 2, models, 1)
     assert all(seconds > 0 for kind in vision.KINDS for side in vision.SIDES
@@ -55,7 +46,7 @@ def test_page_of_vision_states_the_overhead(monkeypatch: pytest.MonkeyPatch) -> 
     report = {"setup": {"torch": "2"}, "load": [0.1, 0.2], "speed": [asdict(known)], "accuracy": {
         "epochs": 3, "accuracy": {"dense": [0.97, 0.98], "moe": [0.98, 0.99]},
         "images_per_s": {"dense": [100.0, 120.0], "moe": [80.0, 90.0]}}}
-    page = vision.markdown(report)
+    page = vision.page(report)
     assert "1.50 times the dense time in\ntraining and 1.25 forward" in page
     row = next(line for line in page.splitlines() if "| training " in line)
     assert [cell.strip() for cell in row.split("|")[1:8]] == [
@@ -63,9 +54,7 @@ def test_page_of_vision_states_the_overhead(monkeypatch: pytest.MonkeyPatch) -> 
     assert "98.50 (98.00 to 99.00) %" in page and "110.00 (100.00 to 120.00)" in page
 
 
-def test_page_of_ensembles_compares_with_independent_members(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    ensembles = script("benchmark_ensembles", monkeypatch)
+def test_page_of_ensembles_compares_with_independent_members() -> None:
 
     def run(top1: float, oracle: float, other: list[int]) -> dict[str, Any]:
         return {"top1_error": top1, "oracle_error": oracle, "member_error": 0.2, "valid_loss": 1.0,
@@ -76,7 +65,7 @@ def test_page_of_ensembles_compares_with_independent_members(
     report = {"setup": {}, "epochs": 2, "results": {
         independent: [run(0.10, 0.05, [0, 0]), run(0.12, 0.05, [0, 0])],
         last: [run(0.11, 0.02, [3, 1]), run(0.10, 0.03, [3, 1])]}}
-    page = ensembles.markdown(report)
+    page = ensembles.page(report)
     assert "11.00 (10.00 to 12.00)" in page and "10.50 (10.00 to 11.00)" in page
     assert (f"* {last}: top-1 error -5%, lower in 1 of 2 seeds; oracle error -50%, lower in 2 of 2 "
             "seeds.") in " ".join(page.split())
@@ -84,9 +73,8 @@ def test_page_of_ensembles_compares_with_independent_members(
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["75%", "25%"]
 
 
-def test_page_of_ensembles_is_made_from_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    ensembles = script("benchmark_ensembles", monkeypatch)
-    page = SCRIPTS.parent / "docs" / "benchmarks" / "ensembles.md"
-    report = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+def test_page_of_ensembles_is_made_from_its_numbers() -> None:
+    page = BENCHMARKS / "ensembles.md"
+    report = json.loads((BENCHMARKS / "data" / "ensembles.json").read_text(encoding="utf-8"))
     assert all(len(found) == 3 for found in report["results"].values())
-    assert ensembles.markdown(report) == page.read_text(encoding="utf-8")
+    assert ensembles.page(report) == page.read_text(encoding="utf-8")

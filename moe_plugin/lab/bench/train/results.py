@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from moe_plugin.lab.bench.report import table
@@ -95,18 +93,16 @@ def spread(side: SideTimes) -> float:
     return (high - low) / statistics.median(side.seconds)
 
 
-def read(path: Path) -> list[TrainReport]:
-    """The reports in a file; none where it does not exist.
+def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
+    """The reports of a file.
 
-    Raises: ValueError: the file is not of this command.
+    Raises: ValueError: the values are not of this study.
     """
-    if not path.exists():
-        return []
     try:
-        return [TrainReport.from_dict(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+        return [TrainReport.from_dict(one) for one in values]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} holds no results of `bench train` ({error}); give another "
-                         "file") from error
+        raise ValueError(f"these numbers are not of `bench train` ({error}); give another "
+                         "--out") from error
 
 
 def merged(old: Sequence[TrainReport], new: Sequence[TrainReport]) -> list[TrainReport]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_plugin.comm import TorchComm
 from moe_plugin.lab.bench.corpus import build_corpus
 from moe_plugin.lab.bench.measure import versions
-from moe_plugin.lab.bench.processes import on_processes
+from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.train.results import TrainReport
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import our_settings

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from moe_plugin.lab.bench import report
 from moe_plugin.lab.bench.train.results import HOSTS, TrainReport, details, summaries
 
-MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] --out docs/benchmarks/train.json"
+MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] --out docs/benchmarks"
 ABOUT = """Whole training steps: forward, backward, reduction of gradients, clipping, optimizer. A
 model with our layer, one with the host's own (Megatron-core's in both of its dispatchers; in
 fairseq, whose release has none, that of its moe branch, written after its code) and one with dense
@@ -28,31 +27,27 @@ expert (not traced token by token). *Spread*: the middle half of the steps over 
 and take the layout with the least predicted time on one node."""
 
 
-def write_pages(path: Path, reports: Sequence[TrainReport]) -> None:
-    """Write the page of these reports, with a row per shape, and next to it a page per host and
-    kind of place with every side of every shape (`pages_of`).
-    """
-    def name(one: TrainReport) -> str:
-        return _page_of(path, one).name
-
+def main_page(reports: Sequence[TrainReport]) -> str:
+    """A row per shape."""
     text = "\n\n".join([*map(report.paragraph, (" ".join(ABOUT.split()), " ".join(TERMS.split()))),
-                        summaries(reports, name)])
-    report.write_page(path, "Whole training steps", MADE_BY, _setup(reports), text)
-    for page in pages_of(path, reports)[1:]:
-        mine = [one for one in reports if _page_of(path, one) == page]
+                        summaries(reports, _page_of)])
+    return report.page("Whole training steps", MADE_BY, _setup(reports), text)
+
+
+def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
+    """A page per host and kind of place, by its file: every side of every shape."""
+    found = {}
+    for name in dict.fromkeys(map(_page_of, reports)):
+        mine = [one for one in reports if _page_of(one) == name]
         title = f"Whole training steps: {HOSTS[mine[0].host]}, {_kind(mine[0].place)}"
-        body = f"[What is measured]({path.name}).\n\n{details(mine)}"
-        report.write_page(page, title, MADE_BY, _setup(mine), body)
+        found[name] = report.page(title, MADE_BY, _setup(mine),
+                                  f"[What is measured](train.md).\n\n{details(mine)}")
+    return found
 
 
-def pages_of(path: Path, reports: Sequence[TrainReport]) -> list[Path]:
-    """All pages that `write_pages` writes."""
-    return [path, *dict.fromkeys(_page_of(path, one) for one in reports)]
-
-
-def _page_of(path: Path, one: TrainReport) -> Path:
+def _page_of(one: TrainReport) -> str:
     kind = re.sub(r"\W+", "_", _kind(one.place))
-    return path.with_name(f"{path.stem}_{one.host}_{kind}{path.suffix}")
+    return f"train_{one.host}_{kind}.md"
 
 
 def _kind(place: str) -> str:

@@ -1,0 +1,50 @@
+"""The studies by name. A module has the code of one; nothing imports it before it is needed."""
+
+from __future__ import annotations
+
+from moe_plugin.lab.bench.study import Study
+
+_HOSTS = ("checkout", "fairseq", "megatron")
+STUDIES = {study.name: study for study in (
+    Study("layer", "our layer and its peers on one problem: time, ratio to the GEMM bound, memory"),
+    Study("kernels", "each operation of one problem, its reference and its bound"),
+    Study("host", "what a layer costs the host: processor time and operations of a call"),
+    Study("train", "whole training steps of our layer and the framework's own"),
+    Study("all-to-all", "all-to-all algorithms by message size, on your ranks or emulated ones"),
+    Study("layers", "our layer and its peers on all problems of the page", stem="layer"),
+    Study("operations", "each operation on all problems of the page", stem="kernels"),
+    Study("scaling", "time and memory of our layer by tokens, experts and choices"),
+    Study("gpu", "layers and operations on one GPU, on one page"),
+    Study("resources", "registers, occupancy and instructions of the kernels on four GPUs, "
+          "compiled without one", ("triton",)),
+    Study("adam", "the optimizer's share of a step, as the host has it and fused"),
+    Study("activations", "steps that keep, recompute, swap, or choose by block: time and memory"),
+    Study("weights", "a model larger than its memory limit, trained in one process",
+          ("memory limit",)),
+    Study("offload", "text from a model whose experts are ten times its memory limit",
+          ("memory limit",)),
+    Study("offload-plans", "peers that stream a whole model against a pipeline of them (computed)"),
+    Study("peers", "two peers that train a whole model each, next to a pipeline, over a slow link",
+          ("nodes", "torchft")),
+    Study("all-to-all-model", "every algorithm by size on emulated clusters, and the model fitted "
+          "to them", ("nodes",), stem="all_to_all"),
+    Study("collectives", "collectives along trees against gloo and a ring, and training with them",
+          ("nodes", "fairseq", "megatron")),
+    Study("forest", "planning trees: time and memory by number of GPUs", ("igraph",)),
+    Study("adaptive", "`parallel: auto` against every fixed layout", ("nodes",)),
+    Study("overlap", "exchange and products of a layer, alone and overlapped", ("nodes",)),
+    Study("plan", "the planner's layout against the measured best", ("nodes",)),
+    Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
+          ("checkout",), stem="data/predicted"),
+    Study("spill", "overloaded experts: rows on other ranks against the plain layer", ("nodes",)),
+    Study("pipeline", "steps of pipeline schedules over slow links, measured and predicted",
+          ("nodes", "megatron")),
+    Study("stage-layouts", "activations between stages of unequal layout", ("nodes",)),
+    Study("reshard", "a checkpoint for other numbers of ranks: memory, and time next to `cp`"),
+    Study("gates", "every router trained in both hosts", _HOSTS),
+    Study("pregate", "pre-gates fine-tuned in both hosts, next to ordinary gates", _HOSTS),
+    Study("vision", "SwinV2-MoE and the dense SwinV2 of timm: images per second, accuracy",
+          ("timm",)),
+    Study("ensembles", "five members under the confident oracle loss against independent ones",
+          ("timm",)),
+)}

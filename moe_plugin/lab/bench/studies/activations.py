@@ -1,0 +1,222 @@
+"""Time and memory of a training step that keeps, recomputes, swaps, or chooses by block.
+
+Steps of all policies are timed by turns, so that all see the same machine. Memory is measured in a
+process for each, because the resident set of a process rarely shrinks. The tier is a file, whose
+bandwidth a throttle states. On two cores this takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_plugin import MoELayer
+from moe_plugin.config import from_dict
+from moe_plugin.lab.bench.child import call
+from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.study import Option
+from moe_plugin.machine import cpu_name
+from moe_plugin.memory.activations.auto import MEASURING, manage
+from moe_plugin.planner.units import show_size, show_time
+
+DIM, HIDDEN, EXPERTS, TOKENS, BLOCKS = 256, 1024, 4, 512, 8
+WAYS = ("keep", "recompute", "swap", "auto")
+MIB, WARM_UP = 1 << 20, len(MEASURING) + 1
+# freed tensors go back to the system, so that the resident set is what is in use
+RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+OPTIONS = {
+    "throttle": Option(200.0, "MB/s of the tier"),
+    "steps": Option(7, "timed steps of each policy", quick=2),
+    "folder": Option("", "on a disk; left out: that for temporary files"),
+}
+
+
+class Block(nn.Module):
+    """Attention of one head and experts, each with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.moe = MoELayer(from_dict({"model_dim": DIM, "num_experts": EXPERTS,
+                                       "experts": {"hidden_dim": HIDDEN}}))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]."""
+        parts = (part[None, None] for part in self.qkv(self.norms[0](x_TD)).chunk(3, -1))
+        mixed_TD = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)[0, 0]
+        x_TD = x_TD + self.out(mixed_TD)
+        return x_TD + self.moe(self.norms[1](x_TD)).output
+
+
+class AliveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators make while this is on, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        """Count what an operator returns."""
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self._add(x.untyped_storage())
+        return result
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these, which are there all the time."""
+        self._seen |= {x.untyped_storage()._cdata for x in tensors}
+
+    def _add(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+
+class Run:
+    """A model under one policy."""
+
+    def __init__(self, way: str, memory: int, throttle: float, folder: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.activations = manage(list(self.model), way, memory=memory if way == "auto" else None,
+                                  folder=folder, throttle=throttle)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.x_TD = torch.randn(TOKENS, DIM)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.peak = 0
+
+    def step(self) -> None:
+        """One training step."""
+        started = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = self.model(self.x_TD).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - started)
+        self.losses.append(loss.item())
+        self.peak = self.activations.ledger.peak
+        self.activations.after_step()
+
+
+def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
+    """Median seconds of a step by policy; what auto chose."""
+    torch.set_num_threads(1)
+    runs = {way: Run(way, memory, 1e6 * args.throttle, folder) for way in WAYS}
+    for number in range(WARM_UP + args.steps):
+        for run in runs.values():
+            if number == WARM_UP:
+                run.seconds.clear()
+            run.step()
+    auto = runs["auto"].activations
+    if any(run.losses != runs["keep"].losses for run in runs.values()):
+        raise SystemExit("losses differ between policies")
+    return {
+        "seconds": {way: median(run.seconds) for way, run in runs.items()},
+        "all_seconds": {way: run.seconds for way, run in runs.items()},
+        "policies": list(auto.policies), "predicted_s": auto.decision.seconds,
+        "keep_bytes": sum(block.activation_bytes for block in auto.profile.blocks),
+    }
+
+
+def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[str, Any]:
+    """Bytes of one policy."""
+    torch.set_num_threads(1)
+    run = Run(way, most, 1e6 * args.throttle, folder)
+    before = _resident("VmRSS")
+    for _ in range(WARM_UP + 1):
+        run.step()
+    # of all steps: allocators keep what was freed, so that later peaks are hidden by the first
+    found = {"ledger_bytes": run.peak, "resident_bytes": _resident("VmHWM") - before}
+    with AliveBytes() as alive:
+        alive.leave_out(run.model.parameters())
+        alive.leave_out(p.grad for p in run.model.parameters())
+        run.model(run.x_TD).square().mean().backward()
+    return {**found, "alive_bytes": alive.peak}
+
+
+def _resident(name: str) -> int:
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All policies; auto has half of what keeping everything takes."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
+        probe = Run("auto", 1 << 40, 1e6 * args.throttle, folder)
+        for _ in range(WARM_UP):
+            probe.step()
+        everything = sum(b.activation_bytes for b in probe.activations.profile.blocks)
+        probe.activations.release()
+        limit = everything // 2
+        timed = call(times, args, limit, folder, environment=RETURNS)
+        rows = {way: call(memory, args, way, limit, folder, environment=RETURNS) for way in WAYS}
+    return {"machine": cpu_name(), "torch": torch.__version__, "throttle_MB_s": args.throttle,
+            "steps": args.steps, "blocks": BLOCKS, "tokens": TOKENS, "model_dim": DIM,
+            "hidden_dim": HIDDEN, "experts": EXPERTS,
+            "keep_bytes": everything, "limit_bytes": limit, **timed, "memory": rows}
+
+
+def page(result: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    seconds, memory = result["seconds"], result["memory"]
+    others = sorted((seconds["recompute"], seconds["swap"]))
+    chosen = Counter(result["policies"])
+    names = {"keep": "keep all", "recompute": "recompute all", "swap": "swap all",
+             "auto": "auto: " + ", ".join(f"{n} {name}" for name, n in sorted(chosen.items()))}
+    # what is kept and recomputed is counted from a profile, which auto alone has
+    ledger = {"keep": result["keep_bytes"], "recompute": None,
+              **{way: memory[way]["ledger_bytes"] for way in ("swap", "auto")}}
+    rows = [[names[way], f"{1e3 * seconds[way]:.0f}",
+             "" if ledger[way] is None else f"{ledger[way] / MIB:.1f}",
+             f"{memory[way]['alive_bytes'] / MIB:.0f}",
+             f"{memory[way]['resident_bytes'] / MIB:.0f}"] for way in WAYS]
+    return "\n\n".join([
+        "# Activations kept, recomputed, swapped",
+        paragraph(
+            f"Made by `moe-plugin bench activations`. {result['blocks']} blocks "
+            f"(attention and {result['experts']} experts, width {result['model_dim']}, inner width "
+            f"{result['hidden_dim']}, k = 2), {result['tokens']:,} tokens, float32, one thread of "
+            f"{result['machine']}, torch {result['torch']}. The tier is a file, throttled to "
+            f"{result['throttle_MB_s']:g} MB/s. Median of {result['steps']} steps, all policies by "
+            f"turns; load average before and after: {[round(x, 1) for x in result['load']]}. "
+            "Losses of all policies are equal, bit for bit."),
+        table(["policy", "step, ms", "activations, MiB", "tensors alive, MiB", "resident, MiB"],
+              rows),
+        paragraph(
+            "Activations: the most that the ledger counted. Tensors alive: the most of all tensors "
+            "that forward and backward make, temporary ones and gradients included, without the "
+            "weights and the gradients that they add to. Resident: the peak of the process's "
+            "resident set over all its steps, those that measure included, above what it was "
+            "before the first one; gradients of the weights are in it. Both hold what the expert "
+            "layers keep on a CPU for the next call, which is one set for all layers."),
+        paragraph(
+            f"Auto may take {show_size(result['limit_bytes'])}, half of keeping all. Its "
+            f"step was predicted to take {show_time(result['predicted_s'])}. It takes "
+            f"{seconds['auto'] / others[0]:.2f} times as long as the better of recomputing all and "
+            f"swapping all, and the other takes {others[1] / seconds['auto']:.2f} times as long "
+            "as it.")]) + "\n"

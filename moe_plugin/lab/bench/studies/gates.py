@@ -1,0 +1,232 @@
+"""Train the quick start's model with every router through both hosts, and write a table.
+
+Takes about 15 minutes; run `bash scripts/setup.sh` first. Exit
+status 1 if a loss does not fall or a router exceeds its bound of imbalance. A second run trains
+only what is missing (runs/gates; --fresh starts again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from moe_plugin.lab.bench.corpus import build_corpus
+from moe_plugin.lab.bench.quickstart import HOSTS, quickstart
+from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.regular_files import make_folder, write_regular
+
+log = logging.getLogger(__name__)
+VOCABULARY = 512  # more than any of the hosts' ids
+SWITCH = {"switch": 0.01}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a router is trained here.
+
+    most: bound of the largest expert load over the mean load at the end. capacity: of the padded
+    dispatcher; None: dropless. apart: every rank counts as a node.
+    """
+
+    most: float
+    router: dict[str, Any] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    capacity: float | None = 1.25
+    top_k: int = 2
+    apart: bool = False
+
+
+# Bound 3: routers that send equal tokens to equal experts; a third of the text is spaces.
+# topology_quota, ta_moe: with one node they would do nothing, so each rank counts as a node.
+GATES = {
+    "topk": Gate(2.0, losses=SWITCH),
+    "switch": Gate(2.0, losses=SWITCH, top_k=1),
+    "gshard": Gate(2.0, losses={"gshard": 0.01}),
+    "ktop1": Gate(2.0, losses=SWITCH),
+    "sam": Gate(2.5, {"groups": 2}, {"switch": 0.01, "sam_alignment": 0.01}),
+    "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4),
+    "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
+    "base": Gate(1.02, top_k=1),
+    "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
+    "dense_to_sparse": Gate(2.5, {"sparsity": {"steps": 100}}, SWITCH, None),
+    "cosine": Gate(2.0, losses=SWITCH),
+    "noisy_topk": Gate(2.5, losses={"importance": 0.01, "noisy_load": 0.01}),
+    "expert_choice": Gate(1.0, capacity=None),
+    "sinkhorn": Gate(3.0),
+    "topology_quota": Gate(2.0, {"links": {"quota": 0.3}}, SWITCH, apart=True),
+    "ta_moe": Gate(2.5, losses={"ta_moe": 0.01}, apart=True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one run.
+
+    Losses are in nats per byte. busiest: largest expert load over the mean, worst layer, last
+    record. drops: share of choices without a slot, likewise. step_ms: median.
+    """
+
+    gate: str
+    host: str
+    steps: int
+    first_loss: float
+    last_loss: float
+    valid_loss: float | None
+    busiest: float
+    most: float
+    drops: float
+    step_ms: float
+
+    @property
+    def faults(self) -> list[str]:
+        """Which bounds the run exceeds."""
+        found = [] if self.last_loss < 0.8 * self.first_loss else [
+            f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"
+        ]
+        return found + ([] if self.busiest <= self.most else
+                        [f"busiest expert {self.busiest:.2f} times the mean, bound {self.most}"])
+
+
+def counts(host: str, corpus: Path) -> list[int]:
+    """How often each token id of a host occurs in the training text."""
+    found = [0] * VOCABULARY
+    if host == "megatron":
+        for byte in (corpus / "train.txt").read_bytes():
+            found[byte] += 1
+        return found
+    words = [
+        line.rsplit(" ", 1)
+        for line in (corpus / "dict.txt").read_text(encoding="utf-8").splitlines()
+    ]
+    for i, (_, count) in enumerate(words):
+        found[i + 4] = int(count)  # after fairseq's own four symbols
+    return found
+
+
+def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
+    """The router's settings as YAML, in a folder next to the run's."""
+    gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
+    make_folder(home)
+    router = {"name": name, "top_k": gate.top_k, **gate.router}
+    if name == "hash":
+        path = home / "counts.txt"
+        write_regular(path, "".join(f"{n}\n" for n in counts(host, corpus)))
+        router["hash"] = {**router["hash"], "path": str(path)}
+    dispatch = {"name": "ragged"} if gate.capacity is None else {
+        "name": "padded", "capacity_factor": gate.capacity
+    }
+    tree: dict[str, Any] = {"router": router, "losses": dict(gate.losses), "dispatch": dispatch}
+    if gate.apart:
+        write_regular(home / "nodes.yaml", "nodes: [[0], [1]]\n")
+        tree["comm"] = {"topology": str(home / "nodes.yaml")}
+    path = home / "moe.yaml"
+    return write_regular(path, yaml.safe_dump(tree))
+
+
+def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> Row:
+    """Train one gate in one host."""
+    extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
+    if host == "fairseq":
+        command = quickstart().fairseq_command(s, data, folder, False)
+        i = command.index("--moe-capacity-factor")
+        del command[i : i + 2]  # it would override the file
+        command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum"]
+    else:
+        command = [
+            *quickstart().megatron_command(s, data, folder, False), *extra, "--moe-aux-loss-coeff",
+            "0", "--moe-router-topk",
+            str(GATES[name].top_k)
+        ]
+        if name == "sigmoid_bias":
+            command += ["--moe-router-score-function", "sigmoid"]
+        if GATES[name].top_k == 1:
+            command += ["--moe-router-pre-softmax"]  # Megatron requires it
+    result, _ = quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
+    last = last_records(folder)
+    return Row(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
+               last_loss=result["last_loss"], valid_loss=result["valid_loss"],
+               busiest=max(row["max_over_mean"] for row in last), most=GATES[name].most, drops=max(
+                   row["drop_fraction"] for row in last),
+               step_ms=1e3 * s["ranks"] * s["batch"] * s["length"] / result["tokens_per_s"])
+
+
+def last_records(folder: Path) -> list[dict[str, Any]]:
+    """The statistics of the last step that has some, a row per layer."""
+    rows = [
+        json.loads(line)
+        for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    rows = [row for row in rows if "load" in row]
+    return [row for row in rows if row["step"] == max(r["step"] for r in rows)]
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page."""
+    rows, entropy = [Row(**row) for row in found["rows"]], found["unigram_entropy"]
+    s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", rows[0].steps)
+    cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}",
+              "-" if r.valid_loss is None else f"{r.valid_loss:.3f}", f"{r.busiest:.2f}",
+              f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
+    head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean",
+            "bound", "drops", "ms per step")
+    how = [(name, str(g.top_k), "dropless" if g.capacity is None else f"{g.capacity:g}",
+            ", ".join(f"{k} {v:g}" for k, v in g.losses.items())
+            or "-", json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
+    return "\n".join([
+        "# Every gate, trained", "",
+        paragraph(
+            "Made by `moe-plugin bench gates`; numbers in `docs/benchmarks/data/gates.json`. "
+            f"{s['steps']} steps of the quick start's model ({s['layers']} layers, every second "
+            f"with {s['experts']} experts, width {s['width']}) on its corpus, {s['ranks']} ranks "
+            f"on CPU, torch {found['torch']}."), "",
+        paragraph(
+            "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
+            f"{entropy:.3f}. Balance and drops are the worst layer's in the last record (both "
+            "steps of it); *bound* is the limit of the balance. So few steps do not rank the "
+            "routers: they show that each one learns and stays balanced."), "",
+        table(head, cells), "", "How each was set:", "",
+        table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""
+    ])
+
+
+OPTIONS = {
+    "steps": Option(100, "of each run", quick=20),
+    "gates": Option(tuple(GATES), "routers", quick=("topk",), choices=GATES),
+    "hosts": Option(HOSTS, "trainers", choices=HOSTS),
+    "runs": Option("runs/gates", "folder of corpus and runs"),
+    "fresh": Option(False, "discard earlier runs"),
+}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All routers in all hosts."""
+    place = Path(args.runs).resolve()
+    if args.fresh:
+        shutil.rmtree(place, ignore_errors=True)
+    s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", args.steps)
+    corpus = place / "corpus"
+    info, rows = build_corpus(corpus, size=s["corpus_bytes"]), []
+    for host in args.hosts:
+        made = quickstart().HOST_STEPS[host][0](corpus)
+        for name in args.gates:
+            rows.append(run(name, host, s, made, corpus, place / f"{name}-{host}"))
+            log.info("%s in %s: %s", name, host, rows[-1].faults or "as it should be")
+    rows.sort(key=lambda r: list(GATES).index(r.gate))
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "unigram_entropy": info.unigram_entropy, "rows": [asdict(r) for r in rows]}
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """Losses that do not fall, and imbalance."""
+    rows = [Row(**row) for row in found["rows"]]
+    return [f"{r.gate} in {r.host}: {fault}" for r in rows for fault in r.faults]

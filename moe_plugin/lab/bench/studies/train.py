@@ -1,0 +1,111 @@
+"""Whole training steps (forward, backward, optimizer) of models with our layer, with the
+framework's own and with dense layers of equal active width: equal weights and data, the same ranks
+and processes, steps in turn. Starts its ranks itself, or runs on those that torchrun started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from moe_plugin.lab.bench.options import add_links, links_of
+from moe_plugin.lab.bench.train import run as runs
+from moe_plugin.lab.bench.train.results import (
+    TrainReport,
+    merged,
+    reports,
+    sides_table,
+    summary_table,
+)
+from moe_plugin.lab.bench.train.shapes import for_host, parse_shapes
+from moe_plugin.lab.bench.train.write import main_page, side_pages
+from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.planner.units import parse_grid
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
+                   help="the framework; native with fairseq is the layer of its moe branch, "
+                        "written after its code")
+    p.add_argument("--shapes", default="all", metavar="LIST",
+                   help="all, names with commas (few, fine, wide, switch, mixture, many), or "
+                        "width x inner x experts x k x tokens, e.g. 128x128x8x2x4096 "
+                        "(default: %(default)s); fairseq: k is at most 2")
+    p.add_argument("--emulate", metavar="NxP",
+                   help="nodes x ranks per node of an emulated cluster, e.g. 2x2")
+    add_links(p)
+    p.add_argument("--ranks", type=int, default=2,
+                   help="processes on this machine, without --emulate (default: %(default)s)")
+    p.add_argument("--steps", type=int, default=15,
+                   help="timed steps of each model (default: %(default)s)")
+    p.add_argument("--warm-up", type=int, default=4,
+                   help="steps before; tuners that have not chosen get more (default: %(default)s)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse numbers of steps and ranks."""
+    if args.quick:
+        args.steps, args.warm_up = 2, 1
+    for name in ("steps", "warm_up", "ranks"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1; "
+                             "e.g. 4")
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """A report of each shape. On ranks of a launcher rank 0 alone returns them."""
+    return [one.as_dict() for one in _measured(args)] or None
+
+
+def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the same host, place and shape are replaced."""
+    return [one.as_dict() for one in merged(reports(old), reports(new))]
+
+
+def show(found: list[dict[str, Any]]) -> str:
+    """All sides of each shape, and a summary."""
+    mine = reports(found)
+    return "\n\n".join([*(f"{one.shape.name}: {one.shape.label()}; {one.place}\n\n"
+                          f"{sides_table(one)}" for one in mine), summary_table(mine)])
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """A row per shape."""
+    return main_page(reports(found))
+
+
+def pages(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Every side of every shape, by host and place."""
+    return side_pages(reports(found))
+
+
+def _measured(args: argparse.Namespace) -> Iterator[TrainReport]:
+    grid = parse_grid(args.emulate) if args.emulate else None
+    shapes = for_host(parse_shapes(args.shapes), args.host)
+    if "RANK" not in os.environ:
+        for shape in shapes:  # before any process or node is started
+            shape.sentences(grid[0] * grid[1] if grid else args.ranks)
+    with ExitStack() as stack:
+        text = runs.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
+        for shape in shapes:
+            log.info("%s: %s", shape.name, shape.label())
+            plan = runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up,
+                                  several_nodes=grid is not None and grid[0] > 1)
+            if cluster is not None:
+                yield runs.on_emulated(plan, cluster)
+            elif "RANK" in os.environ:
+                report = runs.on_own_ranks(plan)
+                if report is not None:
+                    yield report
+            else:
+                yield runs.on_this_machine(plan, args.ranks)

@@ -1,0 +1,263 @@
+"""Images per second and accuracy of SwinV2-MoE and of the dense SwinV2 of timm.
+
+Both sides have equal active FLOPs: one expert of the dense MLP's width a token. Speed: calls of
+both sides by turns in one process, all threads of the machine. Accuracy: both sides at once, a
+process and a thread each, once a seed. Takes about ten minutes on two cores; needs 6 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
+from moe_plugin.lab.bench.measure import interleaved, versions
+from moe_plugin.lab.bench.report import page as made_page
+from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.lab.vision.model import PRESETS, build
+
+log = logging.getLogger(__name__)
+SIDES = ("dense", "moe")
+KINDS = ("training", "forward")
+CLASSES = {"tiny": 10, "swin_s": 1000}
+BATCHES = (2, 8, 16)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model at one number of images per call.
+
+    seconds: of all rounds, by kind and side. flops: of a forward pass, per image, by side: products
+    and convolutions. dropped: share of tokens without a slot, worst layer.
+    """
+
+    preset: str
+    batch: int
+    seconds: dict[str, dict[str, list[float]]]
+    flops: dict[str, float]
+    dropped: float
+
+    def rate(self, kind: str, side: str) -> float:
+        """Images per second, of the median."""
+        return self.batch / statistics.median(self.seconds[kind][side])
+
+    def overhead(self, kind: str) -> float:
+        """Time of the model with experts over that of the dense one, medians."""
+        return self.rate(kind, "dense") / self.rate(kind, "moe")
+
+    @property
+    def active(self) -> float:
+        """Products of the model with experts over those of the dense one."""
+        return self.flops["moe"] / self.flops["dense"]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Results of the example's training, by side: one number a seed."""
+
+    epochs: int
+    accuracy: dict[str, list[float]] = field(default_factory=dict)
+    images_per_s: dict[str, list[float]] = field(default_factory=dict)
+
+
+def step_of(model: nn.Module, x_BCSS: torch.Tensor, y_B: torch.Tensor) -> Callable[[], None]:
+    """Gradients of one batch, into parameters without gradients."""
+
+    def run() -> None:
+        model.train()
+        model.zero_grad()
+        loss = F.cross_entropy(model(x_BCSS), y_B)
+        (loss + auxiliary_loss(model) if any(blocks_in(model)) else loss).backward()
+
+    return run
+
+
+def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
+    """One call in evaluation."""
+
+    @torch.no_grad()
+    def run() -> None:
+        model.eval()
+        model(x_BCSS)
+
+    return run
+
+
+def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> Cell:
+    """Time both sides by turns."""
+    size = PRESETS[preset].image
+    random = torch.Generator().manual_seed(1)
+    x_BCSS = torch.randn(batch, 3, size, size, generator=random)
+    y_B = torch.randint(CLASSES[preset], (batch,), generator=random)
+    calls = [call for model in models.values()
+             for call in (step_of(model, x_BCSS, y_B), forward_of(model, x_BCSS))]
+    times = interleaved(calls, torch.device("cpu"), rounds, warmup=1)
+    seconds = {kind: {side: times[2 * s + k].seconds for s, side in enumerate(models)}
+               for k, kind in enumerate(KINDS)}
+    for model in models.values():
+        model.zero_grad()
+    flops, dropped = flops_of(models, x_BCSS)
+    return Cell(preset, batch, seconds, flops, dropped)
+
+
+def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[str, float], float]:
+    """(FLOPs of a forward pass by side and image, largest share of dropped tokens).
+
+    torch counts those of the dense model; with experts the tokens without a slot leave out an MLP,
+    and each token's scores are added: a projection and a cosine with every expert's direction.
+    """
+    # torch does not see the experts' grouped products
+    with FlopCounterMode(display=False) as counter:
+        forward_of(models["dense"], x_BCSS)()
+    forward_of(models["moe"], x_BCSS)()
+    dense = moe = float(counter.get_total_flops())
+    worst = 0.0
+    for _, block in blocks_in(models["moe"]):
+        stats, config = block.last.stats, block.moe.config
+        tokens, kept = float(stats.tokens), float(stats.kept_KE.sum())
+        router = sum(2 * p.numel() for name, p in block.moe.router.named_parameters()
+                     if name.rpartition(".")[2] in ("project_PD", "direction_EP"))
+        mlp = 4 * config.model_dim * block.moe.experts.w_in_LDF.shape[2]
+        moe += tokens * router - (tokens - kept) * mlp
+        worst = max(worst, 1 - kept / tokens)
+    return {"dense": dense / len(x_BCSS), "moe": moe / len(x_BCSS)}, worst
+
+
+def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[Cell]:
+    """All cells."""
+    found = []
+    for preset in presets:
+        models = {}
+        for side in SIDES:
+            torch.manual_seed(1)
+            models[side] = build(PRESETS[preset], CLASSES[preset], dense=side == "dense")
+        for batch in batches:
+            found.append(cell(preset, batch, models, rounds))
+            one = found[-1]
+            log.info("%s, %s images: %s", preset, batch, {k: one.overhead(k) for k in KINDS})
+    return found
+
+
+def train(seeds: Sequence[int], epochs: int) -> Accuracy:
+    """The digits, both sides at once."""
+    found = Accuracy(epochs, {side: [] for side in SIDES}, {side: [] for side in SIDES})
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in seeds:
+            runs = {side: started(Path(folder), side, seed, epochs) for side in SIDES}
+            for side, run in runs.items():
+                if run.wait():
+                    raise RuntimeError(f"the {side} run of seed {seed} ended with {run.returncode}")
+                lines = (Path(folder) / f"{side}{seed}" / "log.jsonl").read_text().splitlines()
+                records = [json.loads(line) for line in lines]
+                found.accuracy[side].append(records[-1]["accuracy"])
+                found.images_per_s[side].append(statistics.median(
+                    r["tokens_per_s"] for r in records if "tokens_per_s" in r))
+            log.info("seed %s: %s", seed, {side: found.accuracy[side][-1] for side in SIDES})
+    return found
+
+
+def started(folder: Path, side: str, seed: int, epochs: int) -> subprocess.Popen[bytes]:
+    """A training run of one thread."""
+    command = [sys.executable, "-m", "moe_plugin.lab.vision.train", "--example", "digits", "--data",
+               str(folder / f"images of {side}"), "--out", str(folder / f"{side}{seed}"),
+               "--epochs", str(epochs), "--seed", str(seed), *(["--dense"] * (side == "dense"))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL,
+                            env={**os.environ, "OMP_NUM_THREADS": "1",
+                                 "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+
+
+def spread(values: Sequence[float], unit: str, factor: float = 1.0) -> str:
+    """Mean, and smallest to largest."""
+    shown = [factor * value for value in values]
+    return f"{statistics.mean(shown):.2f} ({min(shown):.2f} to {max(shown):.2f}) {unit}".strip()
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page."""
+    return made_page("SwinV2-MoE and dense SwinV2", "moe-plugin bench vision", found["setup"],
+                     body([Cell(**cell) for cell in found["speed"]], Accuracy(**found["accuracy"]),
+                          found["load"]))
+
+
+def body(cells: Sequence[Cell], trained: Accuracy, load: Sequence[float]) -> str:
+    """What it measured, in words and tables."""
+    rows = []
+    for one in cells:
+        for kind in KINDS:
+            rows.append([
+                f"`{one.preset}`", str(one.batch), kind,
+                *(f"{one.rate(kind, side):.3g}" for side in SIDES), f"{one.overhead(kind):.2f}",
+                f"{one.active:.3f}", f"{one.dropped:.1%}"])
+    steps = [one for one in cells if one.batch == 8]
+    stated = "; ".join(f"{one.overhead('training'):.2f} times the dense time in training and "
+                       f"{one.overhead('forward'):.2f} forward (`{one.preset}`)" for one in steps)
+    accuracy = [[side, spread(trained.accuracy[side], "%", 100),
+                 spread(trained.images_per_s[side], "", 1)] for side in SIDES]
+    named = {"dense": "dense SwinV2 (timm)", "moe": "SwinV2-MoE"}
+    for row in accuracy:
+        row[0] = named[row[0]]
+    return "\n\n".join([
+        paragraph(
+            "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
+            "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
+            "4 experts; `swin_s`: every other one of the third stage and one of the last, 32 "
+            "experts), and each token visits one expert of the MLP's width: equal active FLOPs. "
+            f"Load average before and after: {load[0]:.1f}, {load[1]:.1f}."),
+        *([paragraph(f"**Overhead of the experts at equal active FLOPs**, 8 images per call: "
+                     f"{stated}.")] if stated else []),
+        "## Images per second",
+        table(["model", "images per call", "what", "dense", "with experts", "time, experts / dense",
+               "FLOPs, experts / dense", "dropped"], rows),
+        paragraph(
+            f"Median of {len(cells[0].seconds['training']['moe'])} rounds in which both sides take "
+            "turns; random images and initial weights. *Training* is forward and backward without "
+            "the optimizer, whose time grows with all parameters and not with those in use; "
+            "*forward* is evaluation. *FLOPs* counts products of a forward pass: those of the "
+            "dense model, the routers' added, tokens without a slot (*dropped*, worst layer) "
+            "without their MLP."),
+        paragraph(
+            "Few images per call leave few tokens to each expert, so that reading 32 experts' "
+            "weights (and, in training, writing their gradients) takes the time, not the products: "
+            "`swin_s` has 144 tokens an image in its third stage, 9 of 288 for each expert with "
+            "two images."),
+        "## Accuracy",
+        table(["model", "accuracy", "images per second"], accuracy),
+        paragraph(
+            f"The example's 1,442 digits, {trained.epochs} epochs, `tiny`, the share of the 355 "
+            f"validation images that is right after the last epoch: mean of "
+            f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is 0.28 %. One "
+            "thread a run, both sides at once; here the optimizer and reading images count."),
+    ])
+
+
+OPTIONS = {
+    "rounds": Option(5, "of each cell", quick=1), "seeds": Option(3, "of the accuracy", quick=1),
+    "epochs": Option(12, "of a run", quick=1),
+    "presets": Option(tuple(CLASSES), "models", quick=("tiny",), choices=CLASSES),
+    "batches": Option(BATCHES, "images per call", quick=(2,)),
+}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Speed, and accuracy."""
+    before = os.getloadavg()[0]
+    cells = speed(args.presets, args.batches, args.rounds)
+    trained = train(range(1, args.seeds + 1), args.epochs)
+    return {"setup": versions("cpu"), "load": (before, os.getloadavg()[0]),
+            "accuracy": asdict(trained), "speed": [asdict(one) for one in cells]}

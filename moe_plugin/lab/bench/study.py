@@ -1,0 +1,250 @@
+"""One way to measure: what a study is, and what runs one.
+
+A study's module has `measure(args)`, which returns its numbers as plain values, and `page(found)`,
+which writes them as Markdown. It may have
+
+* `OPTIONS`, by name; or `add_arguments(parser)` for others, and `check(args)` of their values;
+* `PLOTS`, by file name: a function of (numbers, path);
+* `pages(found)`, further pages by file name; `show(found)`, what is printed in place of the page;
+* `merge(old, new)`, which adds a run to the numbers of earlier ones in the same folder;
+* `failures(found)`, what a run did not reach: then the command ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import moe_plugin
+from moe_plugin.messages import short
+from moe_plugin.regular_files import output_folder, write_regular
+
+ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # of a checkout
+DATA = "data"  # the folder of the numbers, below that of the pages
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of a study.
+
+    Attributes:
+        default: says its type, too; of a tuple: several of its elements' type.
+        help: a line.
+        quick: its value with `--quick`; None: the same.
+        choices: what is allowed; None: all.
+    """
+
+    default: Any
+    help: str
+    quick: Any = None
+    choices: Sequence[Any] | None = None
+
+    def add(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add `--name`. What is not given is None, until `fill`."""
+        several = isinstance(self.default, tuple)
+        kind = type(self.default[0] if several else self.default)
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_true", default=None, help=self.help)
+            return
+        shown = " ".join(map(str, self.default)) if several else self.default
+        parser.add_argument(
+            f"--{name}", type=kind, nargs="+" if several else None, choices=self.choices,
+            help=f"{self.help} (default: {shown})".replace("%", "%%"))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Something that is measured.
+
+    Attributes:
+        name: as in `moe-plugin bench NAME`.
+        about: what it measures, a line.
+        needs: what it runs with, each a key of `NEEDS`.
+        module: in `moe_plugin.lab.bench.studies`; by default the name's.
+        stem: of its files; by default the name's.
+    """
+
+    name: str
+    about: str
+    needs: tuple[str, ...] = ()
+    module: str = ""
+    stem: str = ""
+
+    @property
+    def code(self) -> Any:
+        """The module, imported when it is needed."""
+        name = self.module or self.name.replace("-", "_")
+        return importlib.import_module(f"moe_plugin.lab.bench.studies.{name}")
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """Its own settings by name."""
+        return getattr(self.code, "OPTIONS", {})
+
+    @property
+    def page_name(self) -> str:
+        """The page's file."""
+        return f"{self.stem or self.name.replace('-', '_')}.md"
+
+    @property
+    def numbers_name(self) -> str:
+        """The numbers' file, below the folder of the pages."""
+        return f"{DATA}/{Path(self.page_name).stem}.json"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The options of `moe-plugin bench NAME`."""
+        code = self.code
+        needs = f" Needs {', '.join(map(NEEDS_SAID.__getitem__, self.needs))}." * bool(self.needs)
+        parser.description = " ".join((code.__doc__ or "").split()).replace("%", "%%") + needs
+        parser.add_argument("--out", type=Path, metavar="FOLDER",
+                            help=f"write {self.page_name}, {self.numbers_name} and plots there")
+        parser.add_argument("--json", action="store_true",
+                            help="print the numbers instead of the page")
+        parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
+        parser.add_argument("--redraw", action="store_true",
+                            help="measure nothing: write page and plots from the numbers in --out")
+        for name, option in self.options.items():
+            option.add(parser, name)
+        if hasattr(code, "add_arguments"):
+            code.add_arguments(parser)
+
+    def fill(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Give values to the options that were left out."""
+        for name, option in self.options.items():
+            if getattr(args, name.replace("-", "_")) is None:
+                quick = args.quick and option.quick is not None
+                setattr(args, name.replace("-", "_"), option.quick if quick else option.default)
+        return args
+
+    def measure(self, args: argparse.Namespace) -> Any:
+        """Its numbers, plain values, with the machine's load where they are a mapping.
+
+        Raises: ValueError: what it needs is not here.
+        """
+        for need in self.needs:
+            if (reason := NEEDS[need]()) is not None:
+                raise ValueError(f"bench {self.name} needs {NEEDS_SAID[need]}: {reason}")
+        before = os.getloadavg()[0]
+        found = self.code.measure(args)
+        if isinstance(found, dict):
+            found.setdefault("load", [round(before, 1), round(os.getloadavg()[0], 1)])
+            found.setdefault("cores", os.cpu_count())
+        return json.loads(json.dumps(found))  # as read from the file
+
+    def page(self, found: Any) -> str:
+        """Its numbers as Markdown."""
+        return self.code.page(found)
+
+    def write(self, folder: Path, found: Any) -> None:
+        """Pages and plots into a folder."""
+        write_regular(folder / self.page_name, self.page(found))
+        for name, text in getattr(self.code, "pages", lambda _: {})(found).items():
+            write_regular(folder / name, text)
+        for name, draw in getattr(self.code, "PLOTS", {}).items():
+            draw(found, folder / name)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """The command: measure, print, write; its exit status."""
+        code, args = self.code, self.fill(args)
+        if hasattr(code, "check"):
+            code.check(args)
+        folder = self._folder(args.out)
+        if args.redraw:
+            self.write(folder, self._earlier(folder))
+            return 0
+        found = self.measure(args)
+        if found is None:  # a rank that is not the first
+            return 0
+        earlier = folder is not None and (folder / self.numbers_name).exists()
+        if earlier and hasattr(code, "merge"):
+            found = code.merge(self._earlier(folder), found)
+        if args.json:
+            sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        else:
+            sys.stdout.write(getattr(code, "show", self.page)(found).rstrip() + "\n")
+        if folder is not None:
+            write_numbers(folder / self.numbers_name, found)
+            self.write(folder, found)
+        failed = getattr(code, "failures", lambda _: [])(found)
+        sys.stderr.write("".join(f"{one}\n" for one in failed))
+        return int(bool(failed))
+
+    def _folder(self, out: Path | None) -> Path | None:
+        """`--out`, able to take all files: before hours of measuring."""
+        if out is None:
+            return None
+        output_folder(out / DATA, [Path(self.numbers_name).name])
+        return output_folder(out, [self.page_name, *getattr(self.code, "PLOTS", {})])
+
+    def _earlier(self, folder: Path | None) -> Any:
+        if folder is None:
+            raise ValueError("--redraw needs --out FOLDER; e.g. --out docs/benchmarks")
+        return read_numbers(folder / self.numbers_name)
+
+
+def write_numbers(path: Path, value: Any) -> None:
+    """Write numbers, compact: a line for each entry of the outermost list or mapping."""
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {_compact(one)}" for key, one in value.items()]
+    else:
+        lines = [_compact(one) for one in value]
+    ends = "{}" if isinstance(value, dict) else "[]"
+    write_regular(path, "\n".join([ends[0], ",\n".join(lines), ends[1], ""]))
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def read_numbers(path: Path) -> Any:
+    """The numbers of an earlier run.
+
+    Raises: ValueError: there are none.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no numbers of a study ({short(str(error))}); measure "
+                         "first, without --redraw, or give another --out") from error
+
+
+def _emulated() -> str | None:
+    from moe_plugin.lab.emulate import why_not
+
+    return why_not()
+
+
+def _memory_limit() -> str | None:
+    from moe_plugin.lab.bench.memory_limit import why_not
+
+    return why_not()
+
+
+def _checkout() -> str | None:
+    place = ROOT / "scripts"
+    return None if place.is_dir() else f"there is no {place}"
+
+
+def _package(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"package {name} is not installed"
+
+
+# what a study may need: why it is not here, or None
+NEEDS = {
+    "nodes": _emulated, "memory limit": _memory_limit, "checkout": _checkout,
+    **{name: lambda name=name: _package(name)
+       for name in ("fairseq", "megatron", "torchft", "timm", "igraph", "triton", "matplotlib")},
+}
+NEEDS_SAID = {
+    **{name: name for name in NEEDS}, "nodes": "an emulated cluster (Linux, root)",
+    "memory limit": "a cgroup with a memory limit (root)", "megatron": "megatron-core",
+    "checkout": "the repository",
+}
