@@ -70,7 +70,7 @@ assert "torch" not in sys.modules
 
 def _modules(commands: Mapping[str, Command]) -> list[str]:
     return [name for c in commands.values() for name in (
-        [c.module] if c.module else [c.study.name] if c.study else _modules(c.parts))]
+        [c.module] if c.module else [f"bench {c.study.name}"] if c.study else _modules(c.parts))]
 
 
 def test_every_command_has_a_module_with_options_and_a_description(
