@@ -40,7 +40,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
     """
 
     def architecture(args: Any) -> None:
-        from fairseq.models.transformer_lm import base_gpt3_architecture
+        from moe_plugin.hosts.fairseq.compat.names import base_gpt3_architecture
 
         set_missing(args, {
             "decoder_embed_dim": width, "decoder_layers": layers, "decoder_attention_heads": heads,
@@ -56,7 +56,7 @@ def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], No
     """
 
     def architecture(args: Any) -> None:
-        from fairseq.models.transformer.transformer_legacy import base_architecture
+        from moe_plugin.hosts.fairseq.compat.names import base_architecture
 
         for stack in ("encoder", "decoder"):
             set_missing(args, {

@@ -9,18 +9,18 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from fairseq.dataclass.configs import FairseqConfig
-from fairseq.models import (
+from omegaconf import OmegaConf
+
+from moe_plugin.checkpoint.formats.fairseq.translate import plain_value
+from moe_plugin.hosts.fairseq.compat.names import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
     ARCH_MODEL_REGISTRY,
     MODEL_DATACLASS_REGISTRY,
+    REGISTRIES,
+    TASK_DATACLASS_REGISTRY,
+    FairseqConfig,
 )
-from fairseq.registry import REGISTRIES
-from fairseq.tasks import TASK_DATACLASS_REGISTRY
-from omegaconf import OmegaConf
-
-from moe_plugin.checkpoint.formats.fairseq.translate import plain_value
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.observe.history.fairseq_log import CHANGED

@@ -14,12 +14,15 @@ import math
 from typing import Any
 
 import torch
-from fairseq import metrics, utils
-from fairseq.criterions.cross_entropy import CrossEntropyCriterion
-from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq import metrics
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq.translate import plain_value
+from moe_plugin.hosts.fairseq.compat.names import (
+    CrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterion,
+    utils,
+)
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
 from moe_plugin.routing.balance import balances_by_itself, warn_unbalanced

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fairseq import metrics
-from fairseq.criterions.cross_entropy import CrossEntropyCriterion
-from fairseq.logging.meters import Meter
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq.translate import plain_value, setting
@@ -21,6 +19,7 @@ from moe_plugin.ensembles import (
     confidence_histograms,
     sequence_oracle_loss,
 )
+from moe_plugin.hosts.fairseq.compat.names import CrossEntropyCriterion, Meter
 from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 

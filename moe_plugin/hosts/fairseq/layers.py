@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fairseq.modules.transformer_layer import (
-    TransformerDecoderLayerBase,
-    TransformerEncoderLayerBase,
-)
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, default_comm
@@ -21,6 +17,10 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.replicas import mark_replicas
+from moe_plugin.hosts.fairseq.compat.names import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
 from moe_plugin.hosts.fairseq.groups import Evaluation, FairseqGroups
 from moe_plugin.hosts.fairseq.tokens import ids_of

@@ -10,10 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer_lm import TransformerLanguageModel
-from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from torch import nn
 
 from moe_plugin import determinism
@@ -27,6 +23,12 @@ from moe_plugin.checkpoint.formats.fairseq.translate import (
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
 from moe_plugin.config.options import unread_allowed
 from moe_plugin.gradients.sync import exclude_experts
+from moe_plugin.hosts.fairseq.compat.names import (
+    TransformerLanguageModel,
+    TransformerModel,
+    checkpoint_wrapper,
+    gen_parser_from_dataclass,
+)
 from moe_plugin.hosts.fairseq.groups import (
     Evaluation,
     FairseqGroups,

@@ -10,13 +10,15 @@ arguments from them.
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Optional
 
-from fairseq.criterions.cross_entropy import CrossEntropyCriterionConfig
-from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
 from moe_plugin.config.flags import FlagSpec, flag_specs
 from moe_plugin.hosts.fairseq.compat.fields import flag_metadata
+from moe_plugin.hosts.fairseq.compat.names import (
+    CrossEntropyCriterionConfig,
+    LabelSmoothedCrossEntropyCriterionConfig,
+    TransformerLanguageModelConfig,
+)
 
 
 def _option(default: Any, text: str) -> Any:

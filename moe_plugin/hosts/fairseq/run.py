@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fairseq.data.iterators import EpochBatchIterator
-from fairseq.logging import metrics
+from fairseq import metrics
 from torch import nn
 
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.votes import FileTurns

@@ -14,17 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fairseq.distributed import utils
-from fairseq.modules.transformer_layer import (
-    TransformerDecoderLayerBase,
-    TransformerEncoderLayerBase,
-)
 from torch import nn
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.gradients.parts import Part, piece, publish
 from moe_plugin.gradients.replicas import ReplicaReducer
+from moe_plugin.hosts.fairseq.compat.names import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
+from moe_plugin.hosts.fairseq.compat.names import distributed_utils as utils
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)

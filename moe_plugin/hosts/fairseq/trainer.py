@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fairseq.logging import metrics
-from fairseq.trainer import Trainer
+from fairseq import metrics
 from omegaconf import open_dict
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.changed_settings import changed_line
 from moe_plugin.hosts.fairseq.compat.checkpoints import giving
 from moe_plugin.hosts.fairseq.compat.launch import is_ours
+from moe_plugin.hosts.fairseq.compat.names import Trainer
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance

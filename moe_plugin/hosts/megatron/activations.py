@@ -32,7 +32,8 @@ def activations_of(settings: OffloadConfig, config: Any,
     if settings.activations == "keep":
         return None
     from megatron.core import parallel_state as ps
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from moe_plugin.hosts.megatron.compat.names import TransformerLayer
 
     layers = {f"{number}.{name}": layer for number, chunk in enumerate(chunks)
               for name, layer in chunk.named_modules() if isinstance(layer, TransformerLayer)}
@@ -50,7 +51,7 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of two passes that start from the same of Megatron's states of random numbers."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker, states = get_cuda_rng_tracker(), []
 

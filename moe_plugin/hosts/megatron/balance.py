@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.compat.settings import balance_kinds, setting
 from moe_plugin.messages import short
 
 
@@ -19,9 +19,7 @@ def refuse_unknown(native: Any) -> None:
     """`ValueError` for a type that this Megatron's router does not know: it ignores the name, and
     nothing balances the load.
     """
-    known = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
-    if hasattr(native, "moe_router_quantile_balancing_ema"):  # from 0.19 on
-        known.append("quantile_balancing")
+    known = balance_kinds(native)
     for kind in as_list(native.moe_router_load_balancing_type):
         if kind not in known:
             raise ValueError(

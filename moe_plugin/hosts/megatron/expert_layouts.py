@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.megatron.common import fitted
 from moe_plugin.checkpoint.formats.megatron.folders import METADATA
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.hosts.megatron.compat.common_state import changed
+from moe_plugin.hosts.megatron.compat.names import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    dict_list_map_outplace,
+)
 
 _NATIVE = "mlp.experts.experts."
 # ours, Megatron's, whether the last two axes are swapped; of the first maps, the gate comes first

@@ -18,7 +18,12 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.refusals import settings_errors
-from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
+from moe_plugin.hosts.megatron.compat.settings import (
+    OVERLAPPED,
+    script_arguments,
+    setting,
+    with_known_names,
+)
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.recordings import Recordings
@@ -69,6 +74,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
                  plain_layers: bool = False, **extra: Any) -> None:
         core.check_version()
+        config = with_known_names(config)
         if plain_layers:
             _refuse_other_layers(config)
         settings = settings_from_flags(script_arguments()) if settings is None else settings
@@ -244,7 +250,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                    overlapped: Callable[[], Tensor] | None) -> Tensor:
         # every tensor-parallel rank has all tokens: each routes its own part of the sequence, as
         # under sequence parallelism
-        from megatron.core.tensor_parallel import mappings
+        from moe_plugin.hosts.megatron.compat.names import mappings
 
         length = x_SBD.shape[0]
         missing = -length % ranks
@@ -330,7 +336,7 @@ def _refused(name: str) -> Any:
     def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
         raise ValueError(
             f"MoELayer.{name} is not a step of moe-plugin's layer: set delay_wgrad_compute=False; "
-            "overlap_moe_expert_parallel_comm needs megatron-core >= 0.16")
+            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}")
 
     call.__name__, call.__doc__ = name, ("Not offered: a `ValueError` that names the setting to "
                                          "change.")

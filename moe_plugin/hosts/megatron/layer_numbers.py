@@ -11,8 +11,7 @@ from moe_plugin.hosts.megatron.compat.settings import setting
 def in_model(layer_number: int | None, config: Any, is_mtp: bool) -> int | None:
     """1-based number among all transformer layers, as in Megatron's log of auxiliary losses.
 
-    layer_number: Megatron's. is_mtp: see `compat.multi_token`; 0.16 numbers so itself, and 0.15
-    confuses these layers with the first ones, in its log, too.
+    layer_number: Megatron's. is_mtp: see `compat.multi_token`, which says how versions number.
     """
     return layer_number if layer_number is None or not is_mtp else (
         layer_number + config.num_layers)
@@ -42,7 +41,7 @@ def last_layer_is_moe(config: Any) -> bool:
 
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
     """Forward passes of a layer per micro-batch: `mtp_num_layers` for multi-token prediction with
-    one repeated layer (`mtp_use_repeated_layer`, from 0.17 on).
+    one repeated layer (`mtp_use_repeated_layer`).
     """
     repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
     return config.mtp_num_layers if repeated else 1

@@ -56,7 +56,7 @@ class AuxiliaryLosses:
         group = self.ranks if self.ranks.size() > 1 else None
         for name, weight in chosen.items():
             loss = losses[name] / self.passes
-            # as Megatron (0.17 to 0.19): the z loss of a repeated layer is divided in the log alone
+            # as Megatron: the z loss of a repeated layer is divided in the log alone
             counted = losses[name] if name == "z" else loss
             y = core.attach_loss(y, weight * counted * scale)
             if not replaying():

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
+from moe_plugin.hosts.megatron.compat.names import ShardedTensor
 from moe_plugin.records import Placement
 
 

@@ -27,7 +27,7 @@ from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsWarning
 from moe_plugin.run import Run, RunFeature, StepFacts, StepInput
 
-_SEAM = "get_forward_backward_func"  # 0.15 to 0.19: the training code imports it by name
+_SEAM = "get_forward_backward_func"  # the training code imports it by name
 
 
 def observe_script() -> None:
@@ -140,7 +140,7 @@ class _Script:
 def _facts(number: int, done: tuple[Any, ...], left_out: bool) -> StepFacts:
     """What is known of a step of the script's loop.
 
-    done: what `train_step` returned, from 0.15 to 0.19 the losses by name, whether the step was
+    done: what `train_step` returned: the losses by name, whether the step was
     skipped, and more.
     """
     losses, skipped = done[:2]

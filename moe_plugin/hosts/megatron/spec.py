@@ -4,7 +4,7 @@ In code, with any spec that Megatron's functions build:
 
     spec = swap_moe(get_gpt_layer_local_spec(num_experts=8), {"comm.all_to_all": "leader"})
 
-On the command line of Megatron's training script (0.16 on):
+On the command line of Megatron's training script:
 
     --spec moe_plugin.hosts.megatron.spec moe_layer          Transformer Engine where installed,
     else Megatron's own layers
@@ -118,7 +118,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
         transformer_engine = False
     if core.has_groups():
         return _block(settings, transformer_engine)
-    # from 0.19 on a script may ask before it has groups; the model builder calls what it gets
+    # a newer script may ask before it has groups; the model builder calls what it gets
     return functools.partial(_later_block, settings, transformer_engine)
 
 

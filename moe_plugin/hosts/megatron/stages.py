@@ -1,5 +1,5 @@
 """Our layer in steps, for Megatron's schedule that runs the forward pass of one micro-batch with
-the backward pass of another (`overlap_moe_expert_parallel_comm`, 0.16 to 0.19).
+the backward pass of another (`overlap_moe_expert_parallel_comm`).
 
 Megatron cuts the graph between these steps: each takes detached tensors, runs its own backward, and
 the memory of what it took is freed when it is done. So whatever has a gradient, tokens, rows and
@@ -151,7 +151,7 @@ def check(layer: Any) -> None:
             ("router.pre_gate", config.router.pre_gate, 0, not config.router.pre_gate),
             ("router.name", config.router.name, "a router that reads no token ids",
              "token_ids" not in layer.needs),
-            # 0.16 to 0.19: the schedule has the final norm in an MoE layer's last step alone
+            # Megatron's schedule has the final norm in an MoE layer's last step alone
             ("moe_layer_freq", native.moe_layer_freq, "such that the last layer is an MoE layer",
              last_layer_is_moe(native))) if not ok
     ]

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import nn
 
 from moe_plugin.hosts.megatron import expert_layouts
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
+from moe_plugin.hosts.megatron.compat.names import ShardedObject, make_sharded_object_for_checkpoint
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from moe_plugin.config import (
 )
 from moe_plugin.config.router import only_read, router_names
 from moe_plugin.hosts.megatron import balance
-from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
+from moe_plugin.hosts.megatron.compat.settings import plain_name, setting, with_known_names
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 
@@ -89,7 +89,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
         ValueError: a native setting that this layer does not support, one of ours that contradicts
             a native one, a bad value.
     """
-    refuse_unsupported(native)
+    refuse_unsupported(with_known_names(native))
     if not injected_router:
         balance.refuse_unknown(native)
         balance.refuse_unmatched(native)
@@ -173,7 +173,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
 
 
 def _activation(native: Any) -> str:
-    from megatron.core.activations import squared_relu
+    from moe_plugin.hosts.megatron.compat.names import squared_relu
 
     names = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", squared_relu: "squared_relu"}
     if native.activation_func not in names:
@@ -286,8 +286,7 @@ def _refuse_confused_stages(native: Any) -> None:
 
 
 def _refuse_lists(native: Any) -> None:
-    # renamed in 0.18, which moves the old name's value to the new one
-    chosen = setting(native, "cuda_graph_modules") or setting(native, "cuda_graph_scope") or []
+    chosen = setting(native, "cuda_graph_scope") or []
     scopes = {plain_name(scope) for scope in balance.as_list(chosen)}
     if setting(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
         raise ValueError(

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.multi_token import NUMBER, tell_layers
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
 
 OLDEST = (0, 15)
 Group = dist.ProcessGroup
@@ -404,7 +404,8 @@ def replace_norms(spec: Any, native: type, ours: type) -> Any:
 
 
 def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call `fn` with those keyword arguments that its signature has."""
+    """Call `fn` with those keyword arguments that its signature has, by its own names."""
     known = inspect.signature(fn).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    return fn(**{name: value for name, value in kwargs.items() if takes_all or name in known})
+    named = {newer_name(name, known): value for name, value in kwargs.items()}
+    return fn(**{name: value for name, value in named.items() if takes_all or name in known})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.megatron.common import group_value
@@ -25,6 +26,18 @@ def gradients_of_norm(part: Any) -> list[Tensor]:
     """This rank's gradients that count in the norm; 0.19 has another name for them."""
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
+
+
+def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
+    """Let `norm` be the gradients' norm, and an overflow on one rank one on all.
+
+    0.19 asks all ranks of a group for parameters of multi-token prediction, which have a norm of
+    their own; our training script has none.
+    """
+    optimizer.get_grad_norm = norm
+    optimizer.has_grad_norm_group = lambda group: False
+    for part in parts(optimizer):  # as many on every rank
+        part.get_grad_stats_parallel_group = lambda: dist.group.WORLD
 
 
 def checkpoint_metadata() -> dict[str, Any]:

@@ -9,18 +9,44 @@ import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import ModuleType
 from typing import Any
 
 from moe_plugin.hosts.megatron.compat import older_python
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+# What a version of Megatron calls otherwise: the name that this host knows -> the newer one. A
+# renamed setting of `TransformerConfig`, or argument of the script, is one line here.
+RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # from 0.18 on, which has both names
+
+# versions whose passes take a communicator between stages; those that overlap exchanges
+UNEQUAL_STAGES, OVERLAPPED = "0.15.3 to 0.19", ">= 0.16"
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
     """A setting of `TransformerConfig`; `default` in versions that do not have it."""
-    return getattr(config, name, default)
+    return getattr(config, RENAMED.get(name, name), None) or getattr(config, name, default)
+
+
+def with_known_names(config: Any) -> Any:
+    """The same config, whose renamed settings have the names that this host knows, too."""
+    for known, newer in RENAMED.items():
+        if not hasattr(config, known) and hasattr(config, newer):
+            setattr(config, known, getattr(config, newer))
+    return config
+
+
+def newer_name(name: str, known: Container[str]) -> str:
+    """A setting's name in a version that has the names `known`."""
+    return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
+
+
+def balance_kinds(config: Any) -> list[str]:
+    """Values of `moe_router_load_balancing_type` that this Megatron's router knows."""
+    kinds = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+    newest = hasattr(config, "moe_router_quantile_balancing_ema")  # from 0.19 on
+    return [*kinds, "quantile_balancing"] if newest else kinds
 
 
 def plain_name(value: Any) -> str:
@@ -35,13 +61,14 @@ def script_arguments() -> dict[str, Any]:
     """
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
-    return {} if arguments is None else vars(arguments)
+    return {} if arguments is None else vars(with_known_names(arguments))
 
 
 def script_config() -> Any:
     """`TransformerConfig` of the arguments of Megatron's own training script."""
     arguments = importlib.import_module("megatron.training.arguments")
-    return arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments()))
+    return with_known_names(
+        arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments())))
 
 
 def training_module(name: str) -> ModuleType:

@@ -276,9 +276,8 @@ def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:
 
 def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
     """Megatron's `TransformerConfig`; what it refuses becomes a `ValueError`."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from moe_plugin.hosts.megatron.compat.core import call_supported
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig
 
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     values = {
@@ -322,7 +321,7 @@ def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
 
 
 def _activation(args: argparse.Namespace) -> dict[str, Any]:
-    from megatron.core.activations import squared_relu
+    from moe_plugin.hosts.megatron.compat.names import squared_relu
 
     if args.swiglu:
         return {"gated_linear_unit": True, "activation_func": F.silu}

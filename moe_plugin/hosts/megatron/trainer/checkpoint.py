@@ -78,7 +78,7 @@ def layout(training: Training) -> dict[str, Any]:
 
 def shape(training: Training) -> dict[str, Any]:
     """Settings of model and optimizer that must be equal for their state to fit."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from moe_plugin.hosts.megatron.compat.names import DistributedOptimizer
 
     config = training.config
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
@@ -353,8 +353,9 @@ def _state(training: Training, *, loading: bool, same_layout: bool,
 
 
 def _random_shard() -> Any:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from moe_plugin.hosts.megatron.compat.names import ShardedObject
 
     states = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
@@ -363,7 +364,7 @@ def _random_shard() -> Any:
 
 
 def _set_random(states: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.set_rng_state(states["cpu"])
     get_cuda_rng_tracker().set_states(states["tracker"])

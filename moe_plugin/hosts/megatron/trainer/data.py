@@ -121,7 +121,8 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
 
 def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    from moe_plugin.hosts.megatron.compat.names import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(prefix + ".bin.part", dtype=np.uint16)
     tokens = 0
@@ -173,10 +174,11 @@ def build_dataset(prefix: str, *, sequence_length: int, samples: int, seed: int,
         ValueError: missing or empty files, or fewer tokens than one sequence needs.
         CommError: another rank failed.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
+    from moe_plugin.hosts.megatron.compat.names import (
         BlendedMegatronDatasetBuilder,
+        GPTDataset,
+        GPTDatasetConfig,
     )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     check_prefix(prefix)
     config = GPTDatasetConfig(

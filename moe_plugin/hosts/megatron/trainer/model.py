@@ -82,12 +82,12 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     """Model, wrapper and optimizer for this rank; the model alone with `--skip-train`. Megatron's
     groups must be initialised.
     """
-    from megatron.core.distributed import (
+    from moe_plugin.hosts.megatron.compat.names import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
+        Float16Module,
         finalize_model_grads,
     )
-    from megatron.core.transformer.module import Float16Module
 
     offload = offload_of(settings)
     refuse_streamed_weights(offload, "this program")
@@ -154,7 +154,7 @@ def _stage(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], v
 def gpt(args: argparse.Namespace, config: Any, spec: Any, vocab_size: int,
         **part: Any) -> nn.Module:
     """Megatron's `GPTModel`. spec: of its layers. part: of the model, if it is one."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from moe_plugin.hosts.megatron.compat.names import GPTModel
 
     # for any usual size the same vocabulary, so that checkpoints fit
     step = math.lcm(128, args.tensor_model_parallel_size)
@@ -171,9 +171,11 @@ def gpt(args: argparse.Namespace, config: Any, spec: Any, vocab_size: int,
 def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
                stage: int | None) -> Any:
     """Megatron's spec of a stage's layers, with ours in it."""
-    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from moe_plugin.hosts.megatron.compat.names import (
+        FusedLayerNorm,
+        WrappedTorchNorm,
+        get_gpt_decoder_block_spec,
+    )
 
     engine = core.has_transformer_engine()
     spec = core.call_supported(get_gpt_decoder_block_spec, config=config,
@@ -188,7 +190,7 @@ def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any
 
 
 def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from moe_plugin.hosts.megatron.compat.names import OptimizerConfig, get_megatron_optimizer
 
     settings = core.call_supported(
         OptimizerConfig, optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr,
@@ -217,7 +219,7 @@ def forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: boo
     Returns: output or per-token loss (or the plan to compute it), and the function from it to the
         loss and what is logged.
     """
-    from megatron.core.utils import get_model_config
+    from moe_plugin.hosts.megatron.compat.names import get_model_config
 
     batch = next(batches)
     length = batch.tokens.shape[1]

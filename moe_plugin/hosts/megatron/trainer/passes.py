@@ -38,7 +38,8 @@ class Passes:
 
     def __init__(self, args: argparse.Namespace, training: Any, log: Any, valid_set: Any) -> None:
         from megatron.core import parallel_state as ps
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
 
         self.args, self.training, self.log, self.valid_set = args, training, log, valid_set
         self.schedule = forward_backward_func(pipeline_settings(arguments.our_settings(args)),

@@ -25,7 +25,12 @@ from torch import Tensor
 from moe_plugin.comm import Comm
 from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.hosts.megatron.compat.optimizer import gradients_of_norm, parts
+from moe_plugin.hosts.megatron.compat.optimizer import (
+    gradients_of_norm,
+    norm_of_all_ranks,
+    parts,
+)
+from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
 from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.planner.resharding import TensorLayout
@@ -240,16 +245,16 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace,
     training: see `model.Training`.
     Raises: ValueError: this version of Megatron has no place for a communicator of others.
     """
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
 
     native = get_forward_backward_func()
     if "p2p_communicator" not in inspect.signature(native).parameters:
         raise ValueError(f"stage_layouts={' '.join(map(str, stages.layouts))} does not fit this "
                          "version of megatron-core, which takes no communicator between stages: "
-                         "use 0.15.3 to 0.19")
+                         f"use {UNEQUAL_STAGES}")
     from megatron.core import parallel_state as ps
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from moe_plugin.hosts.megatron.compat.names import P2PCommunicator, ProcessGroupCollection
 
     world = comm_of(None, 60 * args.distributed_timeout_minutes)
     own, between = stages.stage_of(world.rank), boundaries(stages, world, args)
@@ -315,12 +320,7 @@ def _agree_over_all_stages(optimizer: Any) -> None:
                 total += share * grad.float().square().sum()
         return math.sqrt(world.all_reduce(total).item())
 
-    optimizer.get_grad_norm = norm
-    # 0.19 asks all ranks of such a group for parameters of multi-token prediction, which have a
-    # norm of their own; the script has none
-    optimizer.has_grad_norm_group = lambda group: False
-    for part in chain:  # as many on every rank; an overflow on one is one on all
-        part.get_grad_stats_parallel_group = lambda: torch.distributed.group.WORLD
+    norm_of_all_ranks(optimizer, norm)
 
 
 def _count_tokens_of_all(config: Any, last: bool) -> None:

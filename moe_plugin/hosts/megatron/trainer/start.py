@@ -98,7 +98,7 @@ def seed_everything(seed: int) -> None:
     """Seeds as Megatron's training sets them: by pipeline stage."""
     import numpy as np
     from megatron.core import parallel_state as ps
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     seed += 100 * ps.get_pipeline_model_parallel_rank()
     random.seed(seed)

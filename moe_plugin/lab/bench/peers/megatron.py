@@ -92,7 +92,7 @@ def _groups(device: str) -> Iterator[None]:
         yield
         return
     with one_rank(device):
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         with _building(device):
             parallel_state.initialize_model_parallel(
@@ -105,9 +105,8 @@ def _groups(device: str) -> Iterator[None]:
 
 
 def _layer(problem: Problem, experts: str, ranks: int) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig
 
     on_gpu, with_engine = problem.device == "cuda", experts == "TEGroupedMLP"
     values: dict[str, Any] = {

@@ -70,10 +70,15 @@ class _Maker:
 
     def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
         """fairseq's trainer of one model, on `fairseq-train`'s command line."""
-        import fairseq.benchmark  # noqa: F401  (registers the task)
-        from fairseq import options, tasks, trainer
-        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
         from omegaconf import open_dict
+
+        from moe_plugin.hosts.fairseq.compat.names import (
+            benchmark,  # noqa: F401 - registers the task
+            convert_namespace_to_omegaconf,
+            options,
+            tasks,
+            trainer,
+        )
 
         shape = self.shape
         sizes = {

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
+
+from moe_plugin.hosts.megatron.compat.names import DotProductAttention
 
 
 class KeyValues:
@@ -116,9 +117,9 @@ class SliceAttention(DotProductAttention):
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
-        softmax = getattr(config, "softmax_type", "vanilla")  # from 0.14 on
         for name, value, bound, ok in (
-                ("softmax_type", softmax, "'vanilla'", softmax == "vanilla"),
+                ("softmax_type", config.softmax_type, "'vanilla'",
+                 config.softmax_type == "vanilla"),
                 ("window_size", config.window_size, None, config.window_size is None)):
             if not ok:
                 raise ValueError(f"{name}={value!r} does not fit pipeline.schedule='terapipe': "

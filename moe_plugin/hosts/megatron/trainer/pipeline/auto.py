@@ -73,8 +73,7 @@ class AutoSchedule:
         return self.native(**passes) if self.steps == 1 else self._measure(passes)
 
     def _measure(self, passes: dict[str, Any]) -> list[Any]:
-        from megatron.core.utils import get_model_config
-
+        from moe_plugin.hosts.megatron.compat.names import get_model_config
         from moe_plugin.hosts.megatron.trainer.pipeline.executor import check_config
         from moe_plugin.hosts.megatron.trainer.pipeline.measuring import MeasuredStep, agreed
         from moe_plugin.planner.pipeline.one_f_one_b import order, warm_up

@@ -27,7 +27,7 @@ def check_model(model: Any, config: Any) -> Any:
 
     Raises: ValueError: a part of it or a setting of Megatron does not fit slices.
     """
-    from megatron.core.transformer.attention import Attention
+    from moe_plugin.hosts.megatron.compat.names import Attention
 
     for name, bound in _CONFIG:
         if (setting(config, name) or None) != (bound or None):

@@ -30,8 +30,7 @@ def eager_1f1b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBack
 
 def _eager(native: ForwardBackward, group: Any, gradients: Any, **passes: Any) -> list[Any]:
     """One step, as Megatron's own functions take and return it."""
-    from megatron.core.utils import get_model_config
-
+    from moe_plugin.hosts.megatron.compat.names import get_model_config
     from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step, check_config
 
     model = passes["model"]

@@ -1,6 +1,6 @@
 """Runs the passes of a stage in a given order, by Megatron's own functions for one pass.
 
-What Megatron's `forward_backward_pipelining_without_interleaving` (0.15 to 0.19) does around the
+What Megatron's `forward_backward_pipelining_without_interleaving` does around the
 passes is done here too: losses, tokens, held back reductions, finished gradients.
 """
 
@@ -92,7 +92,8 @@ class Step:
     def shapes(self) -> tuple[Shape, Shape]:
         """Shapes [s, B, h] of a micro-batch's activations, received and sent."""
         from megatron.core import parallel_state as ps
-        from megatron.core.pipeline_parallel import schedules
+
+        from moe_plugin.hosts.megatron.compat.names import schedules
 
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
@@ -136,7 +137,8 @@ class Step:
     def forward(self, batch: int) -> None:
         """The forward pass of a micro-batch; its output is on its way."""
         from megatron.core import parallel_state as ps
-        from megatron.core.pipeline_parallel import schedules
+
+        from moe_plugin.hosts.megatron.compat.names import schedules
 
         taken = self.links.inputs.next().requires_grad_() if self.links.inputs else None
         full = self.config.num_microbatches_with_partial_activation_checkpoints
@@ -157,7 +159,7 @@ class Step:
 
     def backward(self, batch: int, held_back: Any) -> None:
         """The backward pass of a micro-batch; its input's gradient is on its way."""
-        from megatron.core.pipeline_parallel import schedules
+        from moe_plugin.hosts.megatron.compat.names import schedules
 
         taken, output = self.alive.popleft()
         grad = self.links.output_grads.next() if self.links.output_grads else None

@@ -103,7 +103,7 @@ class SliceStep(Step):
         self.graphs[batch, number] = taken, output
         self.most_alive = max(self.most_alive, len(self.graphs))
         if self.links.outputs:
-            from megatron.core.pipeline_parallel import schedules
+            from moe_plugin.hosts.megatron.compat.names import schedules
 
             self.links.outputs.send(output)
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -111,7 +111,7 @@ class SliceStep(Step):
             self._loss(batch)
 
     def _output(self, batch: int, number: int, taken: Tensor | None) -> Tensor:
-        from megatron.core.pipeline_parallel import schedules
+        from moe_plugin.hosts.megatron.compat.names import schedules
 
         def forward_step(*arguments: Any) -> Any:
             output, self.loss_function = self.passes["forward_step_func"](*arguments)
@@ -127,7 +127,7 @@ class SliceStep(Step):
 
     def _loss(self, batch: int) -> None:
         # the loss of all slices, and its gradients by slice; their backward passes are next
-        from megatron.core.pipeline_parallel import schedules
+        from moe_plugin.hosts.megatron.compat.names import schedules
 
         outputs = [self.graphs[batch, number][1].detach() for number in range(len(self.slices))]
         whole_BS = torch.cat(outputs, dim=1).requires_grad_()
@@ -145,7 +145,7 @@ class SliceStep(Step):
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
     def _backward(self, batch: int, number: int, held_back: Any) -> None:
-        from megatron.core.pipeline_parallel import schedules
+        from moe_plugin.hosts.megatron.compat.names import schedules
 
         taken, output = self.graphs.pop((batch, number))
         part = self._begin(batch, number)

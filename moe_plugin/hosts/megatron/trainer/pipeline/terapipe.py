@@ -41,8 +41,7 @@ class SlicedSteps:
 
     def __call__(self, **passes: Any) -> list[Any]:
         """One step, as Megatron's own functions take and return it."""
-        from megatron.core.utils import get_model_config
-
+        from moe_plugin.hosts.megatron.compat.names import get_model_config
         from moe_plugin.hosts.megatron.trainer.pipeline.executor import check_config
         from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import SliceStep
 

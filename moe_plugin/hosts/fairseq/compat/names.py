@@ -1,0 +1,44 @@
+"""Names of fairseq that are not stable, imported when they are asked for: one that moves is one
+line here. fairseq 0.12.2 has them in these places.
+
+Others import what registers models and criteria, `fairseq.dataclass` and `fairseq.metrics` from
+fairseq themselves, and nothing else (`tests/packaging/test_host_names.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# module below fairseq -> names in it
+_PLACES = {
+    "criterions.cross_entropy": ("CrossEntropyCriterion", "CrossEntropyCriterionConfig"),
+    "criterions.label_smoothed_cross_entropy": ("LabelSmoothedCrossEntropyCriterion",
+                                                "LabelSmoothedCrossEntropyCriterionConfig"),
+    "data.iterators": ("EpochBatchIterator",),
+    "dataclass.configs": ("FairseqConfig",),
+    "dataclass.utils": ("convert_namespace_to_omegaconf", "gen_parser_from_dataclass"),
+    "logging.meters": ("Meter",),
+    "models": ("ARCH_CONFIG_REGISTRY", "ARCH_MODEL_NAME_REGISTRY", "ARCH_MODEL_REGISTRY",
+               "MODEL_DATACLASS_REGISTRY"),
+    "models.transformer": ("TransformerModel",),
+    "models.transformer.transformer_legacy": ("base_architecture",),
+    "models.transformer_lm": ("TransformerLanguageModel", "TransformerLanguageModelConfig",
+                              "base_gpt3_architecture"),
+    "modules.checkpoint_activations": ("checkpoint_wrapper",),
+    "modules.transformer_layer": ("TransformerDecoderLayerBase", "TransformerEncoderLayerBase"),
+    "registry": ("REGISTRIES",),
+    "tasks": ("TASK_DATACLASS_REGISTRY",),
+    "trainer": ("Trainer",),
+}
+_MODULES = {"benchmark": "benchmark", "distributed_utils": "distributed.utils",
+            "options": "options", "tasks": "tasks", "trainer": "trainer", "utils": "utils"}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fairseq.{_MODULES[name]}")
+    if name not in _PLACE_OF:
+        raise AttributeError(f"{__name__} has no {name!r}; add it to its table")
+    return vars(importlib.import_module(f"fairseq.{_PLACE_OF[name]}"))[name]

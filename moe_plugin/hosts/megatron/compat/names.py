@@ -1,0 +1,50 @@
+"""Names of Megatron-core that are not stable, imported when they are asked for: one that moves in a
+new version is one line here. Versions 0.15 to 0.19 have all of them in the same places.
+
+Others import `parallel_state`, `tensor_parallel` and `dist_checkpointing` from Megatron-core
+themselves, and nothing else (`tests/packaging/test_host_names.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# module below megatron.core -> names in it
+_PLACES = {
+    "activations": ("squared_relu",),
+    "datasets.blended_megatron_dataset_builder": ("BlendedMegatronDatasetBuilder",),
+    "datasets.gpt_dataset": ("GPTDataset", "GPTDatasetConfig"),
+    "datasets.indexed_dataset": ("IndexedDatasetBuilder",),
+    "dist_checkpointing.dict_utils": ("dict_list_map_outplace",),
+    "dist_checkpointing.mapping": ("LocalNonpersistentObject", "ShardedObject", "ShardedTensor",
+                                   "ShardedTensorFactory"),
+    "distributed": ("DistributedDataParallel", "DistributedDataParallelConfig",
+                    "finalize_model_grads"),
+    "fusions.fused_layer_norm": ("FusedLayerNorm",),
+    "models.gpt.gpt_layer_specs": ("get_gpt_decoder_block_spec",),
+    "models.gpt.gpt_model": ("GPTModel",),
+    "optimizer": ("OptimizerConfig", "get_megatron_optimizer"),
+    "optimizer.distrib_optimizer": ("DistributedOptimizer",),
+    "pipeline_parallel.p2p_communication": ("P2PCommunicator",),
+    "pipeline_parallel.schedules": ("get_forward_backward_func",),
+    "process_groups_config": ("ProcessGroupCollection",),
+    "transformer.attention": ("Attention",),
+    "transformer.dot_product_attention": ("DotProductAttention",),
+    "transformer.module": ("Float16Module",),
+    "transformer.torch_norm": ("WrappedTorchNorm",),
+    "transformer.transformer_config": ("TransformerConfig",),
+    "transformer.transformer_layer": ("TransformerLayer",),
+    "transformer.utils": ("make_sharded_object_for_checkpoint",),
+    "utils": ("get_model_config",),
+}
+_MODULES = {"mappings": "tensor_parallel.mappings", "schedules": "pipeline_parallel.schedules"}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"megatron.core.{_MODULES[name]}")
+    if name not in _PLACE_OF:
+        raise AttributeError(f"{__name__} has no {name!r}; add it to its table")
+    return vars(importlib.import_module(f"megatron.core.{_PLACE_OF[name]}"))[name]
