@@ -34,6 +34,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         **LATENT, "intermediate_size": 56, "moe_intermediate_size": 20, "n_routed_experts": 8,
         "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 1.5, "num_mtp_layers": 0}),
+    "dots1": ("Dots1", {
+        "intermediate_size": 56, "moe_intermediate_size": 20, "n_routed_experts": 8,
+        "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "head_dim": 12}),
 }
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"intermediate_size": 48}),

@@ -45,7 +45,7 @@ def test_logits_stay_and_weights_come_back(kind: str, dtype: torch.dtype) -> Non
     want = logits(model, ids)
     names = swap_moe_blocks(model)
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    assert len(layers) == len(names) == (2 if kind.startswith(("qwen2", "deep")) else 3)
+    assert len(layers) == len(names) == (2 if kind.startswith(("qwen2", "deep", "dots")) else 3)
     close(logits(model, ids), want)
     restore_moe_blocks(model)
     after = model.state_dict()
