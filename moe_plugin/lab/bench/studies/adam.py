@@ -65,9 +65,14 @@ class Side:
 
 def fairseq_side(*flags: str) -> Side:
     """fairseq's trainer."""
-    import fairseq.benchmark  # noqa: F401  (registers the task)
-    from fairseq import options, tasks, trainer, utils
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from moe_plugin.hosts.fairseq.compat.names import (
+        benchmark,  # noqa: F401 - registers the task
+        convert_namespace_to_omegaconf,
+        options,
+        tasks,
+        trainer,
+        utils,
+    )
 
     utils.import_user_module(argparse.Namespace(user_dir="moe_plugin"))
     given = (f"--task dummy_lm --dict-size {SYMBOLS} --tokens-per-sample {LENGTH} --arch "

@@ -132,10 +132,9 @@ def one_way_s(length: int = LENGTH, width: int = WIDTH, tries: int = 5) -> float
 def built(kind: type[Stage], width: int) -> tuple[Stage, Any]:
     """This rank's stage, and Megatron's function for a step."""
     from megatron.core import parallel_state as ps
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_plugin.hosts.megatron.compat import cpu
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig, get_forward_backward_func
 
     cpu.enable(force=True)
     ps.initialize_model_parallel(1, STAGES)
