@@ -146,7 +146,7 @@ def _table(cls: type, prefix: str) -> list[str]:
     title = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
     return [
         f"## {title}", "", _about(cls), "",
-        "| setting | default | meaning | flag |", "|---|---|---|---|",
+        "| setting | meaning |", "|---|---|",
         *(_setting(f, prefix) for f in dataclasses.fields(cls)
           if not dataclasses.is_dataclass(hints[f.name])), ""]
 
@@ -163,10 +163,9 @@ def _setting(f: dataclasses.Field, prefix: str) -> str:
     names = f"`{prefix}{f.name}`" + (f", `{prefix}{alias}`" if alias else "")
     choices = f": one of {', '.join(f'`{c}`' for c in f.metadata['choices'])}" if f.metadata.get(
         "choices") else ""
-    return (
-        f"| {names} | `{_default(default)}` | "
-        f"{_cell(f.metadata.get('help', ''))}{choices} | "
-        f"{f'`{prefix_of_flag}{flag}`' if flag else 'set by the host'} |")
+    given = f"`{prefix_of_flag}{flag}`" if flag else "set by the host"
+    return (f"| {names}<br>{given}<br>default `{_default(default)}` | "
+            f"{_cell(f.metadata.get('help', ''))}{choices} |")
 
 
 def _default(value: Any) -> str:

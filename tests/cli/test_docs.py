@@ -32,6 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.rglob("*.md"))]
 COLUMNS = 100
 LINES = 200
+WORDS = 1200
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
@@ -61,6 +62,14 @@ def test_every_setting_is_on_a_page() -> None:
 def test_pages_are_short(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").count("\n")
     assert lines <= LINES, f"{page.name} has {lines} lines, above {LINES}: make it two pages"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_pages_are_read_in_minutes(page: Path) -> None:
+    """Marks of tables and fences are no words."""
+    words = [word for word in page.read_text(encoding="utf-8").split()
+             if any(letter.isalnum() for letter in word)]
+    assert len(words) <= WORDS, f"{page.name} has {len(words)} words, above {WORDS}: make it two"
 
 
 def example_rows() -> list[tuple[int, int, int, float, int, int]]:
@@ -108,9 +117,11 @@ def headings(page: Path) -> list[str]:
 
 
 def too_long(text: str) -> list[str]:
-    """Lines above `COLUMNS` that can be shorter: not tables, headings or lines with a link."""
+    """Lines above `COLUMNS` that can be shorter: not tables, headings, single words or lines with a
+    link.
+    """
     return [
-        line for line in text.splitlines() if len(line) > COLUMNS
+        line for line in text.splitlines() if len(line) > COLUMNS and len(line.split()) > 1
         and not line.lstrip().startswith(("|", "#")) and "://" not in line
     ]
 
@@ -178,6 +189,25 @@ def test_files_named_in_the_text_exist(page: Path) -> None:
     for name in re.findall(r"`((?:scripts|configs|docs|tests|moe_plugin|kernels)/[\w./-]+)`",
                            page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_modules_named_in_the_text_exist(page: Path) -> None:
+    for name in set(re.findall(r"`(moe_plugin(?:\.\w+)+)`", page.read_text(encoding="utf-8"))):
+        assert found(name), f"{page.name} names {name}"
+
+
+def found(name: str) -> bool:
+    """Whether a dotted name is a module, or is defined or imported in one."""
+    parts = name.replace("moe_plugin.kernels", "kernels").split(".")
+    for count in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:count])
+        module = path.with_suffix(".py") if path.with_suffix(".py").exists() else (
+            path / "__init__.py")
+        if module.exists():
+            return count == len(parts) or bool(
+                re.search(rf"\b{parts[count]}\b", module.read_text(encoding="utf-8")))
+    return False
 
 
 @pytest.mark.parametrize("path", MOE_FILES, ids=lambda path: path.stem)

@@ -89,8 +89,7 @@ class Browser:
         page.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         file = self._folder / f"{session}.html"
         file.write_text(html, encoding="utf-8")
-        page.call("Page.navigate", url=file.as_uri())
-        self.wait("Page.loadEventFired", session)
+        page.go(file)
         return page
 
     def close(self) -> None:
@@ -110,6 +109,13 @@ class Page:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One command for this tab."""
         return self._browser.call(method, self._session, **params)
+
+    def go(self, file: Path) -> None:
+        """Show a file, and wait until it is loaded; what came before is forgotten."""
+        self._browser.events = [e for e in self._browser.events
+                                if e.get("sessionId") != self._session]
+        self.call("Page.navigate", url=file.as_uri())
+        self._browser.wait("Page.loadEventFired", self._session)
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression; a promise is awaited."""
