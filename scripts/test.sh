@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Set up and pass the tests.
 #
-#   bash scripts/test.sh [--all] [--venv DIR] [--torch SPEC] [pytest arguments]
+#   bash scripts/test.sh [--fast | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
 #
+#   --fast    only the fast tests: some of every room, in 3 minutes on two cores
 #   --all     also the slow tests (minutes each)
+# Without pytest arguments the fast tests run first, and the others only where these pass.
 # Anything else goes to pytest: bash scripts/test.sh tests/observe -k jsonl
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-VENV="$ROOT/.venv" SETUP=() SELECT=(-m "not slow") ARGS=()
+VENV="$ROOT/.venv" SETUP=() LANE=most ARGS=()
 while [ $# -gt 0 ]; do
     case "$1" in
-        --all) SELECT=(); shift ;;
+        --fast) LANE=fast; shift ;;
+        --all) LANE=all; shift ;;
         --venv) VENV=$2; SETUP+=(--venv "$2"); shift 2 ;;
         --torch) SETUP+=(--torch "$2"); shift 2 ;;
         -h | --help) usage "$0"; exit 0 ;;
@@ -26,6 +29,15 @@ WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1))
 cd "$ROOT"
 # distributed tests start several processes each: one thread per process, so that they share the cores
 export OMP_NUM_THREADS=1 PATH="$VENV/bin:$PATH"
-# a test whose processes lost a race on a busy machine gets a second try, and is listed (RERUN)
-exec "$VENV/bin/python" -m pytest -q -n "$WORKERS" --dist worksteal --reruns 1 -raR \
-    ${SELECT[@]+"${SELECT[@]}"} ${ARGS[@]+"${ARGS[@]}"}
+tests() { "$VENV/bin/python" -m pytest -q -n "$WORKERS" --dist worksteal "$@"; }
+
+NOT_SLOW="not slow" REST="not fast and not slow"
+if [ "$LANE" = all ]; then NOT_SLOW="" REST="not fast"; fi
+if [ "$LANE" = fast ]; then
+    tests --fast ${ARGS[@]+"${ARGS[@]}"}
+elif [ ${#ARGS[@]} -gt 0 ]; then
+    tests -m "$NOT_SLOW" "${ARGS[@]}"
+else
+    tests --fast
+    tests -m "$REST"
+fi

@@ -22,9 +22,28 @@ settings.register_profile("repeatable", deadline=None, derandomize=True, databas
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+FAST_MARK = "pytest.mark.fast"
+
 # A forked rank must not collect what is garbage in the process of the tests: the end of a process
 # group joins threads that no fork has, and hangs.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true",
+                     help="only tests marked `fast`; other files are not even imported")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        config.option.markexpr = "fast"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Importing all files takes longer than the fast tests."""
+    if config.getoption("--fast") and collection_path.name.startswith("test_"):
+        return FAST_MARK not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 @pytest.fixture(autouse=True)

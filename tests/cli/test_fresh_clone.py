@@ -70,9 +70,12 @@ def test_the_quick_start(clone: Path) -> None:
 
 
 def test_the_tests(clone: Path) -> None:
+    """The fast ones first, then all others once."""
     _, test = commands(blocks(clone / "README.md")[0].text)
+    assert words_of(clone, [*test, "--fast"])[-1] == "--fast"
     words = words_of(clone, test)
-    assert words[:2] == ["-m", "pytest"] and words[-2:] == ["-m", "not slow"]
+    assert words[:2] == ["-m", "pytest"] and words[-2:] == ["-m", "not fast and not slow"]
+    assert words_of(clone, [*test, "tests/comm"])[-3:] == ["-m", "not slow", "tests/comm"]
     assert Path((clone / "where").read_text().strip()) == clone
     # pytest reads all its words before it lists markers
     done = subprocess.run([sys.executable, *words, "--markers"], cwd=clone, capture_output=True,
