@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from tests.combinations import all_pairs, name_of
+
+pytestmark = pytest.mark.fast
 
 SETTINGS = {"size": list(range(9)), "name": ["a", "b"], "factor": [None, 0.5, 1.0], "flag": [0, 1]}
 

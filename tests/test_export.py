@@ -18,6 +18,8 @@ from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
 from tests.routing.test_meta import MORE
 
+pytestmark = pytest.mark.fast
+
 WIDTH, EXPERTS, TRACED = 16, 8, 20
 SLOTS = ("padded", "parm_s2")  # of fixed numbers, which need a capacity
 

@@ -17,6 +17,8 @@ from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.records import HostContext
 from moe_plugin.routing.routers.topk import TopKRouter
 
+pytestmark = pytest.mark.fast
+
 
 def config(**tree) -> MoEConfig:
     return from_dict({"model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 16}, **tree})

@@ -12,6 +12,8 @@ from moe_plugin.records import HostContext
 from moe_plugin.routing.replay import checkpoint
 from tests.test_layer import config
 
+pytestmark = pytest.mark.fast
+
 
 def test_second_derivatives_of_the_loop() -> None:
     layer = MoELayer(

@@ -7,6 +7,8 @@ import pytest
 from moe_plugin.messages import Parser, alike
 from moe_plugin.routing.registry import routers
 
+pytestmark = pytest.mark.fast
+
 
 def _parser(flags: int = 0) -> Parser:
     parser = Parser(prog="tool", allow_abbrev=False)

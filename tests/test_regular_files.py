@@ -14,6 +14,8 @@ from moe_plugin.messages import short
 from moe_plugin.observe.history import read_run
 from moe_plugin.regular_files import write_regular
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 @pytest.mark.parametrize("name", ["out", "out.new"])

@@ -15,6 +15,8 @@ from moe_plugin.checkpoint import read_sums
 from moe_plugin.checkpoint.read_sums import ReadSums, combined, summed, sums_of
 from moe_plugin.regular_files import begin_writing
 
+pytestmark = pytest.mark.fast
+
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_two_pieces(first: bytes, second: bytes) -> None:

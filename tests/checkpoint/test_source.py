@@ -23,6 +23,8 @@ from moe_plugin.checkpoint.source import (
     transposed,
 )
 
+pytestmark = pytest.mark.fast
+
 
 class InMemory(Source):
     """Tensors in memory; counts the elements that were read."""

@@ -12,6 +12,8 @@ import torch
 
 from moe_plugin.checkpoint.trust import Unpickler, UntrustedFile
 
+pytestmark = pytest.mark.fast
+
 
 class Color(enum.Enum):
     """A listed enum."""

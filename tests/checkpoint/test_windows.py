@@ -20,6 +20,8 @@ from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
 from moe_plugin.checkpoint.source import MODEL
 from tests.fuzz.hostile import bounded
 
+pytestmark = pytest.mark.fast
+
 AXES = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=4)
 
 

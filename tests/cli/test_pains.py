@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[2]
 TROUBLES = re.findall(r"^\*\*(\d+)\. .+?\*\*.+?^Held by\s(.+?)\.$",
                       (ROOT / "docs" / "pains.md").read_text(encoding="utf-8"),

@@ -15,6 +15,8 @@ from moe_plugin.dispatch.base import expand
 from moe_plugin.records import Placement, Routing
 from tests.packaging.test_imports import ORDER
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 

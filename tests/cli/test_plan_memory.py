@@ -10,6 +10,8 @@ import pytest
 from moe_plugin.cli.main import main
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 
+pytestmark = pytest.mark.fast
+
 MIB = 2**20
 PROFILE = ModelProfile(
     name="toy", base_bytes=10 * MIB, in_bytes_s=4e9, out_bytes_s=4e9, blocks=[

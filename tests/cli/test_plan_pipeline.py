@@ -10,6 +10,8 @@ import pytest
 from moe_plugin.cli.main import main
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
 
+pytestmark = pytest.mark.fast
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "configs" / "pipelines" / "four_stages.yaml"
 
 

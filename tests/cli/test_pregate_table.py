@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
+
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "pregate.json"
 
 

@@ -17,6 +17,8 @@ import yaml
 
 import moe_plugin
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 

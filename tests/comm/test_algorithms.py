@@ -19,6 +19,8 @@ from moe_plugin.planner import COSTS, Cluster, Link, predict
 from tests.comm.clock import Clock
 from tests.comm.exchanges import WIDTH, column, expected_of, random_counts, rows_of
 
+pytestmark = pytest.mark.fast
+
 GRIDS = [(8, 2), (8, 4), (16, 4), (12, 3), (4, 4), (4, 1), (6, 4)]
 NAMES = algorithms.names()
 DTYPES = [

@@ -17,6 +17,8 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.comm.handles import Series, start
 
+pytestmark = pytest.mark.fast
+
 COUNTS = [3]
 
 

@@ -12,6 +12,8 @@ from moe_plugin.comm import LocalComm, Topology, algorithms, run_simulated
 from moe_plugin.comm.nodes import node_key, node_name
 from moe_plugin.comm.state import MAX_TAG, GroupState
 
+pytestmark = pytest.mark.fast
+
 PAIRS = Topology.uniform(4, 2)
 
 

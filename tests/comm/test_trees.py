@@ -15,6 +15,8 @@ from moe_plugin.comm.tree_rounds import LAG, MOST_CHUNKS, chunks_for, rounds_of,
 from moe_plugin.planner.forest.schedule import Schedule
 from tests.comm.hand_made import many_chunks, random_trees
 
+pytestmark = pytest.mark.fast
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16,
           torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64]
 # rows of each rank; sizes that do not divide by trees and chunks, fewer elements than ranks, none

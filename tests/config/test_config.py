@@ -26,6 +26,8 @@ from moe_plugin.config import (
 from moe_plugin.config.flags import add_arguments, as_given, config_from_flags, setting_specs
 from moe_plugin.planner.forest.source import find_network
 
+pytestmark = pytest.mark.fast
+
 
 def test_round_trip() -> None:
     config = from_dict({

@@ -24,6 +24,8 @@ from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import routers
 from tests.logs import warned
 
+pytestmark = pytest.mark.fast
+
 Build = Callable[..., Any]
 
 

@@ -13,6 +13,8 @@ from moe_plugin.config import from_dict, from_yaml, settings_from_yaml
 from moe_plugin.config.flags import config_from_flags
 from moe_plugin.config.user_modules import import_user_modules
 
+pytestmark = pytest.mark.fast
+
 OWN = '''
 from moe_plugin.routing import losses
 

@@ -10,7 +10,7 @@ from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import Dispatcher, DispatchTraits, RaggedDispatcher, dispatchers
 
-pytestmark = pytest.mark.usefixtures("own_entries")
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("own_entries")]
 
 
 def layer_of(name: str, **parallel: object) -> MoELayer:

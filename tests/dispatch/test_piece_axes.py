@@ -11,6 +11,8 @@ import pytest
 from moe_plugin.config.parallel import CUTS as NAMES
 from moe_plugin.dispatch.piece_axes import PIECE_AXES, Counts, PieceShares, shares_along
 
+pytestmark = pytest.mark.fast
+
 SIZES = [(1, 1, 1), (1, 2, 3), (2, 2, 4), (4, 4, 3), (3, 4, 2), (5, 3, 7), (8, 2, 1), (6, 8, 4)]
 
 

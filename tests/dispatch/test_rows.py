@@ -26,6 +26,8 @@ from moe_plugin.kernels.stable_order import stable_order
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import Placement, Routing
 
+pytestmark = pytest.mark.fast
+
 EXPERTS = 4
 IDS = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=2, max_size=2), max_size=9)
 

@@ -16,6 +16,8 @@ from moe_plugin.kernels import kernels
 from moe_plugin.kernels.fp8 import BLOCK
 from tests.comm.exchanges import column, random_counts
 
+pytestmark = pytest.mark.fast
+
 WORLD = 4
 PAIRS = Topology.uniform(WORLD, 2)
 

@@ -19,6 +19,8 @@ from moe_plugin.routing import build_router, routers
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.oracle import ACTIVATIONS, Case
 
+pytestmark = pytest.mark.fast
+
 BOUNDED = settings(max_examples=40, deadline=None, derandomize=True, database=None,
                    suppress_health_check=list(HealthCheck))
 OWN_TOKENS = [d for d in dispatchers.names() if not dispatchers.get(d).traits.shares_tokens]

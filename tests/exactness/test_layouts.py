@@ -18,6 +18,8 @@ from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from tests.exactness.harness import config_of
 from tests.oracle import Case
 
+pytestmark = pytest.mark.fast
+
 TOKENS = [5, 0, 3, 7, 1, 2, 6, 4]
 
 

@@ -15,6 +15,8 @@ from moe_plugin.routing import RouterModule
 from tests.exactness.harness import config_of, load_experts
 from tests.oracle import Case, make_parameters
 
+pytestmark = pytest.mark.fast
+
 SHARED = [name for name in dispatchers.names() if dispatchers.get(name).traits.shares_tokens]
 TOKENS, ODD, WIDTH = 9, 0, 8
 

@@ -14,6 +14,8 @@ from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
 
+pytestmark = pytest.mark.fast
+
 TOKENS = [24, 7, 0, 13]
 
 

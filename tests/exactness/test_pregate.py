@@ -28,6 +28,8 @@ from tests.exactness.test_routers import give_parameters, token_ids
 from tests.oracle import Case, expert, losses, make_inputs, make_parameters, objective, route
 from tests.routing.references import reference_of
 
+pytestmark = pytest.mark.fast
+
 BLOCKS = 3
 RUNS: dict[str, Callable[..., Any] | None] = {
     "plain": None,

@@ -26,6 +26,8 @@ from tests.exactness.harness import NAMES, config_of, load_experts, naming, slic
 from tests.oracle import Case, expert, make_inputs, make_parameters, objective
 from tests.routing.references import Call, gradient_of, namespace, reference_of, tensors_of
 
+pytestmark = pytest.mark.fast
+
 TOKENS = {
     "uneven": ([7, 0, 3, 11, 1, 0, 5, 2], None), "padding": ([6] * 8, [2, 6, 0, 1, 3, 0, 6, 1])
 }

@@ -13,6 +13,8 @@ from moe_plugin.config import MoEConfig
 from tests.exactness.harness import config_of
 from tests.oracle import Case
 
+pytestmark = pytest.mark.fast
+
 
 def _traffic(world: int, config: MoEConfig, tokens: int) -> Traffic:
     traffic = Traffic()

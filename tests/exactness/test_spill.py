@@ -26,6 +26,8 @@ from tests.exactness.harness import NAMES, compare, config_of, load, reference, 
 from tests.exactness.spills import Counts, planned, random_planner
 from tests.oracle import Case, make_inputs, make_parameters, objective
 
+pytestmark = pytest.mark.fast
+
 # ranks, experts, ranks over which every expert is cut
 SIZES = [(2, 4, None), (3, 6, None), (4, 4, None), (4, 8, None), (4, 2, None), (4, 1, None),
          (2, 4, 2), (4, 4, 2), (4, 8, 4)]

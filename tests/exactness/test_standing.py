@@ -27,6 +27,8 @@ from tests.exactness.harness import (
 )
 from tests.oracle import Case, make_inputs, make_parameters
 
+pytestmark = pytest.mark.fast
+
 # ranks, experts, ranks over which every expert is cut
 CELLS = all_pairs({
     "size": [(2, 4, None), (4, 4, None), (4, 8, None), (4, 2, None), (4, 4, 2)], "k": [1, 2],

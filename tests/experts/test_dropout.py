@@ -11,6 +11,8 @@ from moe_plugin.config import from_dict
 from moe_plugin.kernels.expert_ffn import strategies
 from moe_plugin.layer import MoELayer
 
+pytestmark = pytest.mark.fast
+
 P, WIDTH = 0.25, 64
 
 

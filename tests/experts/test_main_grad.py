@@ -20,6 +20,8 @@ from moe_plugin.routing.replay import checkpoint
 from tests.exactness.spills import planned, random_planner
 from tests.experts.problems import Largest, make_layer
 
+pytestmark = pytest.mark.fast
+
 SCALE = 1024.0  # of the loss, as a host in fp16 scales it
 
 

@@ -20,6 +20,8 @@ from tests.combinations import Cell, all_pairs, name_of
 from tests.experts.problems import SMALL, Largest, make_layer, parameters, problem, with_gates
 from tests.kernels.problems import SHAPES
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("cell", all_pairs({
     "name": strategies.names(), "activation": list(ACTIVATIONS), "gated": [False, True],

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.source import find_network
 from tests.fuzz.hostile import bounded, is_named, replaced
+
+pytestmark = pytest.mark.fast
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
 from moe_plugin.config import from_dict
 from moe_plugin.lab.emulate.damage import WAYS, damage, files_of
 from tests.fuzz.hostile import bounded, is_named
+
+pytestmark = pytest.mark.fast
 
 SIZES = st.lists(st.integers(0, 4), max_size=3)
 WIDTHS = st.sampled_from([8, 8, 8, 8, 1, 7, 0, 16])

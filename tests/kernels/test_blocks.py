@@ -20,6 +20,8 @@ from moe_plugin.records import RowCounts, RowPlan
 from tests.experts.problems import parameters
 from tests.kernels.row_rules import RULES, rows_computed
 
+pytestmark = pytest.mark.fast
+
 LOADS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 WIDE = RowRule()  # products that gain from no other number of rows
 # experts join that get at most five rows too many

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from moe_plugin.kernels import expert_load
+
+pytestmark = pytest.mark.fast
 
 IDS_TK = torch.tensor([[0, 2], [2, -1], [2, 0], [-1, -1]])
 

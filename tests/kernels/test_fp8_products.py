@@ -17,6 +17,8 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.records import RowCounts
 from tests.experts.problems import make_layer
 
+pytestmark = pytest.mark.fast
+
 OFF = 0.06  # of the norm; about 0.04 on normal values
 
 

@@ -11,6 +11,8 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts
 from tests.kernels.row_rules import RULES, rows_computed
 
+pytestmark = pytest.mark.fast
+
 D, F = 4, 6
 # rows by expert; the second expert has none; the last two are multiplied together after one of
 # them has a value

@@ -27,12 +27,21 @@ def interpret(module: str, *names: str) -> str:
     return done.stdout
 
 
+def check_parity(*words: str) -> None:
+    said = dict(line.split() for line in interpret("tests.kernels.interpreted", *words).splitlines())
+    assert set(said) == set(words) - {"--all"}
+    assert all(int(count) >= len(SHAPES) for count in said.values()), said
+
+
 @pytest.mark.parametrize("names", [FAST, PRODUCTS], ids=["rows, router, layout", "products"])
 def test_parity(names: list[str]) -> None:
-    said = dict(line.split()
-                for line in interpret("tests.kernels.interpreted", *names).splitlines())
-    assert set(said) == set(names)
-    assert all(int(count) >= len(SHAPES) for count in said.values()), said
+    check_parity(*names)
+
+
+@pytest.mark.slow
+def test_parity_of_all_arguments_in_all_dtypes() -> None:
+    """Two minutes: `bash scripts/test.sh --all tests/kernels/test_interpreted.py`."""
+    check_parity("--all", *FAST, *PRODUCTS)
 
 
 def test_layer_on_kernels() -> None:

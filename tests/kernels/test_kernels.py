@@ -12,6 +12,8 @@ from moe_plugin.kernels.cpu import widened
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
 
+pytestmark = pytest.mark.fast
+
 PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6),
                     st.integers(0, 10**6))
 

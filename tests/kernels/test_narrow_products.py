@@ -11,6 +11,8 @@ from moe_plugin.cli.doctor import hardware
 from moe_plugin.kernels.cpu import products
 from moe_plugin.tuning import compute_tuner
 
+pytestmark = pytest.mark.fast
+
 NARROW = (torch.bfloat16, torch.float16)
 
 

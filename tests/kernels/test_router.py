@@ -17,6 +17,8 @@ from moe_plugin.kernels.running_count import running_count
 from moe_plugin.kernels.scores import linear_scores
 from tests.kernels.compiled_or_not import compiled
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

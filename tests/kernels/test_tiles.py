@@ -11,6 +11,8 @@ from moe_plugin.kernels import RowGroups, kernels
 from moe_plugin.kernels.tiles import most_tiles, tile_table
 from moe_plugin.records import RowCounts
 
+pytestmark = pytest.mark.fast
+
 COUNTS = ([5, 0, 130, 1, 0], [0, 0], [128, 128], [7], [], [3] * 70)
 
 

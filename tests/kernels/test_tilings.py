@@ -15,6 +15,8 @@ from moe_plugin.kernels.gpu.tilings import (
     weight_tiling,
 )
 
+pytestmark = pytest.mark.fast
+
 HOPPER = Chip("hopper", 132)
 CHIPS = (HOPPER, Chip("ampere", 108), Chip("amd", 304))
 BF16 = torch.bfloat16

@@ -14,6 +14,8 @@ from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.experts.cache import CacheSpec, ExpertCache, StoreCounters
 from moe_plugin.memory.experts.policies import policies
 
+pytestmark = pytest.mark.fast
+
 SHAPES = (("w", (2,)), ("b", ()))
 EXPERT = 3 * 4  # bytes
 

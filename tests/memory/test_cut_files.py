@@ -18,6 +18,8 @@ from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from tests.memory.test_stored_experts import bits, layer_of, tokens
 
+pytestmark = pytest.mark.fast
+
 WIDE = {"hidden_dim": 4096}  # experts of many pages: what is cut is in no page that was read
 
 

@@ -10,6 +10,8 @@ from moe_plugin import pregate
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
 
+pytestmark = pytest.mark.fast
+
 D, F, E, BLOCKS = 8, 12, 8, 4
 
 

@@ -16,6 +16,8 @@ from moe_plugin.comm import run_simulated
 from moe_plugin.memory.experts.store import FileWeights
 from tests.memory.test_stored_experts import EXPERT, D, E, F, bits, layer_of, tokens
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture
 def read(monkeypatch) -> list[int]:

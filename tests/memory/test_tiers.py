@@ -12,6 +12,8 @@ import torch
 from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierBuffer, TierError
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(params=["host", "disk"])
 def tier(request, tmp_path):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.fairseq_log import parse_step
 from moe_plugin.observe.report import render
 from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figures import HeatMap, LineChart
+
+pytestmark = pytest.mark.fast
 
 ROWS = [
     {"iteration": 10, "lm_loss": 2.0, "oracle_error": 0.4, "top1_error": 0.6},

@@ -34,6 +34,8 @@ from moe_plugin.observe.history import (
 from moe_plugin.observe.report import render
 from moe_plugin.observe.watch import view
 
+pytestmark = pytest.mark.fast
+
 DATA = Path(__file__).parent / "data"
 E, K, TOKENS = 8, 2, 100.0
 

@@ -16,6 +16,8 @@ import pytest
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
 
+pytestmark = pytest.mark.fast
+
 DATA = Path(__file__).parent / "data"
 
 

@@ -18,6 +18,8 @@ from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.report import render
 from moe_plugin.observe.watch import view
 
+pytestmark = pytest.mark.fast
+
 TOKENS, LITTLE = 1000.0, 0.01
 SIZES = [(experts, k) for experts in (2, 4, 8, 64) for k in (1, 2, experts)]
 ROUTED = [(experts, k) for experts, k in SIZES if k < experts]

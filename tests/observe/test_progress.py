@@ -8,6 +8,8 @@ import pytest
 
 from moe_plugin.observe import first_step, progress
 
+pytestmark = pytest.mark.fast
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:

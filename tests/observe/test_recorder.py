@@ -27,6 +27,8 @@ from moe_plugin.observe.report import render
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.output import LayerStats
 
+pytestmark = pytest.mark.fast
+
 DATA = Path(__file__).parent / "data"
 
 

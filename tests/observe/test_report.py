@@ -33,6 +33,8 @@ from moe_plugin.observe.report.draw import LEVELS, level, short_names, top_of
 from moe_plugin.observe.report.figures import Bands, HeatMap, LineChart, line, thinned
 from moe_plugin.observe.report.text import number, shortened, ticks
 
+pytestmark = pytest.mark.fast
+
 DATA = Path(__file__).parent / "data"
 HOSTILE = "</script><img src=x onerror=\"alert(1)\">&amp;\u2028'`${a}\x1b[31m"
 

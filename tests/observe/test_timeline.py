@@ -17,6 +17,8 @@ from moe_plugin.config import ObserveConfig
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.timeline import BACKWARD, MARK, StepTimeline, spans
 
+pytestmark = pytest.mark.fast
+
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 

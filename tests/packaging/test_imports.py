@@ -11,6 +11,8 @@ import pytest
 
 import moe_plugin
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parents[2]
 # Bottom to top. A room imports from itself and from the rooms before it.
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "

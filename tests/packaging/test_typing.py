@@ -13,6 +13,8 @@ import pytest
 
 import moe_plugin
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parents[2]
 CHECKED = re.findall(r'"((?:moe_plugin|tests)/[^"]*)"', (ROOT / "pyproject.toml").read_text(
     encoding="utf-8").split("[tool.mypy]")[1].split("\n[")[0])

@@ -13,6 +13,8 @@ from moe_plugin.lab.bench.device import ROWS, fit_products
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.device import Device, load_device
 
+pytestmark = pytest.mark.fast
+
 
 def test_the_fit_recovers_a_device() -> None:
     true = Device(flops=3e11, half_rows=40, launch_s=1e-5)

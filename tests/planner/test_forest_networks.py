@@ -16,6 +16,8 @@ from moe_plugin.planner.forest.nvidia import network_of, parse_table
 from moe_plugin.planner.forest.presets import PRESETS, preset
 from moe_plugin.planner.forest.source import find_network
 
+pytestmark = pytest.mark.fast
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 SWITCHED = """\

@@ -14,6 +14,8 @@ from moe_plugin.planner import Cluster, Link
 from moe_plugin.planner.forest import Edge, Network, Schedule, Wire, plan
 from tests.planner.networks import networks
 
+pytestmark = pytest.mark.fast
+
 RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/2", 1e-6]]}
 
 

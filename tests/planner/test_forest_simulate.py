@@ -18,6 +18,8 @@ from moe_plugin.planner.forest import COLLECTIVES, Edge, Network, Schedule, Tree
 from moe_plugin.planner.forest.presets import preset
 from tests.planner.msccl import carry_out, check_result
 
+pytestmark = pytest.mark.fast
+
 SIZE = 10**9
 
 

@@ -22,6 +22,8 @@ from moe_plugin.planner.files import record
 from moe_plugin.planner.layer_cost import PHASES, LayerShape, layer_cost, rank_choices
 from tests.planner.problems import A100, BLOG_DEVICE, cluster
 
+pytestmark = pytest.mark.fast
+
 SHAPE = LayerShape(tokens=4096, model_dim=2048, hidden_dim=8192, experts=4, top_k=2)
 
 

@@ -20,6 +20,8 @@ from moe_plugin.planner.offload.atom import (
 )
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 
+pytestmark = pytest.mark.fast
+
 
 def even(count: int, load_s: float = 4.0) -> list[Layer]:
     """Layers of 100 bytes that compute 3 s and load 4 s."""

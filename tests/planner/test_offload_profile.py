@@ -9,6 +9,8 @@ import pytest
 
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile, load_profile
 
+pytestmark = pytest.mark.fast
+
 PROFILE = ModelProfile(
     name="two", base_bytes=10**9, in_bytes_s=2e9, out_bytes_s=1e9, duplex=False, blocks=[
         BlockProfile(name="0", forward_s=1e-5, backward_s=0.25, activation_bytes=100,

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner.offload.schedule import STREAMS, OffloadSchedule, OffloadStep
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_schedule_by_hand() -> None:
     steps = (

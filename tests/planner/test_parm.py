@@ -14,6 +14,8 @@ from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.parm import ParmShape, choose_schedule, schedule_s, simulated_s
 from tests.planner.problems import A100, cluster
 
+pytestmark = pytest.mark.fast
+
 PARM = Cluster(nodes=4, ranks_per_node=8, nics=8, intra=Link(alpha_s=1e-5, beta_s=1 / 12e9),
                inter=Link(alpha_s=2e-5, beta_s=1 / 6e9))
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from moe_plugin.lab.planning.pipeline import trace
 from moe_plugin.planner.pipeline.one_f_one_b import MODES, Pipeline
 
+pytestmark = pytest.mark.fast
+
 TIMES = st.floats(0.0, 4.0)
 LINES = st.builds(Pipeline, stages=st.integers(1, 5), micro_batches=st.integers(1, 9),
                   forward_s=TIMES, backward_s=st.floats(2.0, 6.0), send_s=TIMES,

@@ -20,6 +20,8 @@ from moe_plugin.planner.prefill import (
     timeline,
 )
 
+pytestmark = pytest.mark.fast
+
 # one launch for all experts and slower rows, or a launch each and faster rows; with 8 experts they
 # are equally fast where 7 more launches of 3 us cost what 8 experts gain: 2,625 rows at 1 ns
 PROFILE = {"grouped": Kernel(((0, 0.0), (8192, 8192e-9)), 3e-6),

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner.replicas import ReplicaMap, pack, place_replicas, replicate
 
+pytestmark = pytest.mark.fast
+
 LOADS = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=12)
 
 

@@ -17,6 +17,8 @@ from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices, spill_costs
 from moe_plugin.planner.spill import LEAST_GAIN, SpillCosts, SpillPlan, plan_spill
 
+pytestmark = pytest.mark.fast
+
 Counts = list[list[int]]
 COMPUTE = SpillCosts(row_s=1.0)  # nothing but the rows of the busiest rank
 

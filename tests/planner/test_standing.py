@@ -10,6 +10,8 @@ from moe_plugin.planner.replicas import host_replicas
 from moe_plugin.planner.spill import SpillCosts
 from moe_plugin.planner.standing import TASKS, StandingReplicas, wired_shares
 
+pytestmark = pytest.mark.fast
+
 FREE = SpillCosts(row_s=1.0)  # lending costs nothing
 
 

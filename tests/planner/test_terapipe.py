@@ -17,6 +17,8 @@ from moe_plugin.planner.pipeline.slice_times import fit
 from moe_plugin.planner.pipeline.slices import SlicePipeline, equal_slices, order
 from moe_plugin.planner.pipeline.terapipe import cut, cut_batch, latency, slice_seconds
 
+pytestmark = pytest.mark.fast
+
 
 def _times(length: int, context: int) -> float:
     return 0.4 + 0.3 * max(length, 3) + 0.04 * length * context

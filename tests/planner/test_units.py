@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import moe_plugin
 from moe_plugin.planner.units import parse_size, parse_time, show_change, show_size, show_time
 
+pytestmark = pytest.mark.fast
+
 PACKAGE = Path(moe_plugin.__file__).parent
 
 

@@ -19,6 +19,8 @@ from moe_plugin.planner.wiring import (
     speed_shares,
 )
 
+pytestmark = pytest.mark.fast
+
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=8)
 
 

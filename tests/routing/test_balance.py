@@ -12,6 +12,8 @@ from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext
 from tests.logs import warned
 
+pytestmark = pytest.mark.fast
+
 
 def _said(numbers: tuple[int | None, ...] = (None,), **config: Any) -> list[str]:
     """Warnings where a model of several layers is made."""

@@ -14,6 +14,8 @@ from moe_plugin.routing import build_router
 from moe_plugin.routing.assignment import EPSILON, balanced_assignment
 from moe_plugin.routing.routers.base_layer import spread_and_assign
 
+pytestmark = pytest.mark.fast
+
 
 def best_total(scores_TE: torch.Tensor) -> float:
     """The largest total score with at most ceil(T / E) tokens an expert, by the Hungarian method.

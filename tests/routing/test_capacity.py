@@ -14,6 +14,8 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.records import Routing
 from moe_plugin.routing.capacity import capacity, fixed_slots
 
+pytestmark = pytest.mark.fast
+
 
 def routing_of(tokens: int) -> Routing:
     """Every token goes to expert 0 first, and to expert 1."""

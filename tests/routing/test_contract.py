@@ -14,6 +14,8 @@ from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing import RouterModule, finish_step, needs_of, routers
 from moe_plugin.routing.replay import forget
 
+pytestmark = pytest.mark.fast
+
 LAYER = {"model_dim": 6, "num_experts": 4, "losses": {}, "experts": {"hidden_dim": 8}}
 
 

@@ -13,6 +13,8 @@ from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, routers
 from tests.kernels.compiled_or_not import compiled
 
+pytestmark = pytest.mark.fast
+
 LOWER = {
     "half": lambda module: module.half(), "bfloat16": lambda module: module.bfloat16(),
     "to": lambda module: module.to(torch.bfloat16),

@@ -25,6 +25,8 @@ from moe_plugin.routing.links import (
 )
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
 
+pytestmark = pytest.mark.fast
+
 
 def tree(nodes: int, ranks: int, far: float, own: float = 1.0) -> torch.Tensor:
     node = torch.arange(nodes * ranks) // ranks

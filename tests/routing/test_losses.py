@@ -12,6 +12,8 @@ from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import build_router, finish_step
 
+pytestmark = pytest.mark.fast
+
 E, D = 4, 6
 WEIGHT = torch.randn(E, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 

@@ -10,6 +10,8 @@ import torch
 from moe_plugin import MoELayer
 from moe_plugin.routing import finish_step, routers
 
+pytestmark = pytest.mark.fast
+
 MORE: dict[str, dict[str, Any]] = {
     "group_limited": {"groups": 2}, "sam": {"groups": 2, "top_k": 1},
     "hash": {"hash": {"vocabulary": 9}}, "switch": {"top_k": 1}, "base": {"top_k": 1}}

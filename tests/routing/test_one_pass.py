@@ -18,6 +18,8 @@ from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from moe_plugin.routing.routers.base import Router
 
+pytestmark = pytest.mark.fast
+
 TOKENS, WIDTH, EXPERTS = 40, 5, 8
 SUMS = {"gshard": 1.0, "switch": 1.0, "importance": 1.0, "global_batch": 1.0, "z": 1.0}
 LOSSES = {

@@ -16,6 +16,8 @@ from moe_plugin.routing import build_router, routers
 from moe_plugin.routing.replay import checkpoint
 from tests.routing.references import Call, gradient_of, namespace, reference_of, tensors_of
 
+pytestmark = pytest.mark.fast
+
 WIDTH = 6
 NAMES = routers.names()
 

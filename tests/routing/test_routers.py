@@ -26,6 +26,8 @@ from moe_plugin.routing import (
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.routers.hashing import balanced_table
 
+pytestmark = pytest.mark.fast
+
 
 def make(name: str, experts: int = 8, k: int = 2, comm=None, losses: dict | None = None,
          dim: int = 6, **router):

@@ -19,6 +19,8 @@ from moe_plugin.routing import TopKRouter, losses, routers
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.capacity import capacity, drop, fixed_slots, slots
 
+pytestmark = pytest.mark.fast
+
 
 def make_router(experts: int = 4, dim: int = 8, losses_: dict | None = None,
                 **router) -> TopKRouter:

@@ -22,6 +22,8 @@ from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.tuning.collectives import AutoCollectives, network_of, with_collectives
 from moe_plugin.tuning.exchange import prepare
 
+pytestmark = pytest.mark.fast
+
 SIZE = 4
 
 

@@ -35,6 +35,8 @@ from moe_plugin.tuning.compute_candidates import (
 from moe_plugin.tuning.compute_times import MeasuredChoices, timed
 from tests.experts.problems import parameters, problem
 
+pytestmark = pytest.mark.fast
+
 CPU = torch.device("cpu")
 ALL = {"fused", "grouped", "batched", "loop", "kernels"}
 

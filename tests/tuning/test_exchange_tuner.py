@@ -24,6 +24,8 @@ from moe_plugin.tuning.exchange import prepare, read_topology
 from moe_plugin.tuning.exchange_tuner import RULES, ExchangeTuner
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 
+pytestmark = pytest.mark.fast
+
 PAIRS = Topology.uniform(4, 2)
 
 

@@ -12,6 +12,8 @@ from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 
+pytestmark = pytest.mark.fast
+
 # a slow processor: rows compute while others travel. Its matmuls take as long for few rows, and so
 # pieces of whole experts suit it, or as long as their rows, or it waits for its weights
 DEVICES = {"rows": {"flops": 1e10, "half_rows": 0, "launch_s": 0, "memory_bytes_s": 1e12},

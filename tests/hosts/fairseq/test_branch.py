@@ -16,6 +16,8 @@ from moe_plugin.hosts.fairseq.layers import ExpertFFN, moe_layers
 from tests.hosts.fairseq.small import language_model, tokens
 from tests.hosts.fairseq.test_criterion import criterion
 
+pytestmark = pytest.mark.fast
+
 
 def branch_top2(logits_SE: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weights [S, E] after dropping, kept choices bool [S, 2], gate loss: GShard's top-2 gate as

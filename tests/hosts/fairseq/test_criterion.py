@@ -20,6 +20,8 @@ from moe_plugin.output import LayerStats
 from tests.hosts.fairseq.small import language_model, task, tokens
 from tests.logs import warned
 
+pytestmark = pytest.mark.fast
+
 
 def sample() -> dict[str, Any]:
     ids = tokens()

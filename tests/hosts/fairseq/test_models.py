@@ -20,6 +20,8 @@ from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.pregate import has_own_gate
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens, translation_model
 
+pytestmark = pytest.mark.fast
+
 DROPLESS = {
     "moe_dispatch": "ragged", "moe_capacity_factor": "none", "moe_second_expert_policy": "all"
 }

@@ -9,6 +9,8 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.fairseq.neutral_names import neutral_tensors
 from tests.checkpoint.test_source import InMemory
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(("name", "message"), [
     ("decoder.project_in_dim.weight", "--decoder-input-dim equal to --decoder-embed-dim"),

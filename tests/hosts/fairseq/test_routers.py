@@ -16,6 +16,8 @@ from moe_plugin.routing import finish_step, routers
 from tests.hosts.fairseq.small import dictionary, language_model, tokens, translation_model
 from tests.routing.references import reference_of
 
+pytestmark = pytest.mark.fast
+
 
 def settings_file(home: Path, name: str, **losses: float) -> dict[str, str]:
     """Flags of a model with this router."""

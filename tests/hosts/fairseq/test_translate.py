@@ -14,6 +14,8 @@ from moe_plugin.checkpoint.formats.fairseq import translate
 from moe_plugin.config import MoEConfig
 from tests.fuzz.hostile import NUMBERS, WORDS, bounded, is_named
 
+pytestmark = pytest.mark.fast
+
 
 def parse(text: str) -> argparse.Namespace:
     from fairseq.dataclass.utils import gen_parser_from_dataclass

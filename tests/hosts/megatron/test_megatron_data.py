@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.fast, pytest.mark.megatron]
 
 
 def test_what_cannot_be_read_or_written_is_named_and_nothing_stays(

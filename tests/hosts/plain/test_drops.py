@@ -10,6 +10,8 @@ from moe_plugin.config import from_dict
 from moe_plugin.observe.drops import WARN_ABOVE, DropCount, DropWarning
 from moe_plugin.run import StepFacts
 
+pytestmark = pytest.mark.fast
+
 
 def test_training_and_validation_are_warned_of_once_each(caplog: pytest.LogCaptureFixture) -> None:
     warn = DropWarning()

@@ -7,6 +7,8 @@ import torch
 
 from moe_plugin.gradients import fused
 
+pytestmark = pytest.mark.fast
+
 NOTHING = {"torch_fused": False, "old": False, "fp16_stats": False}
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moe_plugin.gradients.multi_tensor import scale_, squared_norm
 
+pytestmark = pytest.mark.fast
+
 
 def _tensors() -> list[Tensor]:
     """Of several dtypes, shapes and strides; the fourth is not contiguous, the last is empty."""

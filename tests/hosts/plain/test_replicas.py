@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.gradients.replicas import ReplicaReducer
 
+pytestmark = pytest.mark.fast
+
 
 def _failed_pass(comm: Comm, bucket_bytes: int) -> tuple[
         torch.nn.Parameter, torch.nn.Parameter, Tensor, ArithmeticError]:

@@ -20,6 +20,8 @@ from moe_plugin import (
 )
 from moe_plugin.comm import LocalComm
 
+pytestmark = pytest.mark.fast
+
 
 def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))

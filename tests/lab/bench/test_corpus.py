@@ -16,6 +16,8 @@ from moe_plugin.lab.bench.corpus import (
     unigram_entropy,
 )
 
+pytestmark = pytest.mark.fast
+
 SIZE = 300_000
 
 

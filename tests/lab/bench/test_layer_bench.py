@@ -17,6 +17,8 @@ from moe_plugin.lab.bench.peers import peers
 from moe_plugin.lab.bench.peers.local import einsum
 from moe_plugin.lab.bench.problem import Problem
 
+pytestmark = pytest.mark.fast
+
 SMALL = Problem(tokens=64, model_dim=16, hidden_dim=24, experts=4, top_k=2)
 OPTIONS = [
     "--tokens", "64", "--model-dim", "16", "--hidden-dim", "24", "--experts", "4", "--top-k", "2",

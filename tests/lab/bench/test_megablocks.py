@@ -21,6 +21,8 @@ from moe_plugin.lab.bench.peers import megablocks, ours, peers
 from moe_plugin.lab.bench.problem import Problem, make_data
 from tests.lab.bench.peer_checks import same_function, without_refusal
 
+pytestmark = pytest.mark.fast
+
 
 @dataclasses.dataclass
 class Arguments:

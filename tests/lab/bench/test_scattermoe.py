@@ -19,6 +19,8 @@ from moe_plugin.lab.bench.peers import UnsupportedProblem, peers, scattermoe
 from moe_plugin.lab.bench.problem import Problem, make_data
 from tests.lab.bench.peer_checks import same_function, without_refusal
 
+pytestmark = pytest.mark.fast
+
 
 class Experts(nn.Module):
     """`ParallelExperts`: weight [E, out, in]."""

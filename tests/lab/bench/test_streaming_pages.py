@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.fast
+
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "benchmarks" / "data"
 
 

@@ -9,6 +9,8 @@ import pytest
 from moe_plugin.lab.planning.offload.peers import Peers, versus_pipeline
 from moe_plugin.planner.offload.atom import Layer, plan
 
+pytestmark = pytest.mark.fast
+
 # A GPT of 24 layers of width 2,048 (1.2B parameters) in 16 bits, sequences of 2,048 tokens one at a
 # time, on 50 TFLOP/s, 12 GB/s from host memory and 11 GiB.
 PARAMETERS, TOKENS = 12 * 2048**2, 2048

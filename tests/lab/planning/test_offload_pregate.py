@@ -21,6 +21,8 @@ from moe_plugin.lab.planning.offload.pregate import (
 )
 from moe_plugin.planner.units import show_time
 
+pytestmark = pytest.mark.fast
+
 MIB = 2**20
 
 

@@ -39,6 +39,8 @@ from moe_plugin.planner.choice import LayoutChoice
 from tests.lab.planning.measurements import UPDATE_S, measurements
 from tests.planner.problems import A100, cluster, model
 
+pytestmark = pytest.mark.fast
+
 PLAN = ModelPlan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
 M, C = model(), cluster(2, 4)
 
