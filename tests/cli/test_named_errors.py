@@ -12,8 +12,6 @@ import pytest
 
 from moe_plugin.cli.main import COMMANDS, Command, main
 
-pytestmark = pytest.mark.fast
-
 ROOT = Path(__file__).parents[2]
 CONFIGS = shlex.quote(f"{ROOT}/configs")
 CLUSTER = f"--cluster {CONFIGS}/clusters/a100_ib.yaml"

@@ -27,6 +27,7 @@ from tests.oracle import ACTIVATIONS, Case
 
 MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
+EVERY = 20  # of so many cells one runs with the fast tests
 LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # of the norm, as docs/kernels.md says: to the reference, and to one that rounds as the layer does
 FP8_OFF, FP8_OFF_ROUNDED = 0.25, 0.1
@@ -50,7 +51,10 @@ def run_cell(cell: Cell) -> None:
         compare(case, results_of(cell), reference(case))
 
 
-@pytest.mark.parametrize("cell", MATRIX, ids=name_of)
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, marks=[pytest.mark.fast] if number % EVERY == 0 else [])
+    for number, cell in enumerate(MATRIX)
+], ids=name_of)
 def test_cell(cell: Cell) -> None:
     run_cell(cell)
 

@@ -84,6 +84,7 @@ def test_a_fault_changes_its_step_alone(kind: str, wanted: bool, tmp_path: Path)
 _server = Server("tests.faults.preload")
 
 
+@pytest.mark.fast
 def test_one_bit(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.ones(3, 2, dtype=dtype)
@@ -95,6 +96,7 @@ def test_one_bit(tmp_path: Path) -> None:
         assert x[0, 0] == -1
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("values", "says"), [
     ({"kind": "fire"}, "fault 'fire' is unknown; known: kill"),
     ({"step": 0}, "step=0 must be >= 1"), ({"place": "lunch"}, "'lunch': must be forward"),
@@ -115,6 +117,7 @@ def test_damage_changes_one_file(way: str, tmp_path: Path) -> None:
     assert not path.is_file() or path.read_bytes() != b"a" * 2000
 
 
+@pytest.mark.fast
 def test_damage_that_is_not_possible(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(ValueError, match="empty already"):
@@ -139,6 +142,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "'no-such-program' is not installed" in wrong.stderr
 
 
+@pytest.mark.fast
 def test_random_cases_are_new_and_the_same_in_every_run() -> None:
     drawn = at_random(40)
     assert drawn == at_random(40)
@@ -146,6 +150,7 @@ def test_random_cases_are_new_and_the_same_in_every_run() -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.fast
 def test_kinds_are_all_injected() -> None:
     seen = {case.fault.kind for case in [*cases(), *wrong_products()]}
     assert seen | {"bit-flip"} == set(KINDS)

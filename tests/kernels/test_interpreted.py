@@ -28,7 +28,8 @@ def interpret(module: str, *names: str) -> str:
 
 
 def check_parity(*words: str) -> None:
-    said = dict(line.split() for line in interpret("tests.kernels.interpreted", *words).splitlines())
+    lines = interpret("tests.kernels.interpreted", *words).splitlines()
+    said = dict(line.split() for line in lines)
     assert set(said) == set(words) - {"--all"}
     assert all(int(count) >= len(SHAPES) for count in said.values()), said
 

@@ -83,6 +83,7 @@ def test_looks_at_auctions() -> None:
     assert found[0] == (0, 0) and 2 <= found[1][0] < found[-1][0] <= MOST_ROUNDS // LOOK, found
 
 
+@pytest.mark.fast
 def test_a_cell_shows_each_statement() -> None:
     said = " ".join(page.text().split())
     assert not [phrase for phrase in STATEMENTS if phrase not in said]
@@ -91,6 +92,7 @@ def test_a_cell_shows_each_statement() -> None:
     assert not [each for each in bullets if not any(phrase in each for phrase in STATEMENTS)]
 
 
+@pytest.mark.fast
 def test_every_line_of_a_table_is_of_a_cell() -> None:
     """And nothing that is registered is left out but `deepep`, which needs a GPU."""
     lines = [line for line in page.text().splitlines()
@@ -103,6 +105,7 @@ def test_every_line_of_a_table_is_of_a_cell() -> None:
     assert {name for cell in matrix() for name in cell.get("losses", ())} == set(losses.names())
 
 
+@pytest.mark.fast
 def test_the_page_says_so() -> None:
     assert page.text() == page.PAGE.read_text(encoding="utf-8"), (
         f"{page.PAGE.name} is out of date; run: python -m tests.waits")

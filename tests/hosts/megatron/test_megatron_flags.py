@@ -89,6 +89,7 @@ def test_recompute_activations_wins_over_the_granularity(after: bool) -> None:
     assert copied_flags.recompute_granularity(args) == "full"
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("text", "layers"), [
     ("2", 2), ("0,1,0", [0, 1, 0]), ("[1,0]", [1, 0]), ("([0]+[1]*3)", [0, 1, 1, 1]),
     ("([0]*2+[1]*1)*2", [0, 0, 1, 0, 0, 1]), ("2*[1]", [1, 1]), (" ([0]+[1]) ", [0, 1])])
@@ -98,6 +99,7 @@ def test_layers_with_experts_in_megatrons_form(text: str, layers: int | list[int
     assert layer_freq(text) == layers
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("text", ["x", "0,2", "[2]", "[1]*99999999", "([1]", "[1]+2", "[1]**2",
                                   "[[1]]", "[__import__('os').getpid()]", "[1.0]", "",
                                   "[1]*9999+[1]*9999"])

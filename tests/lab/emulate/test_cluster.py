@@ -221,6 +221,7 @@ def test_without_privileges_there_is_a_reason_and_a_way() -> None:
                           check=True).stdout.split() == ["None", "2"]
 
 
+@pytest.mark.fast
 def test_bad_values_are_refused() -> None:
     for args, links in [((0, 1), {}), ((65, 1), {}), ((2, 0), {}), ((2, 1), {"rate_bit_s": 0}),
                         ((2, 1), {"delay_s": -1})]:

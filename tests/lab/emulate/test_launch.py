@@ -140,6 +140,7 @@ def running(words: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.fast
 def test_start_torchrun_wants_a_program() -> None:
     with EmulatedCluster(1, 1) as cluster, pytest.raises(ValueError,
                                                          match="'train' is not installed"):

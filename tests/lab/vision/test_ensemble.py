@@ -94,6 +94,7 @@ def test_features_are_shared_after_any_module() -> None:
         build_ensemble(SMALL, 4, 2, begin="layers.7")
 
 
+@pytest.mark.fast
 def test_steps_are_the_modules_of_the_model() -> None:
     model = build(SMALL, 4, dense=True)
     steps = steps_of(model)
@@ -108,6 +109,7 @@ def test_steps_are_the_modules_of_the_model() -> None:
     assert place_of(steps, "layers.1", "x") == (3, 4) and place_of(steps, "head", "x") == (6, 6)
 
 
+@pytest.mark.fast
 def test_counts_of_an_evaluation() -> None:
     task = VisionTask(EnsembleSettings(2, 0, 0.0, 1, 0.75, "stochastic", True))
     # the first member knows class 0, the second class 1, and the mean follows the surer one

@@ -63,6 +63,7 @@ def test_folders_that_do_not_fit(masked: Path, tmp_path: Path) -> None:
         Masks(folder, 16, training=False, flips=False)
 
 
+@pytest.mark.fast
 def test_each_patch_gives_its_own_pixels() -> None:
     """Logits of a pixel come from its patch, in the order of rows and columns."""
     heads = EnsembleHeads(2, 2 * 9, 2)
@@ -88,6 +89,7 @@ def test_members_have_decoders_of_their_own_where_they_part(begin: str) -> None:
     assert touched == ([True] if begin == "head" else [False, True, False])
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("by_image", [True, False])
 def test_loss_and_errors_by_image_or_pixel(by_image: bool) -> None:
     logits = torch.randn(2, 4, 4, 3, 2, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,42 @@
+"""The fast tests: some of every room, each in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import FAST_MARK
+
+pytestmark = pytest.mark.fast
+
+TESTS = Path(__file__).resolve().parents[1]
+GROUPS = ("hosts", "lab")  # folders of rooms
+WHOLE_FILE = re.compile(rf"^pytestmark = \[?{re.escape(FAST_MARK)}", re.M)
+STARTS_PROCESSES = re.compile(
+    "run_gloo|on_ranks|run_main|subprocess|multiprocessing|Server\\(|os\\.fork"
+    "|mark\\.(?:distributed|slow)")
+
+
+def rooms() -> Iterator[Path]:
+    """Every folder of tests."""
+    for folder in TESTS.iterdir():
+        inner = folder.iterdir() if folder.name in GROUPS else [folder]
+        yield from (room for room in inner if room.is_dir() and [*room.rglob("test_*.py")])
+
+
+def test_every_room_has_some() -> None:
+    without = [str(room.relative_to(TESTS)) for room in rooms()
+               if not any(FAST_MARK in path.read_text(encoding="utf-8")
+                          for path in room.rglob("test_*.py"))]
+    assert not without, f"no test of these rooms is marked {FAST_MARK}: {without}"
+
+
+def test_they_start_no_processes() -> None:
+    files = {path: path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")
+             if path != Path(__file__)}
+    found = {str(path.relative_to(TESTS)): STARTS_PROCESSES.findall(text)
+             for path, text in files.items() if WHOLE_FILE.search(text)}
+    assert found and not {path: words for path, words in found.items() if words}
