@@ -29,8 +29,8 @@ def heeds_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
-             group_timeout_s: float = 60.0) -> list[Any]:
+def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0,
+             group_timeout_s: float = 180.0) -> list[Any]:
     """`fn(*args)` on `world` forked processes with an initialised gloo world; results in rank
     order.
 

@@ -52,7 +52,7 @@ class Server:
 
     def run(self, world: int, function: Callable[..., Any], *args: Any,
             environment: Mapping[str, str] | None = None, cwd: str | Path | None = None,
-            timeout_s: float = 120.0, grace_s: float = 5.0) -> Finished:
+            timeout_s: float = 300.0, grace_s: float = 5.0) -> Finished:
         """`function(*args)` in `world` processes, which find their rank in the variables that
         torchrun sets.
 

@@ -4,8 +4,6 @@ small sizes or word by word (see examples.py).
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,11 @@ from moe_plugin.config import MoEConfig, from_yaml
 from moe_plugin.lab.emulate import why_not
 from tests import text
 from tests.cli.examples import FENCES, ROOT, Block, Shell, blocks, commands, indented
+from tests.cli.python_block import printed
+from tests.preloaded import Server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_server = Server("tests.cli.python_block")
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -48,10 +49,9 @@ def test_blocks_are_found() -> None:
 def test_python_runs(block: Block) -> None:
     if "EmulatedCluster" in block.text and why_not():
         pytest.skip(why_not())
-    done = subprocess.run([sys.executable, "-c", block.text], check=False, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    done = _server.run(1, printed, block.text)
+    assert done.code == 0, done.log
+    assert done.results[0]
 
 
 @pytest.mark.parametrize("block", blocks_of("yaml"), ids=lambda block: block.name)

@@ -36,7 +36,7 @@ def test_background_equals_foreground_simulated() -> None:
 
 
 def _gloo_background() -> bool:
-    comm = TorchComm(timeout_s=30)
+    comm = TorchComm(timeout_s=100)
     comm.prepare(PAIRS)
     return _equal_in_background(comm)
 
@@ -50,7 +50,7 @@ def _many_at_once() -> bool:
     """Ten exchanges under way, by all algorithms, while this thread runs collectives and exchanges
     of its own, waits in another order.
     """
-    comm = TorchComm(timeout_s=30)
+    comm = TorchComm(timeout_s=100)
     comm.prepare(PAIRS)
     handles = []
     for index in range(10):
@@ -79,7 +79,7 @@ def _overlap() -> bool:
     """Rank 1 begins only when rank 0 says that its `start` has returned: it would never, did it
     wait for rank 1.
     """
-    comm = TorchComm(timeout_s=20)
+    comm = TorchComm(timeout_s=100)
     comm.prepare(Topology.one_node(2))
     x, word = torch.full((2, 1), float(comm.rank)), torch.ones(1)
     if comm.rank == 0:
@@ -92,8 +92,8 @@ def _overlap() -> bool:
 
 
 def _one_worker() -> tuple[bool, int]:
-    comm = TorchComm(timeout_s=20)
-    again = TorchComm(timeout_s=20)  # as the next layer's
+    comm = TorchComm(timeout_s=100)
+    again = TorchComm(timeout_s=100)  # as the next layer's
     start(comm, algorithms.get("linear"), torch.ones(2, 1)).wait()
     worker = comm.state.worker
     start(again, algorithms.get("linear"), torch.ones(2, 1)).wait()
@@ -109,7 +109,7 @@ def _series() -> tuple[list[str], bool, bool]:
     """The messages posted for three exchanges of unequal pieces; whether rows are right; whether a
     thread was made.
     """
-    comm, posted = TorchComm(timeout_s=30), []
+    comm, posted = TorchComm(timeout_s=100), []
     comm.prepare(Topology.one_node(WORLD))
     counts = [[[n + 1 for n in row] for row in random_counts(WORLD, seed)] for seed in range(3)]
     mine = [c[comm.rank] for c in counts], [column(c, comm.rank) for c in counts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 import weakref
 from typing import Any
@@ -97,12 +98,14 @@ class Event:
     """A CUDA event of a device that has stopped after `passed` of them."""
 
     passed, made = 0, 0
+    all_started = threading.Event()  # nothing is asked before, however busy the machine is
 
     def record(self) -> None:
         Event.made += 1
         self.number = Event.made
 
     def query(self) -> bool:
+        self.all_started.wait()
         return self.number <= Event.passed
 
 
@@ -128,7 +131,8 @@ def _timed_out(passed: int) -> tuple[list[str], int]:
     comm.all_gather(torch.zeros(2, dtype=torch.int64))
     comm.start_all_reduce(torch.zeros(4))()
     comm.send_receive([(1 - comm.rank, torch.zeros(5))], [(1 - comm.rank, torch.zeros(5))])
-    deadline = time.monotonic() + (20 if passed < 4 else 1.5)
+    Event.all_started.set()
+    deadline = time.monotonic() + (100 if passed < 4 else 1.5)
     while time.monotonic() < deadline and not aborted:
         time.sleep(0.05)
     return log.lines, len(aborted)

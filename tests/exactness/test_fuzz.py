@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, str]]:
 def test_random_settings_match_the_dense_reference(drawn: tuple[Case, dict[str, str]]) -> None:
     case, changes = drawn
     config = config_of(case, **changes)
-    results = run_simulated(case.world, lambda comm: run_rank(case, comm, config), timeout_s=20)
+    results = run_simulated(case.world, lambda comm: run_rank(case, comm, config))
     compare(case, results, reference(case))
 
 

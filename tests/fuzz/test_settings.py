@@ -196,7 +196,7 @@ def _pairs() -> list[tuple[int, int, str]]:
 
 @pytest.mark.distributed
 def test_ranks_with_different_settings_end_alike() -> None:
-    first, second = run_gloo(2, _pairs, group_timeout_s=20)
+    first, second = run_gloo(2, _pairs)
     assert first == second
     for one, other, said in first:
         assert ("settings differ between the 2 ranks" in said) == (one != other), (one, other, said)

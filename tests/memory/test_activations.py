@@ -388,5 +388,5 @@ def _planned_by_step(folder):
 
 
 def test_ranks_plan_when_all_have_measured_all_blocks(tmp_path):
-    first, second = run_gloo(2, _planned_by_step, tmp_path, timeout_s=60.0, group_timeout_s=20.0)
+    first, second = run_gloo(2, _planned_by_step, tmp_path)
     assert first == second and first[0] == [False, False, False, True]

@@ -409,5 +409,5 @@ def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
         assert len(auto.runs) <= 65
         return labels, json.dumps(auto.tuner.state())
 
-    one, two = run_simulated(2, rank, timeout_s=30)
+    one, two = run_simulated(2, rank)
     assert one == two

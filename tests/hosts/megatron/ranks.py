@@ -22,7 +22,7 @@ _server = Server("tests.hosts.megatron.ranks_preload")
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any,
-             timeout_s: float = 120.0) -> list[Any]:
+             timeout_s: float = 300.0) -> list[Any]:
     """`function(*args)` on `world` ranks under gloo; the results in rank order. A failed rank's
     traceback is raised.
     """
@@ -53,7 +53,7 @@ def _in_world(store: str, world: int, function: Callable[..., Any], args: tuple[
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} if world == 1 else {})
     dist.init_process_group("gloo", store=dist.FileStore(store, world),
                             rank=int(os.environ["RANK"]), world_size=world,
-                            timeout=timedelta(seconds=60))
+                            timeout=timedelta(seconds=180))
     result = function(*args)
     dist.barrier()
     dist.destroy_process_group()
