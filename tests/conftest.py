@@ -18,7 +18,8 @@ from moe_plugin.registry import KINDS
 
 # The same examples in every run, however busy the machine; `HYPOTHESIS_PROFILE=random` looks
 # for new ones.
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None,
+                          max_examples=40)
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

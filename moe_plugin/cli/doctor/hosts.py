@@ -14,7 +14,7 @@ _ADAPTER = {
     "fairseq": ("fairseq", "moe_plugin.hosts.fairseq"),
     "megatron": ("megatron-core", "moe_plugin.hosts.megatron.spec")
 }
-_TIMEOUT_S = 180
+_TIMEOUT_S = 300
 
 
 def host_rows() -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def _start(name: str) -> subprocess.Popen | None:
         return None
     # a separate process: a host may crash, or patch other modules; it yields to what the user waits
     # for meanwhile
-    return subprocess.Popen([sys.executable, "-c", f"import os; os.nice(10); import {module}"],
+    return subprocess.Popen([sys.executable, "-c", f"import os; os.nice(5); import {module}"],
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 

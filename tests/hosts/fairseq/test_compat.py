@@ -39,7 +39,7 @@ def test_spawned_processes_train_and_two_ranks_validate(corpus: Corpus, tmp_path
     # one batch holds the whole set: the second rank has no data
     arguments = (f"{corpus.lm} --task language_modeling --path {tmp_path / 'checkpoint_last.pt'} "
                  "--cpu --batch-size 40")
-    one = run_alone("fairseq-validate", arguments).ok()
+    one = run("fairseq-validate", arguments).ok()
     two = run("fairseq-validate", arguments, ranks=2).ok()
     assert _valid_loss(two.log) == pytest.approx(_valid_loss(one.log), abs=2e-3)
 

@@ -216,7 +216,7 @@ def test_translations_of_several_processes_are_those_of_one(corpus: Corpus,
                                                             mt2: tuple[Path, Result]) -> None:
     """Encoder and decoder have experts: a rank is in the encoder while another decodes."""
     arguments = (f"{corpus.mt} --user-dir moe_plugin --cpu --path {mt2[0] / 'checkpoint_last.pt'} "
-                 "--beam 2 --max-len-b 20 --batch-size 3")
+                 "--beam 2 --max-len-b 8 --batch-size 3")
     alone = run("fairseq-generate", arguments).ok().log
     wanted = hypotheses(alone)
     for start in ("", " --distributed-world-size 2"):
