@@ -37,7 +37,7 @@ class FileWorkers:
         self.at_once = at_once or min(AT_ONCE, usable_cores())
         self._pool = ThreadPoolExecutor(self.at_once + 1)
         self._room, self._making = Semaphore(self.at_once + 1), Semaphore(self.at_once)
-        self._stop, self._lock = Event(), Lock()
+        self.stopping, self._lock = Event(), Lock()
         self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Iterator[None]]) -> None:
@@ -59,7 +59,7 @@ class FileWorkers:
 
     def check(self) -> None:
         """`Stopped` where the files are not wanted any more."""
-        if self._stop.is_set():
+        if self.stopping.is_set():
             raise Stopped
 
     def _run(self, make: Callable[[], Iterator[None]]) -> None:
@@ -74,7 +74,7 @@ class FileWorkers:
         except BaseException as error:  # of any kind: the caller raises it
             with self._lock:
                 self._error = self._error or error
-            self._stop.set()
+            self.stopping.set()
         finally:
             self._room.release()
 
@@ -93,7 +93,7 @@ class FileWorkers:
                     self._room.acquire()
                 self._raise()
         finally:
-            self._stop.set()
+            self.stopping.set()
             self._pool.shutdown()
         # what failed here may have the same cause and say less: a full disk is named by a file
         if isinstance(error, Exception) and error is not self._error:

@@ -153,6 +153,11 @@ class PagedStash(Limit):
         self._asked[layer] = config
 
     @property
+    def made(self) -> list[Pages]:
+        """The pages that exist, one entry a dtype and device."""
+        return [*self._pages.values()]
+
+    @property
     def bytes(self) -> int:
         """See the class."""
         return max([self._grown, *(int(c.stash_mib * MIB) for c in self._asked.values())])

@@ -146,7 +146,7 @@ class DiskTier(Tier):
         self.folder = make_folder(Path(folder))
         self._lock = threading.Lock()
         self._file: Any = None
-        self._end, self._free = 0, {}
+        self.end, self._free = 0, {}
 
     def put(self, x: Tensor) -> TierTensor:
         """See `Tier`."""
@@ -173,7 +173,7 @@ class DiskTier(Tier):
         with self._lock:
             if self._file is not None:
                 self._file.close()
-            self._file, self._end, self._free = None, 0, {}
+            self._file, self.end, self._free = None, 0, {}
 
     def _room(self, x: Tensor) -> TierTensor:
         nbytes = x.numel() * x.element_size()
@@ -184,7 +184,7 @@ class DiskTier(Tier):
             if free:
                 offset = free.pop()
             else:
-                offset, self._end = self._end, self._end + nbytes
+                offset, self.end = self.end, self.end + nbytes
             return TierTensor(tuple(x.shape), x.dtype, file=self._file.fileno(), offset=offset)
 
     def _new_file(self) -> Any:

@@ -41,13 +41,13 @@ class HealthLog:
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step") -> None:
-        self._run, self._skip, self._unit = RunRecord(name="", host=""), tuple(skip), unit
+        self.run, self._skip, self._unit = RunRecord(name="", host=""), tuple(skip), unit
         self._said: dict[str, _Said] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the records of a step by layer, and say what is new."""
         for layer, record in records.items():
-            known = self._run.layers.setdefault(layer, [])
+            known = self.run.layers.setdefault(layer, [])
             known.append(layer_record({"step": step, "layer": layer, **record}))
             if len(known) > RECENT + 1:  # the first one stands for all that are older
                 known[:2] = [_joined(known[0], known[1])]
@@ -56,19 +56,19 @@ class HealthLog:
 
     def add_step(self, record: StepRecord) -> None:
         """Take a record of the training log, and say what is new."""
-        self._run.steps.append(record)
-        if len(self._run.steps) > KEPT:
-            self._run.steps = _shortened(self._run.steps)
+        self.run.steps.append(record)
+        if len(self.run.steps) > KEPT:
+            self.run.steps = _shortened(self.run.steps)
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
         """Take a timeline as it is written to the file, and say what is new."""
         step, rank, spans = timeline(row)
-        self._run.timelines = {(step, rank): spans}
+        self.run.timelines = {(step, rank): spans}
         self._look(step)
 
     def _look(self, step: int) -> None:
-        found = {one.rule: one for one in findings(self._run, self._skip, past=False)}
+        found = {one.rule: one for one in findings(self.run, self._skip, past=False)}
         for rule, said in list(self._said.items()):
             said.absent = 0 if rule in found else said.absent + 1
             if said.absent > REST:

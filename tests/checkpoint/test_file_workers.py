@@ -58,7 +58,7 @@ def test_a_failure_stops_the_others_and_is_what_the_caller_gets() -> None:
     with pytest.raises(OSError, match="disk"), FileWorkers(2) as workers:
         def waits() -> Iterator[None]:
             begun.set()
-            assert workers._stop.wait(60)
+            assert workers.stopping.wait(60)
             try:
                 workers.check()
             except Stopped:
@@ -113,7 +113,7 @@ def test_an_error_of_the_caller_stops_files_and_lets_complete_ones_end() -> None
     def whole() -> Iterator[None]:
         made.set()
         yield
-        assert workers._stop.wait(60)
+        assert workers.stopping.wait(60)
         ended.append(True)
 
     def endless() -> Iterator[None]:
@@ -137,7 +137,7 @@ def test_a_tensor_that_cannot_be_read_ends_both_files(tmp_path: Path,
     def slow(window: Window) -> torch.Tensor:
         reads.append(window)
         if len(reads) == 3:  # alone: the other file needs a reader, too
-            assert writer._workers._stop.wait(60)
+            assert writer._workers.stopping.wait(60)
         return torch.ones(window_shape(window))
 
     def broken(window: Window) -> torch.Tensor:

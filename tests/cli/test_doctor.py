@@ -171,7 +171,7 @@ def test_a_kernel_with_other_parameters_is_listed_without_a_choice() -> None:
     def unheard(weird_XYZ):
         """Does something new."""
 
-    (row,) = registries._implementations(Op("unheard", unheard), CPU)
+    (row,) = registries.implementation_rows(Op("unheard", unheard), CPU)
     assert row == ("torch", "available", "chosen by its arguments")
 
 

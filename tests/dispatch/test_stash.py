@@ -51,7 +51,7 @@ def stash_of(layer: MoELayer) -> PagedStash:
 
 def check_free(stash: PagedStash) -> None:
     """No page is in use, and every slot is free exactly once."""
-    for pages in stash._pages.values():
+    for pages in stash.made:
         assert int(pages.in_use) == 0
         for ring in pages.rings:
             assert int(ring.tail - ring.head) == ring.slots
@@ -77,7 +77,7 @@ def test_exact(world: int, experts: int, skew: float, pieces: int, kind: str,
         result = run_layer(case, layer)
         assert not overflowed(limits_of([layer]), comm)
         check_free(stash_of(layer))
-        pages = stash_of(layer)._pages[torch.float64, torch.device("cpu")]
+        [pages] = stash_of(layer).made
         used.append(int(pages.rings[0].head))
         return result
 
@@ -121,7 +121,7 @@ def kept_by_layers(comm: Comm, stash_kib: float, layers: int, **experts: object)
             x = layer(x).output
         gc.collect()
         in_pages = 0 if not stash_kib else sum(
-            int(pages.in_use) * SMALL_PAGE * 4 for pages in stash_of(model[0])._pages.values())
+            int(pages.in_use) * SMALL_PAGE * 4 for pages in stash_of(model[0]).made)
         return live.now(), in_pages
 
 
@@ -160,7 +160,7 @@ def test_rows_go_to_the_host() -> None:
     def rank(comm: Comm) -> RankResult:
         layer = make(case, comm, stash_mib=1.1, stash_host_mib=64.0)
         result = run_layer(case, layer)
-        pages = stash_of(layer)._pages[torch.float64, torch.device("cpu")]
+        [pages] = stash_of(layer).made
         assert int(pages.rings[1].head) > 0 and int(pages.lost) == 0
         assert not overflowed(limits_of([layer]), comm)
         check_free(stash_of(layer))
@@ -226,7 +226,7 @@ def inputs(comm: Comm, number: int) -> list[Tensor]:
 def check_alike(layers: list[MoELayer], comm: Comm, xs: list[Tensor | None]) -> None:
     """Gradients of both layers, and of their inputs; all pages are free again."""
     assert not overflowed(limits_of(layers), comm)
-    pages = stash_of(layers[1])._pages[torch.float32, torch.device("cpu")]
+    [pages] = stash_of(layers[1]).made
     assert int(pages.rings[0].head) > 0
     check_free(stash_of(layers[1]))
     torch.testing.assert_close(*xs)
@@ -268,7 +268,7 @@ def test_under_activation_checkpointing(reentrant: bool) -> None:
             check_alike(layers, comm, grads)
         else:
             torch.testing.assert_close(*grads)
-            assert not stash_of(layers[1])._pages
+            assert not stash_of(layers[1]).made
 
     run_simulated(2, rank)
 
@@ -279,7 +279,7 @@ def test_a_copied_or_pickled_layer_leaves_the_pages_alone() -> None:
         layers[1](inputs(comm, 1)[0]).output.sum().backward()
         assert copy.deepcopy(stash_of(layers[1])) is stash_of(layers[1])
         again = pickle.loads(pickle.dumps(stash_of(layers[1])))
-        assert not again._pages
+        assert not again.made
 
     run_simulated(2, rank)
 
@@ -345,7 +345,7 @@ def test_no_weight_is_taken_for_rows(dtype: torch.dtype | None) -> None:
         torch.testing.assert_close(*outputs)
         for mine, theirs in zip(*(layer.parameters() for layer in layers), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
-        assert any(int(p.rings[0].head) for p in stash_of(layers[1])._pages.values())
+        assert any(int(p.rings[0].head) for p in stash_of(layers[1]).made)
 
     run_simulated(2, rank)
 

@@ -189,7 +189,7 @@ def _megatron(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
-    tokenizer, *_ = train._datasets(args)
+    tokenizer, *_ = train.make_datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
 

@@ -171,7 +171,7 @@ class Fairseq(Host):
         self.preload = "tests.hosts.fairseq.preload"
         self.flags, self.result = (f"{conftest.LANGUAGE_MODEL} {conftest.MOE} {conftest.DROPLESS}",
                                    conftest.Result)
-        self._server = conftest._server
+        self._server = conftest.server
         self.corpus = self.home / "lm"
         if not self.corpus.exists():
             conftest.make_corpus(self.home)
@@ -199,7 +199,7 @@ class Megatron(Host):
 
         self.name, self.module = "Megatron", "moe_plugin.hosts.megatron.train"
         self.preload, self.flags = "tests.hosts.megatron.ranks_preload", training.MODEL
-        self._server = ranks._server
+        self._server = ranks.server
         self.data = str(self.home / "corpus")
         if not Path(f"{self.data}.idx").exists():
             conftest.make_data(self.home)

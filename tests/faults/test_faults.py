@@ -75,24 +75,24 @@ def _step_by_step(kind: str, record: str) -> list[bool]:
     ("nan-data", False), ("nan-gradient", False), ("bit-flip", False), ("slow", True)])
 def test_a_fault_changes_its_step_alone(kind: str, wanted: bool, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    done = _server.run(1, _step_by_step, kind, str(record))
+    done = server.run(1, _step_by_step, kind, str(record))
     assert done.code == 0, done.log
     assert done.results[0] == [True, True, wanted, True]
     assert len(record.read_text().splitlines()) == 1
 
 
-_server = Server("tests.faults.preload")
+server = Server("tests.faults.preload")
 
 
 @pytest.mark.fast
 def test_one_bit(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.ones(3, 2, dtype=dtype)
-        faults._flip(x, 3)
+        faults.flip_bit(x, 3)
         assert (x != 1).sum() == 1 and x[0, 0] != 1
-        faults._flip(x, 3)
+        faults.flip_bit(x, 3)
         assert (x == 1).all()
-        faults._flip(x, 8 * x.element_size() - 1)
+        faults.flip_bit(x, 8 * x.element_size() - 1)
         assert x[0, 0] == -1
 
 

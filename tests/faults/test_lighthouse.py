@@ -23,7 +23,7 @@ from tests.faults.meeting import WAIT_S, meet, start_lighthouse, until
 from tests.preloaded import Server
 
 pytestmark = pytest.mark.distributed
-_server = Server("tests.faults.preload")
+server = Server("tests.faults.preload")
 STEPS, DIES = 9, (3, 6)  # the lighthouse dies after these steps
 SCRIPT = replicas.ROOT / "scripts" / "train_elastic.sh"
 Made = tuple[int, float, float]  # step, weight before, mean of the gradients
@@ -90,8 +90,8 @@ def test_replicas_go_on_when_the_lighthouse_is_back(tmp_path: Path) -> None:
     thread = Thread(target=_kill_and_restart, args=(port, tmp_path, start_lighthouse(port)))
     thread.start()
     try:
-        done = _server.run(2, _train, f"http://127.0.0.1:{port}", str(tmp_path),
-                           timeout_s=2 * WAIT_S)
+        done = server.run(2, _train, f"http://127.0.0.1:{port}", str(tmp_path),
+                          timeout_s=2 * WAIT_S)
     finally:
         for time_of in range(len(DIES) + 1):
             (tmp_path / f"dies{time_of}").touch()

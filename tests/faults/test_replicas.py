@@ -24,7 +24,7 @@ from tests.faults.meeting import WAIT_S, meet, start_lighthouse, until, until_as
 from tests.preloaded import Server
 
 pytestmark = pytest.mark.distributed
-_server = Server("tests.faults.preload")
+server = Server("tests.faults.preload")
 STEPS, LEAVES = 6, 3
 WITH_EXPERTS = ["--layers", "1", "--balance", "0"]  # the balance loss is of a rank's own tokens
 
@@ -91,7 +91,7 @@ def lighthouse_of() -> Iterator[Callable[..., str]]:
 
 def test_a_replica_leaves_and_comes_back(lighthouse_of: Callable[..., str],
                                          tmp_path: Path) -> None:
-    done = _server.run(2, _train, lighthouse_of(), str(tmp_path), timeout_s=2 * WAIT_S)
+    done = server.run(2, _train, lighthouse_of(), str(tmp_path), timeout_s=2 * WAIT_S)
     assert done.code == 0, done.log[-4000:]
     first, second = done.results
     # who takes the other's state has no gradient in that step; 1.5 is the mean of both
@@ -151,8 +151,8 @@ def _train_with_experts(lighthouse: str, folder: str, ports: list[int], steps: i
 def test_a_replica_of_several_ranks_heals_its_experts(lighthouse_of: Callable[..., str],
                                                       tmp_path: Path) -> None:
     """Also at the start: torchft alone lets rank 0 keep replica 0's weights, rank 1 replica 1's."""
-    done = _server.run(4, _train_with_experts, lighthouse_of(), str(tmp_path),
-                       [free_port(), free_port()], 10, timeout_s=2 * WAIT_S)
+    done = server.run(4, _train_with_experts, lighthouse_of(), str(tmp_path),
+                      [free_port(), free_port()], 10, timeout_s=2 * WAIT_S)
     assert done.code == 0, done.log[-4000:]
     logs = [[json.loads(line) for line in (tmp_path / str(n) / "log.jsonl").open()]
             for n in range(2)]
@@ -191,13 +191,13 @@ def job_of(host: str, folder: Path, request: pytest.FixtureRequest,
            **settings: Any) -> host_replicas.HostJob:
     """A job in processes forked from this host's server."""
     if host == "fairseq":
-        from tests.hosts.fairseq.conftest import _server as server
         from tests.hosts.fairseq.conftest import make_corpus
+        from tests.hosts.fairseq.conftest import server
 
         data = str(make_corpus(request.getfixturevalue("tmp_path_factory").mktemp("corpus")).lm)
     else:
         from tests.hosts.megatron.conftest import make_data
-        from tests.hosts.megatron.ranks import _server as server
+        from tests.hosts.megatron.ranks import server
 
         data = make_data(request.getfixturevalue("tmp_path_factory").mktemp("data"))
     return host_replicas.HostJob(folder, host=host, data=data, server=server, **settings)

@@ -17,8 +17,8 @@ pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[el
 from moe_plugin.resilience.elastic import ElasticReplica
 from tests.faults.meeting import WAIT_S, meet, until
 from tests.faults.recorded import ended_in, steps_of
-from tests.faults.test_replicas import _server
 from tests.faults.test_replicas import lighthouse_of as lighthouse_of  # noqa: PLC0414
+from tests.faults.test_replicas import server
 
 REPLICAS = 3
 
@@ -100,7 +100,7 @@ def test_a_step_made_by_one_that_falls_silent_is_made_again_without_it(
         lighthouse_of: Callable[..., str], tmp_path: Path) -> None:
     # it waits for the silent one as long as `join_ms`, and hears it all the time
     address = lighthouse_of(heartbeat_ms=int(1000 * WAIT_S), join_ms=1500)
-    done = _server.run(REPLICAS, _train, address, str(tmp_path), timeout_s=2 * WAIT_S)
+    done = server.run(REPLICAS, _train, address, str(tmp_path), timeout_s=2 * WAIT_S)
     assert done.code == 0, done.log[-4000:]
     weights, healed = zip(*done.results, strict=True)
     assert len(set(weights)) == 1, done.results

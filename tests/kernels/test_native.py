@@ -418,8 +418,8 @@ def test_warnings_of_compilers(tmp_path: Path) -> None:
         pytest.skip(WHY_NOT)
     for source, defines in (("passes.c", ["-DACTIVATION=gelu"]), ("router.c", [])):
         done = subprocess.run(
-            [*build._command([]), *defines, "-Wall", "-Wextra", "-Werror", "-Wno-unused-function",
-             "-o", str(tmp_path / "made.so"), str(build.SOURCES / source)],
+            [*build.compiler_command([]), *defines, "-Wall", "-Wextra", "-Werror",
+             "-Wno-unused-function", "-o", str(tmp_path / "made.so"), str(build.SOURCES / source)],
             capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert ctypes.CDLL(str(tmp_path / "made.so")).connect_threads

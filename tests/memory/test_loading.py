@@ -48,7 +48,7 @@ def test_a_checkpoint_of_any_number_of_ranks(tmp_path, read, writers, readers):
     def use(comm, store):
         layer = layer_of(store, comm, tmp=tmp_path / "experts")
         if store == "disk":
-            assert not layer.experts.store.weights._written
+            assert not layer.experts.store.weights.written
         load(tmp_path / "saved", layer, comm=comm)
         if store == "disk" and comm.rank == 0:
             assert len(read) >= 2 * E // readers and max(read) == D * F * 4
@@ -92,7 +92,7 @@ def test_building_a_model_writes_and_draws_nothing(tmp_path, monkeypatch):
     state = torch.random.get_rng_state()
     layer_of()
     assert torch.equal(torch.random.get_rng_state(), state)  # as many draws as on the device
-    assert not layer.experts.store.weights._written
+    assert not layer.experts.store.weights.written
 
 
 @pytest.mark.parametrize("writers", [1, 2])

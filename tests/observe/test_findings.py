@@ -228,7 +228,7 @@ def test_a_finding_that_comes_back_is_said_again_after_a_rest(
             said += [(step, r.getMessage()[-12:]) for r in caplog.records]
             caplog.clear()
     assert said == [(1, "[not_finite]"), (3 * KEPT, "[not_finite]")]
-    assert len(log._run.steps) <= KEPT
+    assert len(log.run.steps) <= KEPT
 
 
 @given(st.lists(st.sampled_from([100.0, 90.0, 60.0, 40.0]), min_size=1, max_size=12))
@@ -239,7 +239,7 @@ def test_the_log_remembers_the_fastest_stretch(speeds: list[float]) -> None:
     for record in made:
         log.add_step(record)
     whole = {f.rule for f in findings(RunRecord(name="r", host="", steps=made))}
-    assert {f.rule for f in findings(log._run)} == whole
+    assert {f.rule for f in findings(log.run)} == whole
 
 
 def test_an_unsettled_tuner_is_remembered_by_its_last_decisions() -> None:
@@ -247,6 +247,6 @@ def test_an_unsettled_tuner_is_remembered_by_its_last_decisions() -> None:
     for step in range(0, 400, 10):
         event = "explore" if step in (0, 380) else "settle" if step == 20 else "predict"
         log.add(step, {"a": {"load": [1, 1], "decisions": [{"event": event}]}})
-    assert [f.rule for f in findings(log._run)] == ["undecided"]
-    (records,) = log._run.layers.values()
+    assert [f.rule for f in findings(log.run)] == ["undecided"]
+    (records,) = log.run.layers.values()
     assert len(records) == RECENT + 1 and records[0].step == 0

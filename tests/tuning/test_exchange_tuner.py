@@ -125,9 +125,9 @@ def test_what_needs_nodes_is_left_out_with_a_logged_reason(topology: Topology, r
 
 
 def test_a_new_algorithm_is_tried_and_predicted_as_it_declares(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+        own_entries: None) -> None:
     """By `auto`, by the tuner of layouts and by the planner, without another line."""
-    monkeypatch.setattr(algorithms, "_entries", dict(algorithms._entries))
     monkeypatch.setattr(all_to_all, "COSTS", costs := dict(all_to_all.COSTS))
     monkeypatch.setattr(exchange, "COSTS", costs)
     monkeypatch.setattr(layout_tuner, "COSTS", costs)

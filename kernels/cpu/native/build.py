@@ -56,7 +56,7 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
     defines: `NAME=value` of the preprocessor. A compiler that fails is reported, as a warning.
     """
     try:
-        found = _loaded(SOURCES / source, _command(defines))
+        found = _loaded(SOURCES / source, compiler_command(defines))
         _use_threads_of_torch(found)
     except (Unavailable, ValueError) as reason:
         return str(reason)
@@ -109,7 +109,7 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
     raise Unavailable(f"{wanted}; on Debian or Ubuntu: sudo apt-get install gcc")
 
 
-def _command(defines: Sequence[str]) -> list[str]:
+def compiler_command(defines: Sequence[str]) -> list[str]:
     options = processor_options(platform.machine(), torch.backends.cpu.get_cpu_capability(),
                                 _flags())
     return [*compiler(os.environ), *_OPTIONS, *options, *(f"-D{define}" for define in defines)]

@@ -125,11 +125,11 @@ def _row(entry: Entry, used: set[str]) -> dict[str, Any]:
 def _kernel_row(entry: Entry, device: torch.device) -> dict[str, Any]:
     op = entry.value
     implementations = [{"name": name, "state": state, "reason": reason}
-                       for name, state, reason in _implementations(op, device)]
+                       for name, state, reason in implementation_rows(op, device)]
     return {**_row(entry, {entry.name}), "implementations": implementations}
 
 
-def _implementations(op: Any, device: torch.device) -> list[tuple[str, str, str | None]]:
+def implementation_rows(op: Any, device: torch.device) -> list[tuple[str, str, str | None]]:
     """(name, state, reason) of each implementation for small float32 tensors on `device`."""
     args = sample_arguments(op, device)
     if args is None:

@@ -43,7 +43,7 @@ def observe_script() -> None:
         wrap_training(_SEAM, lambda get: scheduled(get, script.pipeline))
 
 
-def _check_seam(settings: PipelineConfig) -> None:
+def check_seam(settings: PipelineConfig) -> None:
     if settings.schedule != "1f1b" and _SEAM not in vars(training_module("training")):
         raise ValueError(
             f"pipeline.schedule={settings.schedule!r} must be '1f1b' with this Megatron, whose "
@@ -103,7 +103,7 @@ class _Script:
         for chunk in chunks:
             link(chunk)
             give_token_ids(chunk)
-        _check_seam(self.pipeline())
+        check_seam(self.pipeline())
         self.run = Run(features_of(chunks))
 
     def pipeline(self) -> PipelineConfig:

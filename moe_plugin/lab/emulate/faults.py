@@ -202,7 +202,7 @@ class Armed:
         if not self.due():
             return None
         output = out.output.clone(memory_format=torch.contiguous_format)
-        _flip(output.detach(), self.fault.bit)
+        flip_bit(output.detach(), self.fault.bit)
         return dataclasses.replace(out, output=output)
 
 
@@ -216,7 +216,7 @@ def _with_nan(x: Tensor) -> Tensor:
     return x
 
 
-def _flip(x: Tensor, bit: int) -> None:
+def flip_bit(x: Tensor, bit: int) -> None:
     width = x.element_size()
     number = x.view(-1)[:1].view(_INTEGERS[width])
     low, high = bit % (8 * width), 8 * width - 1

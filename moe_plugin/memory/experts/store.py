@@ -70,12 +70,12 @@ class FileWeights(Weights):
                  shapes: Shapes, draw: Callable[[int, Mapping[str, Tensor]], None]) -> None:
         self.file, self._new_file, self._local, self._shapes = file, new_file, local, shapes
         self._draw = draw
-        self._written = set() if file.writable else set(range(local))
+        self.written = set() if file.writable else set(range(local))
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
         """See `Weights`."""
-        parts, file, written = list(parts), self.file, self._written  # of now
+        parts, file, written = list(parts), self.file, self.written  # of now
         self._read = True
 
         def read() -> None:
@@ -108,7 +108,7 @@ class FileWeights(Weights):
             TierError: the disk is full. What was there before is still there.
         """
         # what is under way may still write to a file that was asked for
-        unused = self.file.writable and not self._written and not self._read
+        unused = self.file.writable and not self.written and not self._read
         file = self.file if unused else self._new_file()
         for expert in range(self._local):
             if len(read) < len(self._shapes):
@@ -117,7 +117,7 @@ class FileWeights(Weights):
                         file.write(expert, name, x)
             for name, values in read.items():
                 file.write(expert, name, values(expert))
-        self.file, self._written = file, set(range(self._local))
+        self.file, self.written = file, set(range(self._local))
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class FileWeights(Weights):
         if not self.file.writable:
             return self._own_copy().mapped()
         for expert in range(self._local):
-            self._ensure(expert, self.file, self._written)
+            self._ensure(expert, self.file, self.written)
         return self.file.mapped()
 
     def _own_copy(self) -> ExpertFile:
@@ -142,7 +142,7 @@ class FileWeights(Weights):
     def _values(self, expert: int) -> dict[str, Tensor]:
         made = {name: torch.empty(shape, dtype=self.file.dtype)
                 for name, shape in self._shapes.items()}
-        if expert in self._written:
+        if expert in self.written:
             for name, held in self.file.held(expert).items():
                 read_values(held, made[name], self.file.name)
         else:

@@ -25,7 +25,7 @@ from tests.text import sentence
 pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 pytestmark = pytest.mark.fairseq
 
-_server = Server("tests.hosts.fairseq.preload")
+server = Server("tests.hosts.fairseq.preload")
 BIN = Path(sys.executable).parent
 LANGUAGE_MODEL = (
     "--task language_modeling --arch transformer_lm --decoder-embed-dim 32 --decoder-ffn-embed-dim "
@@ -120,7 +120,7 @@ def fork(ranks: int, function: Callable[..., None], *args: Any, cwd: Path | None
     variables = environment()
     if ranks > 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = _server.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=240)
+    done = server.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=240)
     return Result(done.code, done.log)
 
 

@@ -18,7 +18,7 @@ from tests.distributed import free_port
 from tests.preloaded import ROOT, Server
 
 __all__ = ["ROOT", "on_ranks", "run_main"]
-_server = Server("tests.hosts.megatron.ranks_preload")
+server = Server("tests.hosts.megatron.ranks_preload")
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any,
@@ -27,8 +27,8 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any,
     traceback is raised.
     """
     with tempfile.TemporaryDirectory() as folder:
-        done = _server.run(world, _in_world, f"{folder}/store", world, function, args,
-                           timeout_s=timeout_s)
+        done = server.run(world, _in_world, f"{folder}/store", world, function, args,
+                          timeout_s=timeout_s)
     assert done.code == 0, f"ranks still running at the end: {done.late}\n{done.log[-8000:]}"
     return done.results
 
@@ -39,7 +39,7 @@ def run_main(module: str, argv: list[str], world: int, cwd: Path) -> str:
     """
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
                    "OMP_NUM_THREADS": "1"}
-    done = _server.run(world, _main, module, argv, environment=environment, cwd=cwd)
+    done = server.run(world, _main, module, argv, environment=environment, cwd=cwd)
     assert done.code == 0, done.log[-8000:]
     return done.log
 

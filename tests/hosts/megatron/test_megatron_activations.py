@@ -30,7 +30,7 @@ def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
         if not found:
             train.start(args)
         seed_everything(args.seed)
-        tokenizer, train_set, _ = train._datasets(args)
+        tokenizer, train_set, _ = train.make_datasets(args)
         training = model.build(args, arguments.transformer_config(args, cpu=True),
                                arguments.our_settings(args), tokenizer.vocab_size)
         loop = train.Loop(args, training, RunLog(None), train_set, None)

@@ -180,7 +180,7 @@ def _evaluated(argv: list[str], log: str) -> str:
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
-    tokenizer, train_set, valid_set = train._datasets(args)
+    tokenizer, train_set, valid_set = train.make_datasets(args)
     built = model.build(args, arguments.transformer_config(args, cpu=True),
                         arguments.our_settings(args), tokenizer.vocab_size)
     loop = train.Loop(args, built, RunLog(log), train_set, valid_set)

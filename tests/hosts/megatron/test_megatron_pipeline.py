@@ -48,9 +48,9 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
     from moe_plugin.hosts.megatron import script
 
     monkeypatch.setattr(script, "training_module", lambda name: ModuleType(name))
-    script._check_seam(PipelineConfig())
+    script.check_seam(PipelineConfig())
     with pytest.raises(ValueError, match="must be '1f1b' with this Megatron.*get_forward_backward"):
-        script._check_seam(PipelineConfig(schedule="eager-1f1b"))
+        script.check_seam(PipelineConfig(schedule="eager-1f1b"))
 
 
 def test_fairseq_has_no_stages() -> None:
@@ -82,7 +82,7 @@ def _steps(args: Any, config: Any, start: str = "", save: str = "",
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     seed_everything(args.seed)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     training = model.build(args, config, arguments.our_settings(args), tokenizer.vocab_size)
     if start:
         checkpoint.load(start, training)

@@ -37,7 +37,7 @@ def _curves(argv: list[str]) -> tuple[dict[str, list[tuple[float, ...]]], list[l
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     found, start, own = {}, None, []
     for args.moe_pre_gate, name in ((0, "ordinary"), *((1, name) for name in RECOMPUTED)):
         for setting in ("granularity", "method", "num_layers", "modules"):

@@ -64,7 +64,7 @@ def _launched(argv: list[str], steps: int) -> None:
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     state = argparse.Namespace(curr_iteration=0, global_batch_size=8, seq_length=32)
     training_module = SimpleNamespace()
     sys.modules["megatron.training.global_vars"] = SimpleNamespace(  # type: ignore[assignment]

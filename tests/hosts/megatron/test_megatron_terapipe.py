@@ -239,7 +239,7 @@ def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
     seed_everything(args.seed)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
     loop = train.Loop(args, training, RunLog(None), train_set, None)

@@ -35,7 +35,7 @@ def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     args = arguments.parser().parse_args(argv)
     train.start(args)
     settings = arguments.our_settings(args)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     built = []
     for args.native_moe in (True, False):
         seed_everything(args.seed)

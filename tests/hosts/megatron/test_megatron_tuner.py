@@ -28,7 +28,7 @@ def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
     progress = checkpoint.load(args.load, training) if args.load else checkpoint.Progress()

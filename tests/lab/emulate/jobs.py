@@ -211,7 +211,7 @@ def megatron_group(argv: Sequence[str], log: str) -> Group:
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     args = arguments.parser().parse_args(argv)
     train.start(args)
-    tokenizer, train_set, _ = train._datasets(args)
+    tokenizer, train_set, _ = train.make_datasets(args)
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
     loop = train.Loop(args, training, RunLog(None), train_set, None)

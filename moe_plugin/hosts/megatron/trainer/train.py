@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
     build, passes, loop, load = _kind(args)
     # before the data are read: settings that do not fit are found here
     training = build(args, config, settings, tokenizer_of(args).vocab_size)
-    _, train_set, valid_set = _datasets(args)
+    _, train_set, valid_set = make_datasets(args)
     _check_validation(args, valid_set)
     if stages is not None:
         training.passes = unequal_passes(stages, args, training)
@@ -147,7 +147,7 @@ def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], t
     return model.build, Passes, Loop, load
 
 
-def _datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+def make_datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     tokenizer = tokenizer_of(args)
     train_set, valid_set = build_dataset(args.data_path, sequence_length=args.seq_length,
                                          samples=args.train_iters * args.global_batch_size,
