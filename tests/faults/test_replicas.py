@@ -191,8 +191,7 @@ def job_of(host: str, folder: Path, request: pytest.FixtureRequest,
            **settings: Any) -> host_replicas.HostJob:
     """A job in processes forked from this host's server."""
     if host == "fairseq":
-        from tests.hosts.fairseq.conftest import make_corpus
-        from tests.hosts.fairseq.conftest import server
+        from tests.hosts.fairseq.conftest import make_corpus, server
 
         data = str(make_corpus(request.getfixturevalue("tmp_path_factory").mktemp("corpus")).lm)
     else:
