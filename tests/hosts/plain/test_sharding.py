@@ -167,8 +167,11 @@ def run_rank(ep: int, norm: Norm) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("norm", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (2, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "ep", "norm"), [
+    (2, 2, clip_grad_norm_), (2, 1, torch.nn.utils.clip_grad_norm_),
+    (4, 2, clip_grad_norm_), (4, 2, torch.nn.utils.clip_grad_norm_),
+    (4, 4, torch.nn.utils.clip_grad_norm_)
+])
 def test_wrapped_models_train_as_one_dense_process(world: int, ep: int, norm: Norm) -> None:
     reference, wanted = one_process(world, ep)
     dense = {n: p for n, p in reference.named_parameters() if ".whole." not in n}
