@@ -114,20 +114,20 @@ def test_a_checkpoint_goes_on_in_the_sequence(rule: str) -> None:
     assert begun + sequence(copy.deepcopy(layer).to(torch.bfloat16).float(), 5) == whole
 
 
-@pytest.mark.parametrize(
-    "router,words",
-    [({"name": "switch", "selection": {"rule": "cycle"}
-       }, "router.selection.rule='cycle' .*with the one router 'switch'"),
-     ({"name": NAMES, "selection": {"rule": "cycle", "every": 0}},
-      "router.selection.every=0 .*>= 1"),
-     ({"name": NAMES, "selection": {"rule": "cycle", "outside_training": 3}
-       }, r"outside_training=3 .*in 0..2; router.name lists 3"),
-     ({"name": NAMES, "selection": {"rule": "layer", "seed": 4}
-       }, "router.selection.seed=4 .*does not read it"),
-     ({"name": NAMES, "selection": {"outside_training": 1}
-       }, "outside_training=1 .*must be 0 where router.selection.rule=first"),
-     ({"name": NAMES, "selection": {"rule": "lottery"}
-       }, "unknown router_selection 'lottery'; known: cycle, first, layer, random"),])
+@pytest.mark.parametrize("router,words", [
+    ({"name": "switch", "selection": {"rule": "cycle"}},
+     "router.selection.rule='cycle' .*with the one router 'switch'"),
+    ({"name": NAMES, "selection": {"rule": "cycle", "every": 0}},
+     "router.selection.every=0 .*>= 1"),
+    ({"name": NAMES, "selection": {"rule": "cycle", "outside_training": 3}},
+     r"outside_training=3 .*in 0..2; router.name lists 3"),
+    ({"name": NAMES, "selection": {"rule": "layer", "seed": 4}},
+     "router.selection.seed=4 .*does not read it"),
+    ({"name": NAMES, "selection": {"outside_training": 1}},
+     "outside_training=1 .*must be 0 where router.selection.rule=first"),
+    ({"name": NAMES, "selection": {"rule": "lottery"}},
+     "unknown router_selection 'lottery'; known: cycle, first, layer, random"),
+])
 def test_settings_that_do_not_fit(router: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(from_dict({"model_dim": 6, "router": router}))

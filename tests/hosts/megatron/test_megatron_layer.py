@@ -32,57 +32,47 @@ WEIGHTS_FIRST = {
     "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True
 }
 ONE = {
-    "top-2": Case(native=BOTH), "gated": Case(gated=True, native=BOTH),
+    "top-2": Case(native=BOTH),
+    "gated": Case(gated=True, native=BOTH),
     "top-1": Case(native={**AUX, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
     "top-1, weights first": Case(native={**AUX, **WEIGHTS_FIRST}),
     "top-3 pre-softmax": Case(native={**AUX, "moe_router_topk": 3, "moe_router_pre_softmax": True}),
     "sigmoid, scaled": Case(native={
-        **AUX, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5
-    }), "by token": Case(native={**BOTH, "calculate_per_token_loss": True}),
-    "groups (native router)": Case(
-        native={**AUX, "moe_router_num_groups": 2, "moe_router_group_topk": 1}),
-    "expert bias (native router)": Case(
-        native={"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
-    "capacity by probability (native router)": Case(
-        native={**AUX, "moe_expert_capacity_factor": 0.5}),
-    "capacity by position, padded (native router)": Case(
-        native={
-            **AUX, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position",
-            "moe_pad_expert_input_to_capacity": True
-        }), "fp64 routing (native router)": Case(native={**BOTH, "moe_router_dtype": "fp64"}),
+        **AUX, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}),
+    "by token": Case(native={**BOTH, "calculate_per_token_loss": True}),
+    "groups (native router)": Case(native={
+        **AUX, "moe_router_num_groups": 2, "moe_router_group_topk": 1}),
+    "expert bias (native router)": Case(native={
+        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
+    "capacity by probability (native router)": Case(native={
+        **AUX, "moe_expert_capacity_factor": 0.5}),
+    "capacity by position, padded (native router)": Case(native={
+        **AUX, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position",
+        "moe_pad_expert_input_to_capacity": True}),
+    "fp64 routing (native router)": Case(native={**BOTH, "moe_router_dtype": "fp64"}),
 }
 SEVERAL = {
     "EP2": (2, Case(ep=2, native=BOTH)),
-    "EP2, gated, by token": (2,
-                             Case(ep=2, gated=True,
-                                  native={**BOTH, "calculate_per_token_loss": True})),
+    "EP2, gated, by token": (2, Case(
+        ep=2, gated=True, native={**BOTH, "calculate_per_token_loss": True})),
     "EP2, gated, weights first": (2, Case(ep=2, gated=True, native={**AUX, **WEIGHTS_FIRST})),
-    "EP2, padding": (2, Case(
-        ep=2, padding=True, native=BOTH)), "EP2, sequence loss (native router)": (
-            2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "seq_aux_loss"})),
-    "EP2, global loss (native router)": (
-        2, Case(ep=2, native={**AUX, "moe_router_load_balancing_type": "global_aux_loss"})),
-    "EP2, sinkhorn (native router)": (2,
-                                      Case(ep=2, native={
-                                          "moe_router_load_balancing_type": "sinkhorn"
-                                      })), "TP2": (2, Case(tp=2, sequence_parallel=True,
-                                                           native=AUX)),
+    "EP2, padding": (2, Case(ep=2, padding=True, native=BOTH)),
+    "EP2, sequence loss (native router)": (2, Case(
+        ep=2, native={**AUX, "moe_router_load_balancing_type": "seq_aux_loss"})),
+    "EP2, global loss (native router)": (2, Case(
+        ep=2, native={**AUX, "moe_router_load_balancing_type": "global_aux_loss"})),
+    "EP2, sinkhorn (native router)": (2, Case(
+        ep=2, native={"moe_router_load_balancing_type": "sinkhorn"})),
+    "TP2": (2, Case(tp=2, sequence_parallel=True, native=AUX)),
     "TP2, padding": (2, Case(tp=2, sequence_parallel=True, padding=True, native=AUX)),
-    "TP2 ETP2, gated": (2, Case(tp=2, etp=2, sequence_parallel=True, gated=True,
-                                native=AUX)), "ETP2 without TP": (2, Case(etp=2, native=AUX)),
-    "ETP2, one expert cut": (2,
-                             Case(
-                                 etp=2, native={
-                                     "num_moe_experts": 1, "moe_router_topk": 1,
-                                     "moe_router_pre_softmax": True
-                                 })), "EP2 TP2": (4,
-                                                  Case(tp=2, ep=2, sequence_parallel=True,
-                                                       native=AUX)),
-    "EP2 TP2 ETP2": (4, Case(
-        tp=2, ep=2, etp=2, sequence_parallel=True,
-        native=AUX)), "EP2 ETP2, experts cut": (4,
-                                                Case(ep=2, etp=2, gated=True,
-                                                     native={**AUX, "num_moe_experts": 2})),
+    "TP2 ETP2, gated": (2, Case(tp=2, etp=2, sequence_parallel=True, gated=True, native=AUX)),
+    "ETP2 without TP": (2, Case(etp=2, native=AUX)),
+    "ETP2, one expert cut": (2, Case(etp=2, native={
+        "num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True})),
+    "EP2 TP2": (4, Case(tp=2, ep=2, sequence_parallel=True, native=AUX)),
+    "EP2 TP2 ETP2": (4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, native=AUX)),
+    "EP2 ETP2, experts cut": (4, Case(
+        ep=2, etp=2, gated=True, native={**AUX, "num_moe_experts": 2})),
 }
 
 
@@ -244,9 +234,9 @@ def _error(native: dict[str, Any], settings: dict[str, Any]) -> str:
 
 REFUSED = {
     "wgrad": ({"delay_wgrad_compute": True}, {},
-              ("delay_wgrad_compute=True", "one backward pass")), "clamp": ({
-                  "activation_func_clamp_value": 7.0
-              }, {}, ("activation_func_clamp_value=7.0", "unset")),
+              ("delay_wgrad_compute=True", "one backward pass")),
+    "clamp": ({"activation_func_clamp_value": 7.0}, {},
+              ("activation_func_clamp_value=7.0", "unset")),
     "balance": ({"moe_router_load_balancing_type": ["aux_loss", "seqaux"]}, {},
                 ("moe_router_load_balancing_type='seqaux'", "seq_aux_loss")),
     "sharded expert weights": ({"expert_gtp_weight_remat_size": 2}, {},
@@ -255,24 +245,23 @@ REFUSED = {
     "newer graphs": ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]}, {},
                      ("['attn', 'moe']", "'attn' alone")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),
-    "virtual stages over two ranks": ({
-        "virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2
-    }, {}, ("virtual_pipeline_model_parallel_size=2", "overlap_p2p_comm=True",
-            "--no-overlap-p2p-communication")),
+    "virtual stages over two ranks": (
+        {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, {},
+        ("virtual_pipeline_model_parallel_size=2", "overlap_p2p_comm=True",
+         "--no-overlap-p2p-communication")),
     "contradiction": ({}, {"router.top_k": 3}, ("router.top_k=3", "2", "--moe-router-topk")),
     "no losses but one": (AUX, {"losses": {}}, ("losses=none", "0.1", "moe_aux_loss_coeff")),
     "two aux losses": (AUX, {"losses": {"switch": 0.5}},
-                       ("losses.switch=0.5", "0.1", "one of the two")), "capacity twice": ({
-                           "moe_expert_capacity_factor": 1.0
-                       }, {"dispatch.capacity_factor": 1.0}, ("dispatch.capacity_factor=1.0",
-                                                              "moe_expert_capacity_factor=1.0")),
-    "our router option": ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, {
-        "router.noise": 1.0
-    }, ("router.noise=1.0", "moe_router_num_groups=2")), "initial values": ({}, {
-        "experts.init_std": 0.5
-    }, ("experts.init_std=0.5", "--init-method-std")), "unknown dispatcher": ({}, {
-        "dispatch.name": "carrier_pigeon"
-    }, ("carrier_pigeon", "ragged")),
+                       ("losses.switch=0.5", "0.1", "one of the two")),
+    "capacity twice": (
+        {"moe_expert_capacity_factor": 1.0}, {"dispatch.capacity_factor": 1.0},
+        ("dispatch.capacity_factor=1.0", "moe_expert_capacity_factor=1.0")),
+    "our router option": (
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, {"router.noise": 1.0},
+        ("router.noise=1.0", "moe_router_num_groups=2")),
+    "initial values": ({}, {"experts.init_std": 0.5},
+                       ("experts.init_std=0.5", "--init-method-std")),
+    "unknown dispatcher": ({}, {"dispatch.name": "carrier_pigeon"}, ("carrier_pigeon", "ragged")),
     "streamed weights": ({}, {"offload.weights": "host"},
                          ("offload.weights=host", "Megatron", "--weights-on device")),
 }
