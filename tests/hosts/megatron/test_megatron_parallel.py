@@ -53,12 +53,11 @@ def _assert_equal(results: list[list[dict[str, float]]], every: list[dict[str, A
 
 
 LAYOUTS = {
-    "EP2": (2, Case(ep=2,
-                    native=AUX), (0, 1)), "EP2, two replicas": (4, Case(
-                        ep=2, gated=True, native=AUX), (0, 1)),
+    "EP2": (2, Case(ep=2, native=AUX), (0, 1)),
+    "EP2, two replicas": (4, Case(ep=2, gated=True, native=AUX), (0, 1)),
     "EP2 TP2 ETP2": (4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, native=AUX), (0, 1)),
-    "EP2 ETP2, experts cut": (4, Case(ep=2, etp=2, gated=True,
-                                      native={**AUX, "num_moe_experts": 2}), (0, 1, 2)),
+    "EP2 ETP2, experts cut": (
+        4, Case(ep=2, etp=2, gated=True, native={**AUX, "num_moe_experts": 2}), (0, 1, 2)),
     "ETP2, two replicas, one expert cut": (4, Case(etp=2, native={**AUX, **ONE_EXPERT}), (0, 1, 2)),
 }
 
@@ -123,32 +122,35 @@ def test_overlapped_parameter_gather_is_awaited(world: int, settings: dict[str, 
         assert seen[0] == "waited" and "used" in seen
 
 
-PPMOE, SLOTS = {"dispatch.name": "index_slice"
-                }, {"dispatch.name": "padded", "dispatch.capacity_factor": 0.0}
-PARM = [{"parallel.replicas": 2,
-         "parallel.schedule": "s1"}, {**SLOTS, "parallel.replicas": 2, "parallel.schedule": "s1"},
-        {**SLOTS, "parallel.replicas": 2,
-         "parallel.schedule": "s2"}, {**SLOTS, "parallel.replicas": 2}]
+PPMOE = {"dispatch.name": "index_slice"}
+SLOTS = {"dispatch.name": "padded", "dispatch.capacity_factor": 0.0}
+PARM = [
+    {"parallel.replicas": 2, "parallel.schedule": "s1"},
+    {**SLOTS, "parallel.replicas": 2, "parallel.schedule": "s1"},
+    {**SLOTS, "parallel.replicas": 2, "parallel.schedule": "s2"},
+    {**SLOTS, "parallel.replicas": 2},
+]
 BOTH = {**AUX, "moe_z_loss_coeff": 0.01}
 SHARED = {
-    "PPMoE and Parm, TP2 ETP2": (2, Case(
-        tp=2, etp=2, native=BOTH), [PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}, *PARM]),
-    "folded: EP2 on the tensor-parallel ranks, gated, padding": (2,
-                                                                 Case(tp=2, ep=2, etp=1, gated=True,
-                                                                      padding=True,
-                                                                      native=AUX), [PPMOE, *PARM]),
-    "four experts cut": (2, Case(tp=2, etp=2, native=BOTH), [
-        {**settings, "parallel.shards": 2} for settings in (PPMOE, *PARM)
-    ]), "one expert cut": (2, Case(tp=2, etp=2, native={**AUX, **ONE_EXPERT}), [
-        PPMOE, *PARM, *({**PARM[0], "parallel.r": r} for r in (0, 1, 2))
-    ]), "two replicas": (4, Case(tp=2, etp=2, native=BOTH), [PPMOE, *PARM]),
-    "Parm, TP2 EP2 ETP2": (4, Case(tp=2, ep=2, etp=2, gated=True, native=BOTH), [
-        *PARM, {**PARM[0], "parallel.r": 0, "parallel.d": 1}, {**PARM[0], "parallel.d": 2}
-    ]), "Parm, TP2 EP4 ETP1": (4, Case(tp=2, ep=4, etp=1, native=BOTH), PARM),
-    "Parm, TP2 EP2 ETP2, experts cut": (4,
-                                        Case(tp=2, ep=2, etp=2,
-                                             native={**BOTH, "num_moe_experts": 2}),
-                                        [*PARM, {**PARM[0], "parallel.r": 1}]),
+    "PPMoE and Parm, TP2 ETP2": (
+        2, Case(tp=2, etp=2, native=BOTH),
+        [PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}, *PARM]),
+    "folded: EP2 on the tensor-parallel ranks, gated, padding": (
+        2, Case(tp=2, ep=2, etp=1, gated=True, padding=True, native=AUX), [PPMOE, *PARM]),
+    "four experts cut": (
+        2, Case(tp=2, etp=2, native=BOTH),
+        [{**settings, "parallel.shards": 2} for settings in (PPMOE, *PARM)]),
+    "one expert cut": (
+        2, Case(tp=2, etp=2, native={**AUX, **ONE_EXPERT}),
+        [PPMOE, *PARM, *({**PARM[0], "parallel.r": r} for r in (0, 1, 2))]),
+    "two replicas": (4, Case(tp=2, etp=2, native=BOTH), [PPMOE, *PARM]),
+    "Parm, TP2 EP2 ETP2": (
+        4, Case(tp=2, ep=2, etp=2, gated=True, native=BOTH),
+        [*PARM, {**PARM[0], "parallel.r": 0, "parallel.d": 1}, {**PARM[0], "parallel.d": 2}]),
+    "Parm, TP2 EP4 ETP1": (4, Case(tp=2, ep=4, etp=1, native=BOTH), PARM),
+    "Parm, TP2 EP2 ETP2, experts cut": (
+        4, Case(tp=2, ep=2, etp=2, native={**BOTH, "num_moe_experts": 2}),
+        [*PARM, {**PARM[0], "parallel.r": 1}]),
 }
 
 
@@ -170,23 +172,23 @@ def _whole_tokens(case: Case,
 
 
 APART = {
-    "PPMoE, TP2 ETP2": (2, Case(tp=2, etp=2, sequence_parallel=True, native=AUX), [
-        PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}
-    ]), "PPMoE, tokens dropped": (2,
-                                  Case(tp=2, etp=2, sequence_parallel=True,
-                                       native={**AUX, "moe_expert_capacity_factor": 0.6}), [PPMOE]),
-    "PPMoE, experts cut": (2,
-                           Case(tp=2, etp=2, sequence_parallel=True, gated=True,
-                                native={**AUX, **ONE_EXPERT}), [PPMOE]),
-    "PPMoE, folded, Megatron's router": (2,
-                                         Case(tp=2, ep=2, etp=1, sequence_parallel=True,
-                                              native={**AUX, "moe_router_dtype": "fp64"}), [PPMOE]),
-    "all tokens gathered, EP2 TP2 ETP2": (4,
-                                          Case(tp=2, ep=2, etp=2, sequence_parallel=True,
-                                               padding=True,
-                                               native=AUX), [{"dispatch.name": "all_gather"}]),
-    "all tokens gathered, EP4": (4, Case(ep=4, gated=True,
-                                         native=AUX), [{"dispatch.name": "all_gather"}]),
+    "PPMoE, TP2 ETP2": (
+        2, Case(tp=2, etp=2, sequence_parallel=True, native=AUX),
+        [PPMOE, {**PPMOE, "dispatch.capacity_factor": 0.0}]),
+    "PPMoE, tokens dropped": (
+        2, Case(tp=2, etp=2, sequence_parallel=True,
+                native={**AUX, "moe_expert_capacity_factor": 0.6}), [PPMOE]),
+    "PPMoE, experts cut": (
+        2, Case(tp=2, etp=2, sequence_parallel=True, gated=True, native={**AUX, **ONE_EXPERT}),
+        [PPMOE]),
+    "PPMoE, folded, Megatron's router": (
+        2, Case(tp=2, ep=2, etp=1, sequence_parallel=True,
+                native={**AUX, "moe_router_dtype": "fp64"}), [PPMOE]),
+    "all tokens gathered, EP2 TP2 ETP2": (
+        4, Case(tp=2, ep=2, etp=2, sequence_parallel=True, padding=True, native=AUX),
+        [{"dispatch.name": "all_gather"}]),
+    "all tokens gathered, EP4": (
+        4, Case(ep=4, gated=True, native=AUX), [{"dispatch.name": "all_gather"}]),
 }
 
 
