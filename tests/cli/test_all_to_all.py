@@ -123,7 +123,7 @@ def test_bench_on_own_ranks() -> None:
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for r in range(2)
     ]
-    out = [rank.communicate(timeout=120) for rank in ranks]
+    out = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], out
     told = json.loads(out[0][0])
     assert out[1][0] == "" and told["ranks"] == 2 and "2 node(s) of 1 rank(s)" in told["topology"]

@@ -21,8 +21,6 @@ from moe_plugin.records import ExpertRows, KeptRouting, RowCounts, RowPlan
 from tests.exactness import cells
 from tests.exactness.test_matrix import run_cell
 
-pytestmark = pytest.mark.fast
-
 
 @dataclass(frozen=True)
 class AllRowsPlan(TokenPlan):

@@ -120,14 +120,14 @@ def fork(ranks: int, function: Callable[..., None], *args: Any, cwd: Path | None
     variables = environment()
     if ranks > 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = server.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=240)
+    done = server.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=600)
     return Result(done.code, done.log)
 
 
 def run_alone(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None) -> Result:
     """The same in processes of their own, as a user starts them."""
     done = subprocess.run(command(tool, arguments, ranks), cwd=cwd, env=environment(),
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
                           check=False)
     return Result(done.returncode, done.stdout)
 

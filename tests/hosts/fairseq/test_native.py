@@ -110,7 +110,7 @@ def test_the_branch_swaps_its_layer_at_its_command_line(start: str, user_dir: st
     variables = {**environment(), "PYTHONPATH": f"{home}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("in_branch.py")), start, user_dir], cwd=ROOT,
-        env=variables, capture_output=True, text=True, check=False, timeout=120)
+        env=variables, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["flag"], found["translation"]) == ("none", "1")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.megatron
 def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "moe_plugin.hosts.megatron.launch", *argv], cwd=ROOT,
-        capture_output=True, check=False, text=True, timeout=120)
+        capture_output=True, check=False, text=True, timeout=300)
 
 
 def test_launcher_without_a_script_says_what_it_wants() -> None:

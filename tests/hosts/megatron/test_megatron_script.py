@@ -265,7 +265,7 @@ def checkout(tmp_path: Path) -> Path:
 def _launch_alone(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "moe_plugin.hosts.megatron.launch", *argv], cwd=ROOT,
-        capture_output=True, check=False, text=True, timeout=120)
+        capture_output=True, check=False, text=True, timeout=300)
 
 
 def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def possible() -> None:
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*EMULATE, *argv], capture_output=True, text=True, timeout=120,
+    return subprocess.run([*EMULATE, *argv], capture_output=True, text=True, timeout=300,
                           check=False)
 
 
