@@ -19,42 +19,64 @@ def all_pairs(settings: Mapping[str, Sequence[Any]]) -> list[Cell]:
     the value that brings the most new pairs; of some such cells, filled in different orders, the
     one with the most new pairs is kept (AETG, Cohen et al. 1997).
     """
-    draw, names = random.Random(0), list(settings)
+    names, coded = list(settings), _Coded(settings)
     if len(names) == 1:
         return [{names[0]: value} for value in settings[names[0]]]
-    unmet = {
+    pairs = sorted(
         pair for one, other in itertools.combinations(names, 2)
         for pair in itertools.product(((one, i) for i in range(len(settings[one]))),
-                                      ((other, i) for i in range(len(settings[other]))))
-    }
-    cells = []
-    while unmet:
-        first = min(unmet)
-        best = max((_filled(dict(first), settings, unmet, draw) for _ in range(_TRIES)),
-                   key=lambda indices: len(_pairs(indices, names) & unmet))
-        unmet -= _pairs(best, names)
-        cells.append({name: settings[name][best[name]] for name in names})
+                                      ((other, i) for i in range(len(settings[other])))))
+    draw, cells = random.Random(0), []
+    for first in pairs:
+        if coded.new_pairs([coded.code(*each) for each in first]):
+            best = max((_filled(dict(first), settings, coded, draw) for _ in range(_TRIES)),
+                       key=lambda indices: coded.new_pairs(coded.codes(indices)))
+            coded.meet(coded.codes(best))
+            cells.append({name: settings[name][best[name]] for name in names})
     return cells
 
 
-def _pairs(indices: Mapping[str, int], names: Sequence[str]) -> set[tuple]:
-    chosen = [(name, indices[name]) for name in names if name in indices]
-    return set(itertools.combinations(chosen, 2))
+class _Coded:
+    """Which values have not met: every value of every setting is a bit, and has a mask of those
+    which it has still to meet.
+    """
+
+    def __init__(self, settings: Mapping[str, Sequence[Any]]) -> None:
+        sizes = [len(values) for values in settings.values()]
+        self.first = dict(zip(settings, itertools.accumulate([0, *sizes]), strict=False))
+        everything = (1 << sum(sizes)) - 1
+        self.unmet = [everything & ~(((1 << len(values)) - 1) << self.first[name])
+                      for name, values in settings.items() for _ in values]
+
+    def code(self, name: str, index: int) -> int:
+        return self.first[name] + index
+
+    def codes(self, indices: Mapping[str, int]) -> list[int]:
+        return [self.code(*each) for each in indices.items()]
+
+    def new_pairs(self, codes: Sequence[int]) -> int:
+        """How many pairs of these have not met."""
+        mask = _mask(codes)
+        return sum((self.unmet[code] & mask).bit_count() for code in codes) // 2
+
+    def meet(self, codes: Sequence[int]) -> None:
+        mask = ~_mask(codes)
+        for code in codes:
+            self.unmet[code] &= mask
 
 
-def _filled(indices: dict[str, int], settings: Mapping[str, Sequence[Any]], unmet: set[tuple],
+def _mask(codes: Sequence[int]) -> int:
+    return sum(1 << code for code in codes)
+
+
+def _filled(indices: dict[str, int], settings: Mapping[str, Sequence[Any]], coded: _Coded,
             draw: random.Random) -> dict[str, int]:
     names = list(settings)
-    position = {name: i for i, name in enumerate(names)}
     for name in draw.sample([n for n in names if n not in indices], len(names) - len(indices)):
-
-        def new_pairs(index: int, name: str = name) -> int:
-            return sum(
-                (((name, index), other) if position[name] < position[other[0]] else
-                 (other, (name, index))) in unmet for other in indices.items())
-
+        mask, first = _mask(coded.codes(indices)), coded.first[name]
         values = draw.sample(range(len(settings[name])), len(settings[name]))
-        indices[name] = max(values, key=new_pairs)
+        indices[name] = max(values, key=lambda index, first=first, mask=mask: (
+            coded.unmet[first + index] & mask).bit_count())
     return indices
 
 
