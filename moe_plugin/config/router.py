@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_plugin.config.options import (
     unread_is_refused,
 )
 from moe_plugin.messages import short
+from moe_plugin.registry import KINDS
 
 
 @dataclass(kw_only=True)
@@ -132,36 +134,9 @@ class SelectionConfig(SettingsSection):
         self.read_where(self.rule != "cycle", where, "use the rule random", "seed")
 
 
-# the routers of this package, and those that read a setting which others do not; users' own routers
-# may read any
-BUILT_IN = frozenset({
-    "base", "cosine", "dense_to_sparse", "expert_choice", "group_limited", "gshard", "hash",
-    "ktop1", "noisy_topk", "sam", "sigmoid_bias", "sinkhorn", "switch", "ta_moe", "topk",
-    "topology_quota"})
+_SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # of one router each
 FIXED_TOP_K = {"base": 1, "gshard": 2, "hash": 1, "switch": 1}
 ANY_NUMBER = ("dense_to_sparse", "expert_choice")  # a token may have up to num_experts experts
-READ_BY = {
-    "groups": ("sam", "group_limited", "sigmoid_bias"),
-    "group_top_k": ("group_limited", "sigmoid_bias"),
-    "group_scores": ("group_limited", "sigmoid_bias"), "bias_rate": ("sigmoid_bias",),
-    "cosine_dim": ("cosine",), "sinkhorn_rounds": ("sinkhorn",), "hash": ("hash",),
-    "sparsity": ("dense_to_sparse",),
-    # sigmoid_bias always takes a sigmoid
-    "score": tuple(sorted(BUILT_IN - {"base", "dense_to_sparse", "expert_choice", "hash", "ktop1",
-                                      "noisy_topk", "sinkhorn"})),
-    "noise": tuple(sorted(BUILT_IN - {"hash", "noisy_topk"})),  # noisy_topk learns its own
-    "input_jitter": tuple(sorted(BUILT_IN - {"hash"})),
-    "second_expert_policy": ("topk", "cosine", "ta_moe"),
-    "batch_prioritized": tuple(sorted(BUILT_IN - {"hash"})),  # its scores are all the same
-    # the layer divides what is left after a drop, where there is more than one choice
-    "normalize=after_drop": tuple(sorted(name for name in BUILT_IN
-                                         if FIXED_TOP_K.get(name) != 1)),
-    "normalize=before_drop": ("topk", "cosine", "group_limited", "gshard", "sam", "sigmoid_bias",
-                              "ta_moe", "topology_quota"),
-    # what this router does in any case
-    "second_expert_policy=random": ("topk", "cosine", "gshard", "ta_moe"),
-}
-_READ_BY_SOME = ("normalize", *(name for name in READ_BY if "=" not in name))
 
 
 def router_names(text: str) -> list[str]:
@@ -169,32 +144,45 @@ def router_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
+def reads_of(name: str) -> frozenset[str] | None:
+    """What a router of this package reads of `router`, as its class declares it (`reads`).
+
+    None: one of a user's, which may read any setting; or no router is loaded yet: settings are
+    looked at again when a layer is built.
+    """
+    registry = KINDS.get("router")
+    if registry is None or name not in registry:
+        return None
+    return getattr(registry.entry(name).value, "__dict__", {}).get("reads")
+
+
+def built_in() -> dict[str, frozenset[str]]:
+    """The routers of this package, with `reads_of`."""
+    found = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
+    return {name: reads for name, reads in found.items() if reads is not None}
+
+
 def readers_of(setting: str, value: Any) -> Collection[str]:
-    """The routers of this package that read a setting of `router` where it has this value."""
-    return READ_BY.get(f"{setting}={value}", READ_BY.get(setting, BUILT_IN))
+    """The routers of this package that read a setting of `router` where it has this value; all of
+    them, where none declares that it does.
+    """
+    declared = built_in()
+    for key in (f"{setting}={value}", setting):
+        found = [name for name, reads in declared.items() if key in reads]
+        if found:
+            return found
+    return declared
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
     """Whether one of these routers is one of the readers, or a user's own."""
-    return not BUILT_IN.issuperset(names) or not set(names).isdisjoint(readers)
-
-
-def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
-    """Settings by dotted path without those of `router` that these routers do not read: for a host
-    whose own settings are of any router.
-    """
-    def is_read(name: str, value: Any) -> bool:
-        return may_be_read(names, readers_of(name, value)) and (
-            name != "normalize" or value == "none" or top_k > 1)
-
-    return {path: value for path, value in settings.items()
-            if not path.startswith("router.") or is_read(path.removeprefix("router."), value)}
+    return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 
 def _use(readers: Collection[str]) -> str:
     """What to use instead: a router that reads a setting, first the usual one or the last of few.
     """
-    first = "topk" if "topk" in readers else list(readers)[-1]
+    first = "topk" if "topk" in readers else next(reversed(list(readers)), "topk")
     others = ", ".join(name for name in readers if name != first)
     return f"use router.name={first}" + (f" (or {others})" if others else "")
 
@@ -305,19 +293,19 @@ class RouterConfig(SettingsSection):
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
         self.read_where(self.groups > 0, "where router.groups=0", "use router.groups",
                         "group_scores")
-        self._check_read()
+        self.check_read()
 
-    def _check_read(self) -> None:
+    def check_read(self) -> None:
         """Nothing is set that no configured router reads."""
         where = f"where router.name={short(self.name)}"
-        for setting in _READ_BY_SOME:
-            section, names = (self, [setting]) if setting not in ("hash", "sparsity") else (
-                getattr(self, setting), [])
-            if names and getattr(self, setting) == getattr(RouterConfig, setting):
+        for f in dataclasses.fields(self):
+            value, section = getattr(self, f.name), f.default is dataclasses.MISSING
+            if value == (_SECTIONS.get(f.name, value) if section else f.default):
                 continue
-            readers = readers_of(setting, getattr(self, setting))
+            readers = readers_of(f.name, value)
             if not self.may_be_read(readers):
-                section.read_where(False, where, _use(readers), *names)
+                (value if section else self).read_where(False, where, _use(readers),
+                                                        *(() if section else [f.name]))
         self.read_where(self.normalize == "none" or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k", "normalize")
@@ -327,8 +315,9 @@ class RouterConfig(SettingsSection):
     def _check_top_k(self, where: str) -> None:
         fixed = sorted({FIXED_TOP_K[name] for name in self.names if name in FIXED_TOP_K})
         default = RouterConfig.top_k
-        read = self.may_be_read(BUILT_IN - {*FIXED_TOP_K, "dense_to_sparse"})
-        self.require("top_k", read or self.top_k in (default, *fixed),
+        read = self.top_k in (default, *fixed) or self.may_be_read(
+            built_in().keys() - {*FIXED_TOP_K, "dense_to_sparse"})
+        self.require("top_k", read,
                      f"{' or '.join(map(str, fixed or [default]))} {where}, which does not read it",
                      "leave it out, or use router.name=topk")
         self.require("top_k", self.top_k > 1 or set(self.names) != {"noisy_topk"},

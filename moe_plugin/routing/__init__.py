@@ -11,7 +11,7 @@ from moe_plugin.routing.contract import (
     needs_of,
 )
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.registry import build_router, layer_router
+from moe_plugin.routing.registry import build_router, layer_router, only_read
 from moe_plugin.routing.router_selection import SelectionCall, router_selections
 from moe_plugin.routing.routers.base import Router
 from moe_plugin.routing.routers.base_layer import BASERouter
@@ -40,6 +40,6 @@ __all__ = [
     "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter", "ScoreFunction",
     "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter",
     "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any",
-    "layer_router", "losses", "needs_of", "number_layers", "router_selections", "routers",
-    "score_functions",
+    "layer_router", "losses", "needs_of", "number_layers", "only_read", "router_selections",
+    "routers", "score_functions",
 ]

@@ -66,12 +66,15 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
         needs: what it reads of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only
             what is needed.
         own_losses: losses that this router can compute and some others cannot.
+        reads: settings of `router` that some routers read and this one does, by name or
+            `name=value`; each class says so for itself. None: it may read any.
         balances: it gives experts even loads without a balance loss.
         host: what the host knows of the layer.
     """
 
     needs: frozenset[str] = frozenset()
     own_losses: frozenset[str] = frozenset()
+    reads: frozenset[str] | None = None
     balances: bool = False
 
     def __init__(self, host: HostContext = HostContext()) -> None:

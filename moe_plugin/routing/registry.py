@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.router import may_be_read, readers_of
 from moe_plugin.records import HostContext
 from moe_plugin.registry import Registry
 from moe_plugin.routing.balance import check_balance
@@ -33,6 +34,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
         host: what the host knows of the layer.
         dtype, device: of the parameters.
     """
+    config.router.check_read()
     where = {"comm": comm, "host": host, "dtype": dtype, "device": device}
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
@@ -73,3 +75,15 @@ def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
 def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
     declared = isinstance(factory, type) and issubclass(factory, RouterModule)
     return factory.own_losses if declared else frozenset()
+
+
+def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
+    """Settings by dotted path without those of `router` that these routers do not read: for a host
+    whose own settings are of any router.
+    """
+    def is_read(name: str, value: Any) -> bool:
+        return may_be_read(names, readers_of(name, value)) and (
+            name != "normalize" or value == "none" or top_k > 1)
+
+    return {path: value for path, value in settings.items()
+            if not path.startswith("router.") or is_read(path.removeprefix("router."), value)}

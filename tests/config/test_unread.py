@@ -17,11 +17,11 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
 from moe_plugin.config.experts import MULTIPLY_BY_TORCH
 from moe_plugin.config.flags import config_from_flags, file_settings
-from moe_plugin.config.router import BUILT_IN, READ_BY, only_read, router_names
+from moe_plugin.config.router import built_in, router_names
 from moe_plugin.config.unread import ELSEWHERE, of_whole_model
 from moe_plugin.kernels import strategies
 from moe_plugin.records import HostContext, TokenInfo
-from moe_plugin.routing import routers
+from moe_plugin.routing import only_read, routers
 from tests.logs import warned
 
 pytestmark = pytest.mark.fast
@@ -217,10 +217,10 @@ def test_what_may_be_read_is_taken(tree: dict[str, Any]) -> None:
 def test_the_routers_of_this_package_are_known() -> None:
     ours = {name for name in routers.names() if routers.get(name).__module__.startswith(
         "moe_plugin.")}
-    assert ours == BUILT_IN
-    assert {name for readers in READ_BY.values() for name in readers} <= BUILT_IN
+    assert ours == built_in().keys()
     fields = {f.name for f in dataclasses.fields(MoEConfig().router)}
-    assert {setting.split("=")[0] for setting in READ_BY} <= fields
+    declared = frozenset().union(*built_in().values())
+    assert {setting.split("=")[0] for setting in declared} <= fields
 
 
 # settings that a router either reads, so that something changes, or refuses; sigmoid_bias always
@@ -241,7 +241,7 @@ def with_what_it_needs(name: str) -> dict[str, Any]:
             **({"groups": 2} if name in ("sam", "group_limited") else {})}
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(built_in()))
 @pytest.mark.parametrize("setting, value", CHANGES)
 def test_what_a_router_does_not_read_it_refuses(name: str, setting: str, value: Any) -> None:
     """With two choices, a training capacity and a loss, a setting changes something, or is refused

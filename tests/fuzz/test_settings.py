@@ -19,7 +19,7 @@ from moe_plugin.comm import Topology, TorchComm
 from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict, with_overrides
 from moe_plugin.config.flags import config_from_flags, flag_specs, setting_specs
 from moe_plugin.config.named import named_config
-from moe_plugin.config.router import BUILT_IN, FIXED_TOP_K, RouterConfig, readers_of
+from moe_plugin.config.router import FIXED_TOP_K, RouterConfig, built_in, readers_of
 from moe_plugin.config.unread import ELSEWHERE
 from moe_plugin.records import TokenInfo
 from moe_plugin.tuning.exchange import read_topology
@@ -82,7 +82,7 @@ ROUTER_VALUES: dict[str, list[Any]] = {
 }
 
 
-@given(st.lists(st.sampled_from(sorted(BUILT_IN)), min_size=1, max_size=2, unique=True),
+@given(st.lists(st.sampled_from(sorted(built_in())), min_size=1, max_size=2, unique=True),
        st.fixed_dictionaries({}, optional={
            name: st.sampled_from(values) for name, values in ROUTER_VALUES.items()}),
        st.integers(1, 5), st.booleans())

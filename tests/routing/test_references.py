@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_plugin.config import from_dict
-from moe_plugin.config.router import READ_BY
+from moe_plugin.config.router import reads_of
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, routers
 from moe_plugin.routing.replay import checkpoint
@@ -123,7 +123,7 @@ def test_a_recomputation_repeats_choice_noise_and_losses_and_counts_once(
         name: str, same_noise: bool) -> None:
     config = from_dict({
         "model_dim": WIDTH, "num_experts": 4, "losses": {"global_batch": 1.0, "switch": 1.0},
-        "router": {"name": name, **({"noise": 3.0} if name in READ_BY["noise"] else {}),
+        "router": {"name": name, **({"noise": 3.0} if "noise" in reads_of(name) else {}),
                    **reference_of(name).settings}
     })
     router = build_router(config, dtype=torch.float64)

@@ -24,11 +24,12 @@ from moe_plugin.config import (
     to_dict,
     with_overrides,
 )
-from moe_plugin.config.router import only_read, router_names
+from moe_plugin.config.router import router_names
 from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting, with_known_names
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
+from moe_plugin.routing import only_read
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
 # offered.

@@ -25,6 +25,12 @@ from moe_plugin.routing.losses import losses
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.token_values import check_integers, check_range
 
+# settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
+# weigh by a score function, and may drop a second expert
+SCORED = frozenset({"noise", "input_jitter", "batch_prioritized"})
+SEVERAL = SCORED | {"normalize=after_drop"}
+BY_SCORE = SEVERAL | {"score", "normalize=before_drop"}
+WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 

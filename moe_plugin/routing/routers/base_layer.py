@@ -14,7 +14,7 @@ from moe_plugin.routing.assignment import balanced_assignment
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SCORED, Router
 
 
 @routers.register("base")
@@ -31,6 +31,7 @@ class BASERouter(Router):
     layers (Lewis et al. 2021).
     """
 
+    reads = SCORED
     fixed_k = 1
     balances = True
     own_losses = frozenset()

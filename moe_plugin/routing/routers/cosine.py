@@ -14,7 +14,7 @@ from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import xavier_
+from moe_plugin.routing.routers.base import WITH_POLICY, xavier_
 from moe_plugin.routing.routers.topk import TopKRouter
 
 START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
@@ -32,6 +32,8 @@ class CosineRouter(TopKRouter):
     cos(y, a) = (y / |y|) . (a / |a|), and 0, with a gradient of 0 for y, where |y| <= 1e-4: all
     zeros, as of padding without a mask, would else get a gradient of any size.
     """
+
+    reads = WITH_POLICY | {"cosine_dim"}
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create projection, bias, directions and temperature, which hosts leave as they are."""

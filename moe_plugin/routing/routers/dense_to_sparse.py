@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SEVERAL, Router
 
 
 @routers.register("dense_to_sparse")
@@ -23,6 +23,7 @@ class DenseToSparseRouter(Router):
     has up to E choices. Source: EvoMoE (Nie et al. 2021), dense-to-sparse gate.
     """
 
+    reads = SEVERAL | {"sparsity"}
     own_losses = frozenset()
     score_name = "softmax"
 

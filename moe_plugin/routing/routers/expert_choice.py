@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SEVERAL, Router
 
 
 @routers.register("expert_choice")
@@ -21,6 +21,7 @@ class ExpertChoiceRouter(Router):
     Source: Zhou et al. 2022.
     """
 
+    reads = SEVERAL
     any_number = True
     balances = True
     own_losses = frozenset()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import BY_SCORE, Router
 
 
 @routers.register("group_limited")
@@ -24,6 +24,7 @@ class GroupLimitedRouter(Router):
         groups_needed: whether `router.groups` must be set.
     """
 
+    reads = BY_SCORE | {"groups", "group_top_k", "group_scores"}
     leaves_none = True
     groups_needed = True
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.score_functions import shares
 from moe_plugin.routing.registry import routers
+from moe_plugin.routing.routers.base import BY_SCORE
 from moe_plugin.routing.routers.topk import TopKRouter
 
 
@@ -17,6 +18,7 @@ class GShardRouter(TopKRouter):
     (Lepikhin et al. 2020), algorithm 1.
     """
 
+    reads = BY_SCORE | {"second_expert_policy=random"}
     fixed_k = 2
     second_expert_policy = "random"
 

@@ -28,6 +28,7 @@ class HashRouter(Router):
     measure the balance and have no gradient. Source: Hash layers (Roller et al. 2021).
     """
 
+    reads = frozenset({"hash"})
     fixed_k = 1
     balances = True
     own_losses = frozenset()

@@ -16,7 +16,7 @@ from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.marks import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SEVERAL, Router
 
 
 @routers.register("noisy_topk")
@@ -31,6 +31,7 @@ class NoisyTopKRouter(Router):
     a softmax may round their differences away; `noisy_load` and `z` read the logits of all experts.
     """
 
+    reads = SEVERAL - {"noise"}
     adds_noise = False
     leaves_none = True
     score_name = "softmax"

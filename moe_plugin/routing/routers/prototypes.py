@@ -14,7 +14,7 @@ from moe_plugin.kernels import route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SEVERAL, Router
 
 
 @routers.register("ktop1")
@@ -29,6 +29,7 @@ class PrototypeRouter(Router):
     loss reads it.
     """
 
+    reads = SEVERAL
     leaves_none = True
     score_name = "softmax"
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from moe_plugin.kernels.top_k import group_members
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
+from moe_plugin.routing.routers.base import BY_SCORE
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
 
 
@@ -19,6 +20,7 @@ class SAMRouter(GroupLimitedRouter):
     2022), Switch-and-Mixture gate; hierarchical top-k.
     """
 
+    reads = BY_SCORE | {"groups"}
     chosen_groups = 1
 
     def counted_scores(self, k: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.routers.base import BY_SCORE
 from moe_plugin.routing.routers.group_limited import GroupLimitedRouter
 
 
@@ -27,6 +28,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     collective is in `finish_step`.
     """
 
+    reads = BY_SCORE | {"groups", "group_top_k", "group_scores", "bias_rate"}
     groups_needed = False
     leaves_none = True
     score_name = "sigmoid"

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SEVERAL, Router
 
 
 @routers.register("sinkhorn")
@@ -22,6 +22,7 @@ class SinkhornRouter(Router):
     > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE); weights as in Megatron-core.
     """
 
+    reads = SEVERAL | {"sinkhorn_rounds"}
     balances = True
     own_losses = frozenset()
     score_name = "softmax"

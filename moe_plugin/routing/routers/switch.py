@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import SCORED, Router
 
 
 @routers.register("switch")
@@ -14,4 +14,5 @@ class SwitchRouter(Router):
     et al. 2021).
     """
 
+    reads = SCORED | {"score"}
     fixed_k = 1

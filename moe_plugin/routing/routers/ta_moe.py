@@ -11,6 +11,7 @@ from moe_plugin.kernels import slot_index
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.links import own_shares
 from moe_plugin.routing.registry import routers
+from moe_plugin.routing.routers.base import WITH_POLICY
 from moe_plugin.routing.routers.topk import TopKRouter
 
 
@@ -23,6 +24,8 @@ class TAMoERouter(TopKRouter):
     `pair_capacity: 0` drops none. Give the loss `ta_moe` a weight, which makes the router learn the
     shares; that loss works with every router. Source: TA-MoE (Chen et al. 2022).
     """
+
+    reads = WITH_POLICY
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and this rank's shares by expert."""

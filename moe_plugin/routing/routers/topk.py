@@ -11,7 +11,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import WITH_POLICY, Router
 
 
 @routers.register("topk")
@@ -26,6 +26,7 @@ class TopKRouter(Router):
         second_expert_policy: what happens to a second expert in training; empty: as configured.
     """
 
+    reads = WITH_POLICY
     leaves_none = True
     second_expert_policy = ""
 

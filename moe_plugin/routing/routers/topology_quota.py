@@ -11,7 +11,7 @@ from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.links import near_experts
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import Router
+from moe_plugin.routing.routers.base import BY_SCORE, Router
 
 
 @routers.register("topology_quota")
@@ -28,6 +28,7 @@ class TopologyQuotaRouter(Router):
     would compute again.
     """
 
+    reads = BY_SCORE
     own_losses = frozenset()
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

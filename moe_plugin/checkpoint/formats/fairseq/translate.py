@@ -22,10 +22,11 @@ from moe_plugin.config.flags import (
     setting_specs,
 )
 from moe_plugin.config.options import check
-from moe_plugin.config.router import only_read, router_names
+from moe_plugin.config.router import router_names
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
+from moe_plugin.routing import only_read
 
 logger = logging.getLogger(__name__)
 
