@@ -26,7 +26,7 @@ COUNTED_RANKS = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class ExchangeRow:
     """One cell: an algorithm at a size.
 
     bytes: per rank. median_ms, min_ms: of one exchange, over all ranks. floor_ms: least time of the
@@ -156,7 +156,8 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
 
 
-def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 1800.0) -> list[Row]:
+def measure_emulated(cluster: EmulatedCluster, plan: Plan,
+                     timeout_s: float = 1800.0) -> list[ExchangeRow]:
     """Measure on a running emulated cluster."""
     plan = replace(plan, helper=cluster.switch_pid)
     answers = cluster.run(measure_rank, plan, timeout_s=timeout_s, group_timeout_s=120.0)
@@ -171,15 +172,16 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan, timeout_s: float = 18
     return rows
 
 
-def rows_of(comm: Comm, cells: Sequence[RankTimes]) -> list[Row]:
+def rows_of(comm: Comm, cells: Sequence[RankTimes]) -> list[ExchangeRow]:
     """Rows of a real group, without a floor because its links are unknown."""
     return [_row(comm.topology, cell, None, None) for cell in cells]
 
 
-def _row(topology: Topology, cell: RankTimes, floor_ms: float | None, cpu_ms: float | None) -> Row:
-    return Row(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
-               1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms, cpu_ms,
-               messages_out(topology, cell.chosen or cell.name), cell.chosen)
+def _row(topology: Topology, cell: RankTimes, floor_ms: float | None,
+         cpu_ms: float | None) -> ExchangeRow:
+    return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
+                       1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms,
+                       cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
@@ -199,7 +201,7 @@ def messages_out(topology: Topology, name: str) -> float | None:
     return traffic.between(topology) / len(topology.nodes)
 
 
-def measurements_of(rows: Sequence[Row]) -> list[Measurement]:
+def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
     """Input of the planner's fit, for algorithms with a cost model.
 
     Medians, because with many ranks on few cores the fastest repeat is an outlier.
@@ -211,7 +213,7 @@ def measurements_of(rows: Sequence[Row]) -> list[Measurement]:
     ]
 
 
-def as_dicts(rows: Sequence[Row]) -> list[dict]:
+def as_dicts(rows: Sequence[ExchangeRow]) -> list[dict]:
     """For JSON; milliseconds to a thousandth."""
     return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()}
             for row in rows]

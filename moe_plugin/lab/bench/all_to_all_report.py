@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_plugin.lab.bench.all_to_all import Row
+from moe_plugin.lab.bench.all_to_all import ExchangeRow
 from moe_plugin.lab.bench.plots import OURS, log_scale, log_ticks, size_ticks
 from moe_plugin.lab.bench.report import pyplot, save_figure, table
 from moe_plugin.planner.units import show_size, show_time
@@ -13,12 +13,12 @@ from moe_plugin.planner.units import show_size, show_time
 TITLES = {"native": "gloo's own"}
 
 
-def grids(rows: Sequence[Row]) -> list[tuple[int, int]]:
+def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
     """The grids that occur, in order of first occurrence."""
     return list(dict.fromkeys((row.nodes, row.ranks_per_node) for row in rows))
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[ExchangeRow]) -> str:
     """A table per grid: a row per size, median time of each algorithm, floor and CPU time."""
     parts = []
     for grid in grids(rows):
@@ -36,7 +36,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _line(rows: Sequence[Row], size: int, names: Sequence[str]) -> list[str]:
+def _line(rows: Sequence[ExchangeRow], size: int, names: Sequence[str]) -> list[str]:
     cells = {row.algorithm: row for row in rows if row.bytes == size}
     one = next(iter(cells.values()))
     chosen = cells["auto"].chosen if "auto" in cells else None
@@ -57,7 +57,7 @@ def _time(value: float | None) -> str:
     return "" if value is None else show_time(value / 1e3)
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows: Sequence[ExchangeRow], path: str) -> None:
     """Time by size, a panel per grid, both axes logarithmic."""
     found = grids(rows)
     figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.5), squeeze=False,

@@ -27,7 +27,7 @@ WIRE = 1448 / 1538  # bytes of data in those of a frame on the wire
 
 
 @dataclass(frozen=True)
-class Cell:
+class CollectiveCell:
     """One collective of one size on one network; medians of the slowest rank, seconds.
 
     bytes: of the whole. gloo: torch's own. ring: messages around all ranks. native, forest: as
@@ -116,7 +116,7 @@ def ring_bound_s(network: Network, size: float) -> float:
     return (len(ranks) - 1) * float(slowest) * size / len(ranks) / 1e9
 
 
-def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[Cell]:
+def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[CollectiveCell]:
     """Run on every rank; one cell for each collective and size."""
     comm = TorchComm()
     comm.prepare()
@@ -136,7 +136,7 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
                 getattr(auto, kind)(comm, x)
             found = auto.measured(comm, kind, whole.nbytes)
             data = whole.nbytes / WIRE
-            cells.append(Cell(
+            cells.append(CollectiveCell(
                 network.name, comm.size, kind, whole.nbytes, plain["gloo"], plain["ring"],
                 found["native"], found["forest"],
                 auto.chosen(comm, kind, whole.nbytes).name,
@@ -159,7 +159,7 @@ def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) ->
 
 
 def measure(network: Network, sizes: tuple[int, ...], repeats: int, delay_s: float = 5e-4,
-            timeout_s: float = 1800.0) -> list[Cell]:
+            timeout_s: float = 1800.0) -> list[CollectiveCell]:
     """Cells of an emulated network, which has one rank per node; needs root (`EmulatedCluster`)."""
     with EmulatedCluster(len(network.ranks), 1, 1e9, delay_s) as cluster:
         cluster.set_network(network)

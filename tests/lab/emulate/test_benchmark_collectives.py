@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.comm.forest import plan_few
-from moe_plugin.lab.bench.collectives import Cell, ring_bound_s
+from moe_plugin.lab.bench.collectives import CollectiveCell, ring_bound_s
 from moe_plugin.lab.bench.studies import collectives
 from moe_plugin.lab.emulate import networks, why_not
 
@@ -28,7 +28,8 @@ def test_the_links_predict_how_much_slower_a_ring_is(shape: str, ratio: float) -
 
 
 def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
-    cells = [Cell("ring of nodes", 8, kind, size, 2.2, 2.1, 2.2, forest_s, name, 1.0, 2.0).as_dict()
+    cells = [CollectiveCell("ring of nodes", 8, kind, size, 2.2, 2.1, 2.2, forest_s, name, 1.0,
+                            2.0).as_dict()
              for kind, size, forest_s, name in (
                  ("all_gather", 1 << 20, 1.1, "forest"), ("all_gather", 1 << 22, 1.0, "forest"),
                  ("all_reduce", 1 << 22, 3.0, "forest"))]

@@ -43,7 +43,7 @@ OPTIONS = {
 }
 
 
-class Block(nn.Module):
+class ExpertsBlock(nn.Module):
     """Attention of one head and experts, each with a residual."""
 
     def __init__(self) -> None:
@@ -95,12 +95,12 @@ class AliveBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-class Run:
+class PolicyRun:
     """A model under one policy."""
 
     def __init__(self, way: str, memory: int, throttle: float, folder: str) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.model = nn.Sequential(*(ExpertsBlock() for _ in range(BLOCKS)))
         self.activations = manage(list(self.model), way, memory=memory if way == "auto" else None,
                                   folder=folder, throttle=throttle)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
@@ -125,7 +125,7 @@ class Run:
 def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
     """Median seconds of a step by policy; what auto chose."""
     torch.set_num_threads(1)
-    runs = {way: Run(way, memory, 1e6 * args.throttle, folder) for way in WAYS}
+    runs = {way: PolicyRun(way, memory, 1e6 * args.throttle, folder) for way in WAYS}
     for number in range(WARM_UP + args.steps):
         for run in runs.values():
             if number == WARM_UP:
@@ -145,7 +145,7 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
 def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[str, Any]:
     """Bytes of one policy."""
     torch.set_num_threads(1)
-    run = Run(way, most, 1e6 * args.throttle, folder)
+    run = PolicyRun(way, most, 1e6 * args.throttle, folder)
     before = _resident("VmRSS")
     for _ in range(WARM_UP + 1):
         run.step()
@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All policies; auto has half of what keeping everything takes."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
-        probe = Run("auto", 1 << 40, 1e6 * args.throttle, folder)
+        probe = PolicyRun("auto", 1 << 40, 1e6 * args.throttle, folder)
         for _ in range(WARM_UP):
             probe.step()
         everything = sum(b.activation_bytes for b in probe.activations.profile.blocks)

@@ -27,7 +27,7 @@ OPTIONS = {"host": Option("megatron", "the trainer", choices=("fairseq", "megatr
 
 
 @dataclass
-class Side:
+class AdamSide:
     """A model in training. step: trains on tokens [SENTENCES, LENGTH + 1], returns the loss."""
 
     step: Callable[[torch.Tensor], float]
@@ -63,7 +63,7 @@ class Side:
                 "tokens_per_s": round(SENTENCES * LENGTH / whole * 1e3)}
 
 
-def fairseq_side(*flags: str) -> Side:
+def fairseq_side(*flags: str) -> AdamSide:
     """fairseq's trainer."""
     from moe_plugin.hosts.fairseq.compat.names import (
         benchmark,  # noqa: F401 - registers the task
@@ -97,10 +97,10 @@ def fairseq_side(*flags: str) -> Side:
                   "target": tokens_BT[:, 1:].contiguous()}
         return float(made.train_step([sample])["inner_loss"])
 
-    return Side(step, [made.optimizer.optimizer])
+    return AdamSide(step, [made.optimizer.optimizer])
 
 
-def megatron_side(*flags: str) -> Side:
+def megatron_side(*flags: str) -> AdamSide:
     """The training script's model and optimizer."""
     from moe_plugin.hosts.megatron.compat.optimizer import parts
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
@@ -128,7 +128,7 @@ def megatron_side(*flags: str) -> Side:
         loss_2, _ = loop.step([iter([batch])], args.lr)
         return float(loss_2[0] / loss_2[1])
 
-    return Side(step, [part.optimizer for part in parts(made.optimizer)])
+    return AdamSide(step, [part.optimizer for part in parts(made.optimizer)])
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

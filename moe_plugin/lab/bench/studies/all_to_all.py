@@ -15,8 +15,8 @@ from moe_plugin.comm import TorchComm, algorithms
 from moe_plugin.config import CommConfig
 from moe_plugin.lab.bench import report
 from moe_plugin.lab.bench.all_to_all import (
+    ExchangeRow,
     Plan,
-    Row,
     as_dicts,
     measure_emulated,
     measure_rank,
@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def show(found: dict[str, Any]) -> str:
     """Its tables."""
-    return markdown([Row(**row) for row in found["rows"]])
+    return markdown([ExchangeRow(**row) for row in found["rows"]])
 
 
 def page(found: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ def page(found: dict[str, Any]) -> str:
     return report.page("All-to-all by size", "moe-plugin bench all-to-all", about, show(found))
 
 
-def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str, Any]]:
+def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
     """(rows, what they were measured on); no rows on ranks other than 0."""
     if args.repeats < 1:
         raise ValueError(f"--repeats {short(args.repeats)} must be >= 1; e.g. 7")
@@ -82,7 +82,7 @@ def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[
     return _emulated(args, plan) if args.emulate else _own_ranks(plan)
 
 
-def _emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str, Any]]:
+def _emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
     links, rows = links_of(args), []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
@@ -90,7 +90,7 @@ def _emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[Row], dict[str
     return rows, {"emulated": args.emulate, **links, "cores": os.cpu_count()}
 
 
-def _own_ranks(plan: Plan) -> tuple[list[Row], dict[str, Any]]:
+def _own_ranks(plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
         raise ValueError("no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
                          "moe_plugin.cli.main bench all-to-all` (on each node), or emulate a "

@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from moe_plugin.lab.bench.all_to_all import Plan, Row, as_dicts, measure_emulated, measurements_of
+from moe_plugin.lab.bench.all_to_all import (
+    ExchangeRow,
+    Plan,
+    as_dicts,
+    measure_emulated,
+    measurements_of,
+)
 from moe_plugin.lab.bench.all_to_all_report import markdown, plot, plot_model, tables
 from moe_plugin.lab.bench.report import table
 from moe_plugin.lab.bench.study import ROOT, Option
@@ -54,7 +60,7 @@ OPTIONS = {
 
 
 
-def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[Row]:
+def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
     """Cells of the model: the grids of the fit and the one that tests it.
 
     All cells are measured in several rounds, because the speed of a machine varies over time.
@@ -67,7 +73,7 @@ def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[Row]:
     return [pooled(same) for same in zip(*found, strict=True)]
 
 
-def pooled(rows: Sequence[Row]) -> Row:
+def pooled(rows: Sequence[ExchangeRow]) -> ExchangeRow:
     """The rounds of one cell as one row: median of the medians, minimum of the minima."""
     return replace(rows[0], median_ms=statistics.median(row.median_ms for row in rows), min_ms=min(
         row.min_ms for row in rows), cpu_ms=statistics.median(row.cpu_ms for row in rows))
@@ -87,14 +93,15 @@ class Quiet:
         self.shares: list[float] = []
 
     def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int],
-                repeats: int, message_s: float = 0.0, tag: str = "") -> list[Row]:
+                repeats: int, message_s: float = 0.0, tag: str = "") -> list[ExchangeRow]:
         """Rows of several grids."""
         return [
             row for grid in grids for size in sizes
             for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s, tag)
         ]
 
-    def _cell(self, grid: tuple[int, int], plan: Plan, message_s: float, tag: str) -> list[Row]:
+    def _cell(self, grid: tuple[int, int], plan: Plan, message_s: float,
+              tag: str) -> list[ExchangeRow]:
         key = (f"{grid[0]}x{grid[1]} {plan.sizes[0]} {message_s} {plan.repeats} "
                f"{','.join(plan.names)} {tag}")
         for _ in range(self.tries):
@@ -107,10 +114,11 @@ class Quiet:
                 self.cells[key] = {"others": share, "rows": [asdict(row) for row in rows]}
                 write_regular(self.memory, json.dumps(self.cells))
         self.shares.append(self.cells[key]["others"])
-        return [Row(**row) for row in self.cells[key]["rows"]]
+        return [ExchangeRow(**row) for row in self.cells[key]["rows"]]
 
 
-def _measure_once(grid: tuple[int, int], plan: Plan, message_s: float) -> tuple[float, list[Row]]:
+def _measure_once(grid: tuple[int, int], plan: Plan,
+                  message_s: float) -> tuple[float, list[ExchangeRow]]:
     """(share of the CPU that other programs used, rows)."""
     busy, own, begun = _busy_s(), _own_s(), time.monotonic()
     with EmulatedCluster(*grid, rate_bit_s=RATE, delay_s=DELAY, message_s=message_s) as cluster:
@@ -132,7 +140,7 @@ def _own_s() -> float:
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
-def compare(fitted: Fit, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def compare(fitted: Fit, rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
     """Predicted and measured times of the algorithms with a cost model."""
     found = []
     for m in measurements_of(rows):
@@ -152,9 +160,9 @@ def predicted_cluster() -> list[dict[str, Any]]:
                          [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
 
 
-def rows_of(found: dict[str, Any], name: str) -> list[Row]:
+def rows_of(found: dict[str, Any], name: str) -> list[ExchangeRow]:
     """Of the numbers, the rows of this name."""
-    return [Row(**row) for row in found[name]]
+    return [ExchangeRow(**row) for row in found[name]]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -237,7 +245,7 @@ this comparison use medians.
 """
 
 
-def auto_table(rows: Sequence[Row]) -> str:
+def auto_table(rows: Sequence[ExchangeRow]) -> str:
     """Ratio of auto to the best algorithm, by cell."""
     lines = []
     for cell in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
@@ -252,7 +260,7 @@ def auto_table(rows: Sequence[Row]) -> str:
                  lines)
 
 
-def gain_table(rows: Sequence[Row], costly: Sequence[Row]) -> str:
+def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:
     """Linear over hierarchical, without and with the message cost."""
     lines = []
     for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):

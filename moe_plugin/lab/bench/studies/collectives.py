@@ -48,7 +48,7 @@ WIDTH, HIDDEN, EXPERTS, LAYERS = 64, 1024, 8, 2
 COLLECTIVES = ("native", "forest")
 
 
-class Training(NamedTuple):
+class HostTraining(NamedTuple):
     """One host's training run. seconds: of each step after the first ones. losses: of all steps.
     """
 
@@ -89,28 +89,29 @@ def megatron(data: Path, folder: Path, steps: int) -> list[str]:
             f"--train-iters {steps} --log-file {folder}/log.jsonl").split()]
 
 
-def fairseq_result(folder: Path) -> Training:
+def fairseq_result(folder: Path) -> HostTraining:
     """What a run of `fairseq` left; losses have the three decimals that fairseq prints."""
     stats = (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()
     times = sorted({row["step"]: row["time"] for row in map(json.loads, stats)}.items())
     entries = re.findall(r"train_inner(?: \||\]\[INFO\] -) (\{.*\})", (folder / "log").read_text())
     losses = {int(row["num_updates"]): float(row["loss"]) for row in map(json.loads, entries)}
     seconds = [end - begin for (_, begin), (_, end) in pairwise(times)]
-    return Training(seconds[WARM_UP:], [losses[step] for step in sorted(losses)])
+    return HostTraining(seconds[WARM_UP:], [losses[step] for step in sorted(losses)])
 
 
-def megatron_result(folder: Path) -> Training:
+def megatron_result(folder: Path) -> HostTraining:
     """What a run of `megatron` left."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "lm_loss" in row]
-    return Training([row["seconds"] for row in rows][WARM_UP:], [row["lm_loss"] for row in rows])
+    return HostTraining([row["seconds"] for row in rows][WARM_UP:],
+                        [row["lm_loss"] for row in rows])
 
 
-HOSTS: dict[str, tuple[Callable[[Path, Path, int], list[str]], Callable[[Path], Training]]] = {
+HOSTS: dict[str, tuple[Callable[[Path, Path, int], list[str]], Callable[[Path], HostTraining]]] = {
     "fairseq": (fairseq, fairseq_result), "megatron": (megatron, megatron_result)}
 
 
-def train(host: str, collectives: str, data: Path, folder: Path, steps: int) -> Training:
+def train(host: str, collectives: str, data: Path, folder: Path, steps: int) -> HostTraining:
     """A host's training command on every node of an emulated ring, experts gathered (r = 0)."""
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
     folder.mkdir(parents=True)
@@ -210,7 +211,7 @@ def page(report: dict[str, Any]) -> str:
             f"{NEAR:.0%} of the predicted ratio. In {len(right)} of {len(cells)} cells `auto` took "
             "the faster one, or one that is less than 5 % slower.")]
     if report["hosts"]:
-        text += ["", "## Training with gathered parameters", "", paragraph(
+        text += ["", "## HostTraining with gathered parameters", "", paragraph(
             f"fairseq and Megatron on a ring of {HOST_NODES} nodes, {HOST_RATE / 1e6:.0f} Mbit/s, "
             f"r = 0, {EXPERTS} experts in each of {LAYERS} layers. Median of a step in "
             "milliseconds; saved: by the links alone, and as measured; losses: the largest "

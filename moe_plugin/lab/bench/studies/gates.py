@@ -69,7 +69,7 @@ GATES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class GateRow:
     """Result of one run.
 
     Losses are in nats per byte. busiest: largest expert load over the mean, worst layer, last
@@ -133,7 +133,7 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
     return write_regular(path, yaml.safe_dump(tree))
 
 
-def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> Row:
+def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> GateRow:
     """Train one gate in one host."""
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
@@ -153,7 +153,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
             command += ["--moe-router-pre-softmax"]  # Megatron requires it
     result, _ = quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
     last = last_records(folder)
-    return Row(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
+    return GateRow(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
                last_loss=result["last_loss"], valid_loss=result["valid_loss"],
                busiest=max(row["max_over_mean"] for row in last), most=GATES[name].most, drops=max(
                    row["drop_fraction"] for row in last),
@@ -172,7 +172,7 @@ def last_records(folder: Path) -> list[dict[str, Any]]:
 
 def page(found: dict[str, Any]) -> str:
     """The page."""
-    rows, entropy = [Row(**row) for row in found["rows"]], found["unigram_entropy"]
+    rows, entropy = [GateRow(**row) for row in found["rows"]], found["unigram_entropy"]
     s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", rows[0].steps)
     cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}",
               "-" if r.valid_loss is None else f"{r.valid_loss:.3f}", f"{r.busiest:.2f}",
@@ -228,5 +228,5 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def failures(found: dict[str, Any]) -> list[str]:
     """Losses that do not fall, and imbalance."""
-    rows = [Row(**row) for row in found["rows"]]
+    rows = [GateRow(**row) for row in found["rows"]]
     return [f"{r.gate} in {r.host}: {fault}" for r in rows for fault in r.faults]

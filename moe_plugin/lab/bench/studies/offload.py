@@ -31,7 +31,7 @@ MODES = ("resident", "on demand", "prefetch all", "pre-gated")
 TEXT = b"The experts of a layer are many, and a token needs few of them. "
 
 
-class Block(nn.Module):
+class WritingBlock(nn.Module):
     """Causal attention over what was seen, a dense map as wide as `shared`, and experts."""
 
     def __init__(self, number: int, args: argparse.Namespace, mode: str,
@@ -57,7 +57,7 @@ class Block(nn.Module):
         return x_BSD + self.moe(F.layer_norm(x_BSD, (WIDTH,))).output
 
 
-class Model(nn.Module):
+class WritingModel(nn.Module):
     """Embedding, blocks, output."""
 
     def __init__(self, args: argparse.Namespace, mode: str, file: str) -> None:
@@ -70,7 +70,7 @@ class Model(nn.Module):
                      "store_throttle": args.throttle, "cache_policy": "next-layer"}
         torch.manual_seed(1)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(i, args, mode, store) for i in range(args.layers))
+        self.blocks = nn.ModuleList(WritingBlock(i, args, mode, store) for i in range(args.layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.all = range(args.experts) if mode == MODES[2] else None
 
@@ -108,7 +108,7 @@ def write_experts(path: Path, args: argparse.Namespace) -> int:
     return end
 
 
-def load_experts(model: Model, path: str) -> None:
+def load_experts(model: WritingModel, path: str) -> None:
     """The same experts as parameters."""
     from safetensors import safe_open
 
@@ -122,7 +122,7 @@ def load_experts(model: Model, path: str) -> None:
 def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
     """Write text in this process; what was seen."""
     torch.set_num_threads(1)
-    peak, model = AnonymousPeak(), Model(args, mode, file).eval()
+    peak, model = AnonymousPeak(), WritingModel(args, mode, file).eval()
     if mode == MODES[0]:
         load_experts(model, file)
     link(model)
@@ -143,7 +143,7 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
     return seen
 
 
-def counts(model: Model) -> dict[str, float]:
+def counts(model: WritingModel) -> dict[str, float]:
     """What the stores of all blocks have done so far; {}: there are none."""
     stores = [block.moe.experts.store for block in model.blocks
               if isinstance(block.moe.experts, StoredExperts)]

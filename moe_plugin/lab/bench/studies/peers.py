@@ -36,7 +36,7 @@ VOCABULARY, WIDTH, EXPERTS, SEQUENCES, LENGTH = 32, 32, 4, 16, 128
 TOKENS, BLOCKS, BATCHES, PORT = SEQUENCES * LENGTH, 2, 4, 29510
 
 
-class Block(nn.Module):
+class RecurrentBlock(nn.Module):
     """Recurrent mixing and experts."""
 
     def __init__(self, seed: int) -> None:
@@ -58,7 +58,8 @@ class Block(nn.Module):
 
 def model() -> list[Any]:
     """What makes the blocks."""
-    return [partial(nn.Embedding, VOCABULARY, WIDTH), *(partial(Block, i) for i in range(BLOCKS)),
+    return [partial(nn.Embedding, VOCABULARY, WIDTH),
+            *(partial(RecurrentBlock, i) for i in range(BLOCKS)),
             partial(nn.Linear, WIDTH, VOCABULARY)]
 
 

@@ -41,8 +41,8 @@ COLUMNS = ["Mbit/s", "transfer ms", "schedule", "step s", "predicted s", "differ
            "1f1b / this", "predicted"]
 
 
-class Waits(torch.autograd.Function):
-    """Waits as long as a stage would compute."""
+class WaitFunction(torch.autograd.Function):
+    """WaitFunction as long as a stage would compute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -58,7 +58,7 @@ class Waits(torch.autograd.Function):
         return grad, None, None
 
 
-class Stage(nn.Module):
+class WaitingStage(nn.Module):
     """What Megatron's schedules need of a stage."""
 
     def __init__(self, config: Any) -> None:
@@ -74,10 +74,11 @@ class Stage(nn.Module):
     def forward(self) -> Tensor:
         """Output [LENGTH, 1, WIDTH]."""
         x = torch.zeros(LENGTH, 1, WIDTH) if self.first else self.taken
-        return Waits.apply(x + self.weight, FORWARD_S, BACKWARD_S)
+        return WaitFunction.apply(x + self.weight, FORWARD_S, BACKWARD_S)
 
 
-def forward_step(data: Iterator[Any], model: Stage) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def forward_step(data: Iterator[Any],
+                 model: WaitingStage) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Megatron's `forward_step_func`."""
     return model(), lambda output: (output.mean(), {"loss": output.detach().mean()})
 
@@ -87,7 +88,7 @@ def slice_s(length: int, context: int) -> float:
     return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
 
 
-class SliceStage(Stage):
+class SliceStage(WaitingStage):
     """A stage that waits as long as the slice at these positions takes."""
 
     position_embedding_type = "none"
@@ -97,7 +98,7 @@ class SliceStage(Stage):
         length, start = input_ids.shape[1], int(position_ids[0, 0])
         x = torch.zeros(length, 1, NARROW) if self.first else self.taken
         seconds = slice_s(length, start)
-        y = Waits.apply(x + self.weight, seconds, 2 * seconds)
+        y = WaitFunction.apply(x + self.weight, seconds, 2 * seconds)
         return y.mean(-1).t() if dist.get_rank() == STAGES - 1 else y
 
 
@@ -129,7 +130,7 @@ def one_way_s(length: int = LENGTH, width: int = WIDTH, tries: int = 5) -> float
     return float((got - sent).median())
 
 
-def built(kind: type[Stage], width: int) -> tuple[Stage, Any]:
+def built(kind: type[WaitingStage], width: int) -> tuple[WaitingStage, Any]:
     """This rank's stage, and Megatron's function for a step."""
     from megatron.core import parallel_state as ps
 
@@ -149,7 +150,7 @@ def measure_stages(rounds: int) -> dict[str, Any]:
     from moe_plugin.config import PipelineConfig
     from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 
-    stage, native = built(Stage, WIDTH)
+    stage, native = built(WaitingStage, WIDTH)
     steps = {
         "1f1b": native,
         "1f1b, transfers behind compute": _overlapped,

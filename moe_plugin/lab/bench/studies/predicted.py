@@ -42,7 +42,7 @@ UNITS = {"phase_s": 1e-3, "beta_s": 1e-9, "copy_s": 1e-10}
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class ShapeCell:
     """One host and shape.
 
     slower_s: by layout, median over the steps of what a layer took longer than with gathered
@@ -64,7 +64,7 @@ class Cell:
         return self.layers * (self.slower_s[taken] - best) / (self.step_s + self.layers * best)
 
 
-def cells() -> list[Cell]:
+def cells() -> list[ShapeCell]:
     """What was measured on one machine."""
     found = []
     for report in json.loads(STEPS.read_text(encoding="utf-8")):
@@ -82,7 +82,7 @@ def cells() -> list[Cell]:
         shape = LayerShape(tokens=size["tokens"] // RANKS, model_dim=size["width"],
                            hidden_dim=size["inner"], experts=size["experts"],
                            top_k=size["top_k"], element_bytes=4, skew=SKEW)
-        found.append(Cell(report["host"], size["name"], shape,
+        found.append(ShapeCell(report["host"], size["name"], shape,
                           {c: statistics.median(d) for c, d in differences.items()},
                           {c: d[3 * len(d) // 4] - d[len(d) // 4] for c, d in differences.items()},
                           statistics.median(base), size["layers"]))
@@ -96,7 +96,7 @@ def hardware() -> tuple[Cluster, Device]:
     return cluster, default_device(MoEConfig(), cpu)
 
 
-def fitted(measured: list[Cell]) -> dict[str, float]:
+def fitted(measured: list[ShapeCell]) -> dict[str, float]:
     """The constants of `UNITS` by least squares, each difference weighted by its spread."""
     now, device = hardware()
     rows, rest = [], []
@@ -135,7 +135,7 @@ def predicted(shape: LayerShape) -> tuple[dict[LayoutChoice, float], LayoutChoic
     return {cost.choice: cost.seconds for cost in costs}, taken.choice
 
 
-def compare(measured: list[Cell]) -> dict[str, Any]:
+def compare(measured: list[ShapeCell]) -> dict[str, Any]:
     """Numbers of the page."""
     rows = []
     for cell in measured:

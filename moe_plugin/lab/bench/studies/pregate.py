@@ -34,7 +34,7 @@ GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
 
 
 @dataclass(frozen=True)
-class Row:
+class FineTuning:
     """One way to go on in one host; losses in nats per byte.
 
     valid: (step, loss). before: of the checkpoint, with ordinary gates.
@@ -66,7 +66,7 @@ def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[
             if r.valid_loss is not None]
 
 
-def rows_of(host: str, args: argparse.Namespace, corpus: Path) -> list[Row]:
+def rows_of(host: str, args: argparse.Namespace, corpus: Path) -> list[FineTuning]:
     """Train, and go on in each way."""
     data = quickstart().HOST_STEPS[host][0](corpus)
     s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", args.steps)
@@ -81,16 +81,16 @@ def rows_of(host: str, args: argparse.Namespace, corpus: Path) -> list[Row]:
             make_folder(folder)
             shutil.copytree(base / "checkpoints", folder / "checkpoints")
         valid = run(host, more, [*command_of(host, more, data, folder), *flags], folder)
-        rows.append(Row(host, gates, before, [(n, x) for n, x in valid if n > args.steps]))
+        rows.append(FineTuning(host, gates, before, [(n, x) for n, x in valid if n > args.steps]))
     return rows
 
 
-def rows_from(report: dict[str, Any]) -> list[Row]:
+def rows_from(report: dict[str, Any]) -> list[FineTuning]:
     """The rows of pregate.json."""
-    return [Row(**row) for row in report["rows"]]
+    return [FineTuning(**row) for row in report["rows"]]
 
 
-def excess(rows: list[Row]) -> dict[str, float]:
+def excess(rows: list[FineTuning]) -> dict[str, float]:
     """By host, how much larger the loss with pre-gates is in the end, as a share."""
     last = {(r.host, r.gates): r.last for r in rows}
     return {host: last[host, "pre-gates"] / last[host, "ordinary"] - 1

@@ -40,7 +40,7 @@ BATCHES = (2, 8, 16)
 
 
 @dataclass(frozen=True)
-class Cell:
+class SpeedCell:
     """One model at one number of images per call.
 
     seconds: of all rounds, by kind and side. flops: of a forward pass, per image, by side: products
@@ -99,7 +99,7 @@ def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> Cell:
+def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> SpeedCell:
     """Time both sides by turns."""
     size = PRESETS[preset].image
     random = torch.Generator().manual_seed(1)
@@ -113,7 +113,7 @@ def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> 
     for model in models.values():
         model.zero_grad()
     flops, dropped = flops_of(models, x_BCSS)
-    return Cell(preset, batch, seconds, flops, dropped)
+    return SpeedCell(preset, batch, seconds, flops, dropped)
 
 
 def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[str, float], float]:
@@ -139,7 +139,7 @@ def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[s
     return {"dense": dense / len(x_BCSS), "moe": moe / len(x_BCSS)}, worst
 
 
-def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[Cell]:
+def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[SpeedCell]:
     """All cells."""
     found = []
     for preset in presets:
@@ -191,11 +191,11 @@ def spread(values: Sequence[float], unit: str, factor: float = 1.0) -> str:
 def page(found: dict[str, Any]) -> str:
     """The page."""
     return made_page("SwinV2-MoE and dense SwinV2", "moe-plugin bench vision", found["setup"],
-                     body([Cell(**cell) for cell in found["speed"]], Accuracy(**found["accuracy"]),
-                          found["load"]))
+                     body([SpeedCell(**cell) for cell in found["speed"]],
+                          Accuracy(**found["accuracy"]), found["load"]))
 
 
-def body(cells: Sequence[Cell], trained: Accuracy, load: Sequence[float]) -> str:
+def body(cells: Sequence[SpeedCell], trained: Accuracy, load: Sequence[float]) -> str:
     """What it measured, in words and tables."""
     rows = []
     for one in cells:

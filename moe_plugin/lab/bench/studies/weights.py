@@ -44,7 +44,7 @@ MEGATRON = ["--num-attention-heads", "8", "--num-experts", str(EXPERTS), "--moe-
             "--attention-dropout", "0", "--log-interval", "1"]
 
 
-class Block(nn.Module):
+class LimitedBlock(nn.Module):
     """Causal attention and experts."""
 
     def __init__(self, seed: int, hidden: int) -> None:
@@ -84,7 +84,7 @@ class Head(nn.Linear):
 
 def model(layers: int, hidden: int) -> list[Any]:
     """What makes the blocks, one after another."""
-    return [Embedding, *(partial(Block, 2 + i, hidden) for i in range(layers)), Head]
+    return [Embedding, *(partial(LimitedBlock, 2 + i, hidden) for i in range(layers)), Head]
 
 
 def batches(step: int, count: int, length: int) -> list[tuple[Tensor, Tensor]]:
