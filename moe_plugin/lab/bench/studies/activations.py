@@ -31,13 +31,14 @@ from moe_plugin.machine import cpu_name
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.units import show_size, show_time
 
-DIM, HIDDEN, EXPERTS, TOKENS, BLOCKS = 256, 1024, 4, 512, 8
+DIM, HIDDEN, EXPERTS, TOKENS = 256, 1024, 4, 512
 WAYS = ("keep", "recompute", "swap", "auto")
 MIB, WARM_UP = 1 << 20, len(MEASURING) + 1
 # freed tensors go back to the system, so that the resident set is what is in use
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 OPTIONS = {
-    "throttle": Option(200.0, "MB/s of the tier"),
+    "blocks": Option(8, "of the model", quick=2),
+    "throttle": Option(200.0, "MB/s of the tier", quick=2000.0),
     "steps": Option(7, "timed steps of each policy", quick=2),
     "folder": Option("", "on a disk; left out: that for temporary files"),
 }
@@ -98,11 +99,11 @@ class AliveBytes(TorchDispatchMode):
 class PolicyRun:
     """A model under one policy."""
 
-    def __init__(self, way: str, memory: int, throttle: float, folder: str) -> None:
+    def __init__(self, args: argparse.Namespace, way: str, memory: int, folder: str) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(ExpertsBlock() for _ in range(BLOCKS)))
+        self.model = nn.Sequential(*(ExpertsBlock() for _ in range(args.blocks)))
         self.activations = manage(list(self.model), way, memory=memory if way == "auto" else None,
-                                  folder=folder, throttle=throttle)
+                                  folder=folder, throttle=1e6 * args.throttle)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
         self.x_TD = torch.randn(TOKENS, DIM)
         self.seconds: list[float] = []
@@ -125,7 +126,7 @@ class PolicyRun:
 def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
     """Median seconds of a step by policy; what auto chose."""
     torch.set_num_threads(1)
-    runs = {way: PolicyRun(way, memory, 1e6 * args.throttle, folder) for way in WAYS}
+    runs = {way: PolicyRun(args, way, memory, folder) for way in WAYS}
     for number in range(WARM_UP + args.steps):
         for run in runs.values():
             if number == WARM_UP:
@@ -145,7 +146,7 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
 def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[str, Any]:
     """Bytes of one policy."""
     torch.set_num_threads(1)
-    run = PolicyRun(way, most, 1e6 * args.throttle, folder)
+    run = PolicyRun(args, way, most, folder)
     before = _resident("VmRSS")
     for _ in range(WARM_UP + 1):
         run.step()
@@ -167,7 +168,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All policies; auto has half of what keeping everything takes."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
-        probe = PolicyRun("auto", 1 << 40, 1e6 * args.throttle, folder)
+        probe = PolicyRun(args, "auto", 1 << 40, folder)
         for _ in range(WARM_UP):
             probe.step()
         everything = sum(b.activation_bytes for b in probe.activations.profile.blocks)
@@ -176,7 +177,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         timed = call(times, args, limit, folder, environment=RETURNS)
         rows = {way: call(memory, args, way, limit, folder, environment=RETURNS) for way in WAYS}
     return {"machine": cpu_name(), "torch": torch.__version__, "throttle_MB_s": args.throttle,
-            "steps": args.steps, "blocks": BLOCKS, "tokens": TOKENS, "model_dim": DIM,
+            "steps": args.steps, "blocks": args.blocks, "tokens": TOKENS, "model_dim": DIM,
             "hidden_dim": HIDDEN, "experts": EXPERTS,
             "keep_bytes": everything, "limit_bytes": limit, **timed, "memory": rows}
 

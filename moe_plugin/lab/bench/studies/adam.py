@@ -118,7 +118,7 @@ def megatron_side(*flags: str) -> AdamSide:
         train.start(args)
     seed_everything(args.seed)
     made = model.build(args, arguments.transformer_config(args, cpu=True), {}, SYMBOLS)
-    loop = train.Loop(args, made, None, None, None, None)
+    loop = train.Loop(args, made, None, None, None)
 
     def step(tokens_BT: torch.Tensor) -> float:
         from moe_plugin.hosts.megatron.trainer.data import Batch
