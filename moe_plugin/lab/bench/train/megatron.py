@@ -93,7 +93,7 @@ class _Source:
 def _side(name: str, kind: str, made: Any, args: argparse.Namespace, source: _Source) -> Side:
     from moe_plugin.hosts.megatron.compat.optimizer import parts
 
-    loop = train.Loop(args, made, None, None, None, None)
+    loop = train.Loop(args, made, None, None, None)
 
     def step(number: int) -> float:
         loss_2, _ = loop.step([iter([source(number)])], args.lr)
