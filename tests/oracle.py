@@ -155,7 +155,7 @@ def round_fp8(x: Tensor) -> Tensor:
 
 
 class RoundedProduct(torch.autograd.Function):
-    """x [I] @ w [I, O], rounded as docs/kernels.md says: each operand, but those of w's gradient.
+    """x [I] @ w [I, O], rounded as docs/precision.md says: each operand, but those of w's gradient.
     """
 
     @staticmethod

@@ -41,7 +41,7 @@ class CommConfig(SettingsSection):
     wire: str = option(
         "none",
         "dtype of rows between ranks, where it is smaller than theirs: bf16, fp16 or fp8 (error "
-        "bounds: docs/all_to_all.md)",
+        "bounds: docs/precision.md)",
         choices=("none", "bf16", "fp16", "fp8"), flag="wire")
     watchdog_s: float = option(
         0.0,

@@ -29,7 +29,7 @@ MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(di
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
 EVERY = 20  # of so many cells one runs with the fast tests
 LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-# of the norm, as docs/kernels.md says: to the reference, and to one that rounds as the layer does
+# of the norm, as docs/precision.md says: to the reference, and to one that rounds as the layer does
 FP8_OFF, FP8_OFF_ROUNDED = 0.25, 0.1
 
 
