@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.collectives import NATIVE, Collectives
-from moe_plugin.comm.group import CommError, Group
+from moe_plugin.comm.group import CommError, RankGroup
 from moe_plugin.comm.keys import key_of
 
 __all__ = ["Comm", "CommError", "Messages", "piece_lengths"]
 Messages = Sequence[tuple[int, Tensor]]
 
 
-class Comm(Group):
+class Comm(RankGroup):
     """A group of ranks and its collectives.
 
     Attributes:

@@ -15,19 +15,13 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, ring
-from moe_plugin.comm.topology import Topology
 
 # for each rank and each node, int64 indices of the rows of that rank which that node wants
 Wanted = Sequence[Sequence[Tensor]]
 
 
-def two_steps(topology: Topology | None) -> bool:
-    """Whether a topology has several equal nodes of several ranks; None: it is not known."""
-    return topology is not None and topology.uniform_nodes and topology.why_flat() is None
-
-
 def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """All ranks' `x` along dimension 0: [n, ...] to [size * n, ...]; see `two_steps`.
+    """All ranks' `x` along dimension 0: [n, ...] to [size * n, ...]; see `Topology.two_steps`.
 
     wanted: the rows that each node gets, equal on all ranks; others are zeros. None: all rows.
     """
@@ -46,7 +40,8 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
 
 
 def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """This rank's part of the sum over ranks: [size * n, ...] to [n, ...]; see `two_steps`.
+    """This rank's part of the sum over ranks: [size * n, ...] to [n, ...]; see
+    `Topology.two_steps`.
 
     Parts are summed inside each node first, in the order of its ranks, then in the order of nodes.
     wanted: the rows of each rank to which each node adds, see `gather_by_nodes`; None: all.

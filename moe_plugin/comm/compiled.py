@@ -63,7 +63,7 @@ all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
 
 
 # collectives by name: what runs, and the number of rows that come out of n rows on W ranks
-_COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, int], int]]] = {
+COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, int], int]]] = {
     "all_to_all": (lambda comm, x: comm.all_to_all(x), lambda n, size: n),
     "all_gather": (lambda comm, x: comm.collectives.all_gather(comm, x),
                    lambda n, size: n * size),
@@ -87,14 +87,14 @@ def collective(x: Tensor, comm: str, size: int, name: str, backward: str) -> Ten
             `all_max` or `own_part`.
         backward: one of them; `identity`: the gradient itself; `none`: there is no gradient.
     """
-    return _COLLECTIVES[name][0](owner_of(comm), x.contiguous())
+    return COLLECTIVES[name][0](owner_of(comm), x.contiguous())
 
 
 @collective.register_fake
 def _(x: Tensor, comm: str, size: int, name: str, backward: str) -> Tensor:
     if x.dim() == 0:
         return torch.empty_like(x)
-    return x.new_empty((_COLLECTIVES[name][1](x.shape[0], size), *x.shape[1:]))
+    return x.new_empty((COLLECTIVES[name][1](x.shape[0], size), *x.shape[1:]))
 
 
 def _keep_names(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

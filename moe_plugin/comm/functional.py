@@ -7,14 +7,14 @@ that either all ranks run the backward collective or none does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.compiled import collective
+from moe_plugin.comm.compiled import COLLECTIVES, collective
 from moe_plugin.comm.exchange import Exchange
 
 
@@ -50,34 +50,26 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
     return _AllToAll.apply(x, anchor, comm, algorithm, send, recv)
 
 
-# by name, so that a compiler sees plain values
-_OPERATIONS: dict[str, Callable[[Comm, Tensor], Tensor]] = {
-    "all_gather": lambda comm, x: comm.collectives.all_gather(comm, x.contiguous()),
-    "reduce_scatter": lambda comm, x: comm.collectives.reduce_scatter(comm, x.contiguous()),
-    "all_reduce": lambda comm, x: comm.collectives.all_reduce(comm, x.contiguous()),
-    "own_part": lambda comm, x: x.chunk(comm.size)[comm.rank].clone(),
-    "identity": lambda comm, x: x,
-}
-
-
 class _Pair(torch.autograd.Function):
-    """One operation of `_OPERATIONS` forward, another one backward."""
+    """One operation forward, another one backward, see `with_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
         ctx.comm, ctx.backward_name = comm, backward
-        return _OPERATIONS[forward](comm, x)
+        return COLLECTIVES[forward][0](comm, x.contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _OPERATIONS[ctx.backward_name](ctx.comm, grad), None, None, None
+        if ctx.backward_name != "identity":
+            grad = COLLECTIVES[ctx.backward_name][0](ctx.comm, grad.contiguous())
+        return grad, None, None, None
 
 
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
     """Run one collective whose gradient is another one; `x` itself in a group of one.
 
     x: [n, ...]. forward, backward: `all_gather`, `reduce_scatter`, `all_reduce`, `own_part` (this
-    rank's 1/size along dimension 0) or `identity`.
+    rank's 1/size along dimension 0); backward also `identity`.
     """
     if comm.size == 1:
         return x

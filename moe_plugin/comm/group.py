@@ -1,4 +1,4 @@
-"""`Group`: which ranks there are and on which nodes, and how their errors read."""
+"""`RankGroup`: which ranks there are and on which nodes, and how their errors read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CommError(RuntimeError):
     """A collective failed or cannot run. The message names rank, collective and sizes."""
 
 
-class Group(ABC):
+class RankGroup(ABC):
     """A group of `size` ranks, of which this process (or thread) is `rank`.
 
     Args:

@@ -86,6 +86,11 @@ class Topology:
         return len({len(node) for node in self.nodes}) == 1
 
     @cached_property
+    def two_steps(self) -> bool:
+        """Whether collectives in two steps can be faster: several equal nodes of several ranks."""
+        return self.uniform_nodes and self.why_flat() is None
+
+    @cached_property
     def node_major(self) -> bool:
         """Whether rank order is node order."""
         return [rank for node in self.nodes for rank in node] == list(range(self.size))

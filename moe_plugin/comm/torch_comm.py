@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
-from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, two_steps
+from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.compiled import collective
 from moe_plugin.comm.keys import key_of
@@ -125,7 +125,8 @@ class TorchComm(Comm):
     @property
     def by_nodes(self) -> bool:
         """See `Comm`: on gloo, over equal nodes of several ranks."""
-        return self.receive_first and two_steps(self.state.topology)
+        topology = self.state.topology
+        return self.receive_first and topology is not None and topology.two_steps
 
     def prepare(self, topology: Topology | None = None) -> Topology:
         """See `Comm`. On NCCL all ranks meet in one collective, which makes the communicator: the

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +12,6 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
 from moe_plugin.comm.forest import Forest
 from moe_plugin.config import CommConfig
-from moe_plugin.machine import wait_for_device
 from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster, load_cluster
 from moe_plugin.planner.collectives import RankGroup, all_gather_s, all_reduce_s, reduce_scatter_s
@@ -26,11 +21,8 @@ from moe_plugin.planner.forest.source import find_network
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
 from moe_plugin.tuning.engine import Tuner, TunerSettings
 from moe_plugin.tuning.exchange import log_once
-from moe_plugin.tuning.exchange_tuner import bucket_of
+from moe_plugin.tuning.trials import RULES, bucket_of, trial
 
-log = logging.getLogger(__name__)
-RULES = TunerSettings(tries=None, warm_up=1, samples=6, statistic=statistics.median, ordered=True,
-                      allowance=math.inf)
 LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
 GAIN = 0.97  # predicted seconds of forest over native, below which it is taken
 
@@ -233,23 +225,11 @@ class AutoCollectives(Collectives):
         chosen = self.chosen(comm, kind, size)
         if chosen is not None:
             return getattr(chosen, kind)(comm, x)
-        return self._trial(comm, kind, x, (kind, bucket_of(size)))
-
-    def _trial(self, comm: Comm, kind: str, x: Tensor, bucket: tuple[str, int]) -> Tensor:
-        tuner = Choices.of(comm).tuner
         self.forest.trees(comm)  # planned outside of what is measured
-        comm.agree_max([0.0])  # all begin together
-        wait_for_device(x.device)
-        begun = time.perf_counter()
-        name = tuner.choose(bucket)
-        out = getattr(self._named(name), kind)(comm, x)
-        wait_for_device(out.device)
-        tuner.record(bucket, name, time.perf_counter() - begun, comm.agree_max)
-        for decision in tuner.pop_decisions():
-            if decision.event == "settle" and comm.rank == 0:
-                log.info("collectives auto over %s: %s for %s of about %d bytes (slowest rank, %s)",
-                         comm.name, decision.choice, kind, 2 ** bucket[1], decision.why)
-        return out
+        bucket = kind, bucket_of(size)
+        return trial(Choices.of(comm).tuner, bucket, comm, x,
+                     lambda name: getattr(self._named(name), kind)(comm, x),
+                     f"collectives auto over {comm.name}, {kind} of about {2 ** bucket[1]} bytes")
 
 
 @dataclass

@@ -47,8 +47,10 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
         return ComputeChoice(_compiled(x, counts), "under torch.compile")
     if parameters.keep is not None and isinstance(counts, DeviceCounts):
         return ComputeChoice("kernels", "of those whose rows go to pages, it keeps the fewest")
+    usable = _usable(x, parameters, counts)
+    if len(usable) == 1:
+        return ComputeChoice(*usable, "by rule the only candidate")
     load = load_of(x, rows, parameters)
-    usable = _usable(x, parameters, counts, load.dtype)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
     if why is None and torch.are_deterministic_algorithms_enabled():
@@ -65,9 +67,8 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
     """The load of a call."""
     planned = isinstance(rows, RowPlan)
     counts = rows.counts if planned else rows
-    dtype = torch.get_autocast_dtype(x.device.type) if _autocast(x) else x.dtype
     experts, width, inner = p.w_in_LDF.shape
-    return ComputeLoad(x.device.type, dtype, experts, width, inner, p.w_gate_LDF is not None,
+    return ComputeLoad(x.device.type, _dtype(x), experts, width, inner, p.w_gate_LDF is not None,
                 counts.total, counts.even, planned, rows.position_TK.shape[1] if planned else 1)
 
 
@@ -131,11 +132,11 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
     return "batched" if counts.even else "loop"
 
 
-def _usable(x: Tensor, p: FFNParameters, counts: RowCounts, dtype: torch.dtype) -> set[str]:
+def _usable(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
     """Strategies that compute such rows on this device themselves, without a fallback, and do not
-    make the host wait for lengths that the device alone knows. dtype: of the products.
+    make the host wait for lengths that the device alone knows.
     """
-    if x.device.type == "cpu" and in_float32(dtype):
+    if x.device.type == "cpu" and in_float32(_dtype(x)):
         return {"fused"}  # the others take up to a hundred times as long
     on_device = isinstance(counts, DeviceCounts) and x.device.type != "cpu"
     names = {"fused", "batched", "loop"} if x.device.type == "cpu" else {"loop"}
@@ -165,8 +166,11 @@ def _may_measure(device: torch.device) -> bool:
         device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def _autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of the products."""
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
 def _key(load: ComputeLoad, names: list[str], device: torch.device) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,15 +11,12 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.tuning.default_hardware import Calibration
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.engine import Tuner
+from moe_plugin.tuning.trials import RULES, bucket_of, trial
 
 log = logging.getLogger(__name__)
-# the median: the minimum favours an algorithm whose times scatter
-RULES = TunerSettings(tries=None, warm_up=1, samples=6, statistic=statistics.median, ordered=True,
-                      allowance=math.inf)
 AGREE_EVERY = 64
 
 
@@ -76,11 +70,6 @@ class ExchangeTuner:
                    key=lambda name: predict(shape, name, size).seconds)
 
 
-def bucket_of(size: float) -> int:
-    """The logarithm of a size in bytes, rounded up."""
-    return max(int(size) - 1, 0).bit_length()
-
-
 class AutoAllToAll(Exchange):
     """The fastest registered algorithm for each size: by the cluster file where one is set, else
     measured in the first calls.
@@ -117,19 +106,9 @@ class _Trial(Exchange):
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        # all begin together: else the end of the last exchange is charged to this one
-        comm.agree_max([0.0])
-        wait_for_device(x.device)
-        start = time.perf_counter()
-        name = self.tuner.choose(self.bucket)
-        out = algorithms.get(name)(comm, x, send, recv)
-        wait_for_device(out.device)
-        self.tuner.record(self.bucket, name, time.perf_counter() - start, comm.agree_max)
-        for d in self.tuner.pop_decisions():
-            if d.event == "settle" and comm.rank == 0:
-                log.info("all-to-all auto: %s for about %d bytes per rank (slowest rank, %s)",
-                         d.choice, x.numel() * x.element_size(), d.why)
-        return out
+        return trial(self.tuner, self.bucket, comm, x,
+                     lambda name: algorithms.get(name)(comm, x, send, recv),
+                     f"all-to-all auto for about {x.numel() * x.element_size()} bytes per rank")
 
 
 auto = algorithms.register("auto")(AutoAllToAll())

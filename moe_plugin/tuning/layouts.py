@@ -63,6 +63,7 @@ class LayerLayout:
         first_shard: the first shard that this rank has after gathering.
         stash: pages for what backward needs; None: autograd keeps it.
         label: see `LayoutChoice`.
+        plain: experts compute what arrives as they are configured, with what they store.
     """
 
     choice: LayoutChoice
@@ -74,9 +75,12 @@ class LayerLayout:
     first_shard: int = 0
     stash: PagedStash | None = None
     label: str = dataclasses.field(init=False)
+    plain: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
+        object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
+                           and self.dispatcher.overlap.pieces == 1)
 
     @property
     def compiles(self) -> bool:
@@ -116,11 +120,12 @@ class LayerLayout:
         anchor = self.experts.anchor
         if experts is not self.experts:
             anchor = self._anchor_of(experts)
+        if self.plain:
+            return self.dispatcher.dispatch(x_TD, plan, anchor)
         parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
         sent = self.dispatcher.dispatch(x_TD, plan, anchor)
-        if parameters is not None or strategy is not None:
-            arriving = sent.arriving
-            sent.arriving = (_computed_with(work, parameters, strategy) for work in arriving)
+        arriving = sent.arriving
+        sent.arriving = (_computed_with(work, parameters, strategy) for work in arriving)
         return sent
 
     def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
