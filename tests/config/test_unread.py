@@ -47,9 +47,10 @@ def replaced(**settings: Any) -> list[str]:
 
 @pytest.mark.parametrize("build", [layer, block, replaced])
 @pytest.mark.parametrize("settings, words", [
-    ({"votes": 3}, "guard.votes=3 .* must be 0; .*plain.vote.VotedGradients"),
+    ({"votes": 3}, "guard.votes=3 .* must be 0; .*resilience.vote.VotedGradients"),
     ({"guard": {"twins": 5}}, "guard.twins=5 .*TwinCheck"),
-    ({"activations": "swap"}, "offload.activations='swap' .* must be keep; .*offload.auto.manage"),
+    ({"activations": "swap"},
+     "offload.activations='swap' .* must be keep; .*memory.activations.auto.manage"),
     ({"stats_jsonl": "stats.jsonl"}, "observe.jsonl='stats.jsonl' .*StatsRecorder"),
     ({"weights_on": "host"}, "offload.weights='host' .*streamed_trainer"),
     ({"pipeline": "terapipe"}, "pipeline.schedule='terapipe' .* must be 1f1b; .* use Megatron"),
