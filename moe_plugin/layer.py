@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.counters import TrafficMeter
-from moe_plugin.config import MoEConfig, unread
-from moe_plugin.config.named import layer_config, refuse_timeout
+from moe_plugin.config import MoEConfig
+from moe_plugin.config.named import layer_config, refuse_beside, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual
 from moe_plugin.experts.ddp_check import DDPCheck
@@ -69,12 +69,11 @@ class MoELayer(LayerState):
         experts = experts if callable(experts) else None
         self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
         self.given, self.has_own_router = config, router is not None
-        if not host.acts_on_model:
-            unread.check(config, self.comm.rank == 0, router=router is not None,
-                         experts=experts is not None)
+        refuse_beside(config, router=router is not None, experts=experts is not None)
         where = {"dtype": dtype, "device": device}
         config, place, sharing = place_experts(config, self.comm, router, experts,
-                                               training=host.training, **where)
+                                               training=host.training, agreed=host.agreed,
+                                               **where)
         self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
         self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)

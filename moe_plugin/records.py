@@ -9,8 +9,8 @@ shards of one expert (W / E where E < W).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,8 +78,8 @@ class HostContext:
         own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
             the largest number of any rank that holds the experts.
         training: the layer may be trained; False: it warns of nothing that only training needs.
-        acts_on_model: the host acts on settings of the whole model (`guard`, `offload`,
-            `pipeline`), or refuses them; False: the layer warns of them.
+        agreed: what else all ranks of the layer must have alike, by name, such as settings of the
+            run.
     """
 
     layer_number: int | None = None
@@ -92,7 +92,7 @@ class HostContext:
     adds_to_main_grad: bool = False
     own_capacity: bool = False
     training: bool = True
-    acts_on_model: bool = False
+    agreed: Mapping[str, Any] = field(default_factory=dict)
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
         """What routers see where the ranks `sharing` split tokens: losses are parts of one loss."""

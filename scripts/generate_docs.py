@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from moe_plugin.cli.doctor.registries import import_everything
-from moe_plugin.config import MoEConfig, to_dict
+from moe_plugin.config import MoEConfig, RunConfig, to_dict
 from moe_plugin.config.flags import FlagSpec, flag_specs
 from moe_plugin.config.options import aliases
 from moe_plugin.registry import KINDS
@@ -37,9 +37,10 @@ def flags_page() -> str:
     return "\n".join([
         NOTE, "", "# Flags", "",
         _prose(
-            "Every setting of the layer is a flag of the same name in both hosts. A setting's link "
-            "leads to its meaning and its bounds. Flags override the YAML file of `--moe-config`, "
-            "and the file overrides the defaults. `none` means \"not set\"."),
+            "Every setting, of a layer or of a run, is a flag of the same name in both hosts. A "
+            "setting's link leads to its meaning and its bounds. Flags override the YAML file of "
+            "`--moe-config`, and the file overrides the defaults; what nothing reads beside the "
+            "flags is left out of the file, and the log says so. `none` means \"not set\"."),
         "", "```text",
         "--moe-config settings.yaml --moe-top-k 1          # k = 1, whatever the file says",
         "--moe-losses gshard=0.01,z=0.001                  # names and weights",
@@ -78,7 +79,7 @@ def _anchor(path: str) -> str:
 def _default_of(spec: FlagSpec) -> str:
     """As the flag takes it."""
     path = aliases(MoEConfig).get(spec.path, spec.path)
-    value: Any = functools.reduce(dict.__getitem__, path.split("."), to_dict(MoEConfig()))
+    value: Any = functools.reduce(dict.__getitem__, path.split("."), _defaults())
     if isinstance(value, dict):
         return "`" + ",".join(f"{name}={weight}" for name, weight in value.items()) + "`"
     return "`none`" if value is None else f"`{_default(value)}`"
@@ -98,11 +99,14 @@ def config_page() -> str:
     return "\n".join([
         NOTE, "", "# Settings (YAML)", "",
         _prose(
-            "The whole tree with its defaults. A file contains what differs from them. Unknown "
-            "keys, wrong types, impossible combinations and settings that nothing would read are "
-            "refused; the error names the value, the bound and the remedy. Give a file to a host "
-            "with `--moe-config FILE`, or read it with `moe_plugin.config.from_yaml`. Under Hydra "
-            "the group `moe` has the same settings (`configs/moe/`)."),
+            "All settings with their defaults: those of a layer (`MoEConfig`), then those of a run "
+            "(`RunConfig`: " + ", ".join(f"`{name}`" for name in _sections(RunConfig)) + "), which "
+            "hosts read. A file contains what differs from them. Unknown keys, wrong types, "
+            "impossible combinations and settings that nothing would read are refused; the error "
+            "names the value, the bound and the remedy. Give a file to a host with `--moe-config "
+            "FILE`. In Python `moe_plugin.config.from_yaml` reads a layer's settings, "
+            "`both_from_yaml` those of a run, too. Under Hydra the group `moe` has the same "
+            "settings (`configs/moe/`)."),
         "", "```yaml",
         _yaml(), "```", "", *_table(MoEConfig, ""), "## Sections", "",
         "| section | about | page |", "|---|---|---|", *(
@@ -122,13 +126,18 @@ def section_page(name: str) -> str:
 
 
 def _yaml() -> str:
-    return yaml.safe_dump(to_dict(MoEConfig()), sort_keys=False).strip()
+    return yaml.safe_dump(_defaults(), sort_keys=False).strip()
 
 
-def _sections() -> dict[str, type]:
-    """The sections of the tree, by name."""
-    hints = typing.get_type_hints(MoEConfig)
-    return {f.name: hints[f.name] for f in dataclasses.fields(MoEConfig)
+def _defaults() -> dict[str, Any]:
+    """Of both trees."""
+    return {**to_dict(MoEConfig()), **to_dict(RunConfig())}
+
+
+def _sections(*trees: type) -> dict[str, type]:
+    """The sections of these trees, by name; none: of both."""
+    return {f.name: hints[f.name] for tree in trees or (MoEConfig, RunConfig)
+            for hints in [typing.get_type_hints(tree)] for f in dataclasses.fields(tree)
             if dataclasses.is_dataclass(hints[f.name])}
 
 
@@ -205,7 +214,7 @@ def _linked(text: str) -> str:
 SECTION_PAGES = {
     "config_routing.md": ("routing", ("router", "dispatch")),
     "config_experts.md": ("experts", ("experts",)),
-    "config_ranks.md": ("ranks", ("comm", "parallel")),
+    "config_ranks.md": ("ranks", ("comm", "parallel", "tuner")),
     "config_runs.md": ("runs", ("observe", "guard", "offload", "pipeline")),
 }
 PAGES: dict[str, Callable[[], str]] = {

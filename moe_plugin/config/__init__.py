@@ -1,4 +1,5 @@
-"""The settings tree: one file per section, flags generated from it, YAML files, users' own modules.
+"""Settings in two trees, of a layer and of a run: one file per section, flags generated from them,
+YAML files, users' own modules.
 """
 
 from moe_plugin.config.comm import CommConfig
@@ -10,19 +11,27 @@ from moe_plugin.config.offload import OffloadConfig
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.config.pipeline import PipelineConfig
 from moe_plugin.config.router import RouterConfig
+from moe_plugin.config.run import RunConfig
 from moe_plugin.config.tree import (
     MoEConfig,
+    both_from_yaml,
     flatten,
     from_dict,
     from_yaml,
+    of_layer,
+    of_run,
     register_hydra,
+    run_config,
+    run_from_dict,
     settings_from_yaml,
     to_dict,
     with_overrides,
 )
+from moe_plugin.config.tuner import TunerConfig
 
 __all__ = [
     "CommConfig", "DispatchConfig", "ExpertsConfig", "GuardConfig", "MoEConfig", "ObserveConfig",
-    "OffloadConfig", "ParallelConfig", "PipelineConfig", "RouterConfig", "flatten", "from_dict",
-    "from_yaml", "register_hydra", "settings_from_yaml", "to_dict", "with_overrides",
+    "OffloadConfig", "ParallelConfig", "PipelineConfig", "RouterConfig", "RunConfig", "TunerConfig",
+    "both_from_yaml", "flatten", "from_dict", "from_yaml", "of_layer", "of_run", "register_hydra",
+    "run_config", "run_from_dict", "settings_from_yaml", "to_dict", "with_overrides",
 ]

@@ -1,4 +1,4 @@
-"""Host flags generated from the config tree: every leaf that names a `flag` becomes `--moe-<flag>`.
+"""Host flags generated from the trees: every leaf that names a `flag` becomes `--moe-<flag>`.
 
 A flag that is not given stays `None`: then the YAML file of `--moe-config` decides, then the
 default.
@@ -19,7 +19,9 @@ from typing import Any
 
 from moe_plugin.config import (
     MoEConfig,
-    from_dict,
+    RunConfig,
+    of_layer,
+    run_config,
     settings_from_yaml,
     with_overrides,
 )
@@ -30,6 +32,7 @@ from moe_plugin.config.options import (
     hints_of,
     is_section,
 )
+from moe_plugin.config.tree import unread
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
@@ -93,17 +96,18 @@ def flag_specs() -> list[FlagSpec]:
     return [CONFIG_FLAG, TRUST_FLAG, *setting_specs()]
 
 
-def setting_specs() -> list[FlagSpec]:
-    """The flags that stand for a setting."""
-    return list(_walk(MoEConfig, ""))
+@functools.cache
+def setting_specs() -> tuple[FlagSpec, ...]:
+    """The flags that stand for a setting, of a layer and of a run."""
+    return *_walk(MoEConfig, ""), *_walk(RunConfig, "")
 
 
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in the file of `--moe-config` that flags leave in force, as dotted paths; {}
     without one.
 
-    `--moe-capacity-factor none` drops no token: what the file says of capacity is left out, and
-    the log says so once.
+    What nothing reads any more where the flags are given is left out, and the log says so once.
+    `--moe-capacity-factor none` drops no token: then nothing reads what the file says of capacity.
 
     Args:
         values: parsed flags by `dest`.
@@ -115,14 +119,24 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found = settings_from_yaml(path, trust_imports=_trusted(values))
     given = settings_from_flags(values)
-    if given.get("dispatch.capacity_factor", 0) is not None:
-        return found
-    apart = {name: value for name, value in found.items() if name not in given and (
-        name in _OF_CAPACITY or (name, value) == ("dispatch.name", "padded"))}
+    apart = {name: value for name, value in found.items() if name not in given
+             and name in _made_unread(found, given)}
     if apart:
-        _say_once(f"--moe-capacity-factor none: left out of {short(str(path))}: " + ", ".join(
-            f"{name}={short(value)}" for name, value in apart.items()))
+        _say_once(f"left out of {short(str(path))}, because nothing reads it beside the flags: "
+                  + ", ".join(f"{name}={short(value)}" for name, value in apart.items()))
     return {name: value for name, value in found.items() if name not in apart}
+
+
+def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """The settings of a file, `found`, that are read in the file alone, and not beside `given`."""
+    made = set()
+    if given.get("dispatch.capacity_factor", 0) is None:
+        made = {name for name, value in found.items()
+                if name in _OF_CAPACITY or (name, value) == ("dispatch.name", "padded")}
+    try:
+        return made | (unread({**found, **given}) - unread(found))
+    except ValueError:  # the settings themselves are refused later
+        return made
 
 
 @functools.cache
@@ -211,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozen
 
 def config_from_flags(values: Mapping[str, Any],
                       base: Mapping[str, Any] | None = None) -> MoEConfig:
-    """Settings from defaults, file, host and flags, each above the one before.
+    """A layer's settings from defaults, file, host and flags, each above the one before.
 
     The file is that of `moe_config`; the host's are `base`.
 
@@ -221,8 +235,15 @@ def config_from_flags(values: Mapping[str, Any],
     Raises:
         ValueError: naming the flag or path, its value, the bound and the remedy.
     """
-    return with_overrides(from_dict({}), {**file_settings(values), **(base or {}),
-                                          **settings_from_flags(values)})
+    return with_overrides(MoEConfig(), of_layer({**file_settings(values), **(base or {}),
+                                                 **settings_from_flags(values)}))
+
+
+def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
+    """A run's settings from defaults, file and flags; arguments and errors as of
+    `config_from_flags`.
+    """
+    return run_config({**file_settings(values), **settings_from_flags(values)})
 
 
 def settings_from_flags(values: Mapping[str, Any],

@@ -4,6 +4,7 @@ remedy.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar, cast
 
 from moe_plugin.messages import alike, did_you_mean, short
 
@@ -46,31 +47,28 @@ def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
-_READ_CHECKED: ContextVar[bool] = ContextVar("whether unread settings are errors", default=True)
+_UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads", default=None)
 
 
 @contextmanager
-def unread_allowed() -> Iterator[None]:
-    """Settings that nothing reads are not errors meanwhile (`SettingsSection.read_where`): those of
-    a file whose flags are still to come, or of a run that is over.
+def unread_allowed() -> Iterator[set[str]]:
+    """Settings that nothing reads are not errors inside (`SettingsSection.read_where`): those of a
+    file whose flags are still to come, or of a run that is over.
+
+    Yields: the paths of those that were met.
     """
-    token = _READ_CHECKED.set(False)
+    token = _UNREAD.set(met := set[str]())
     try:
-        yield
+        yield met
     finally:
-        _READ_CHECKED.reset(token)
-
-
-def unread_is_refused() -> bool:
-    """Whether settings that nothing reads are errors here; see `unread_allowed`."""
-    return _READ_CHECKED.get()
+        _UNREAD.reset(token)
 
 
 @dataclass
 class SettingsSection:
     """Base of all sections of the tree, which are dataclasses.
 
-    Building one checks types, choices and bounds, in this order.
+    Building one checks types, choices and bounds, in this order; sections inside it did it before.
 
     Attributes:
         PATH: where the section is in the tree, with a trailing dot.
@@ -81,7 +79,7 @@ class SettingsSection:
     SHORTHAND: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        _check_types(self, self.PATH)
+        _check_types(self)
         self.check_bounds()
 
     def check_bounds(self) -> None:
@@ -98,12 +96,21 @@ class SettingsSection:
 
         where: when nothing reads them, e.g. "where guard.votes=0". names: none: all leaves.
         """
-        for f in dataclasses.fields(self) if unread_is_refused() else ():
-            given = not ok and getattr(self, f.name) != f.default
-            if given and (not names or f.name in names):
+        if ok:
+            return
+        for f in dataclasses.fields(self):
+            if getattr(self, f.name) != f.default and (not names or f.name in names):
                 default = "none" if f.default is None else f.default
-                self.require(f.name, False, f"{default} {where}, which does not read it",
-                             f"leave it out, or {remedy}")
+                self.unread(f.name, f"{default} {where}, which does not read it",
+                            f"leave it out, or {remedy}")
+
+    def unread(self, name: str, bound: str, remedy: str) -> None:
+        """`require` of a leaf that nothing reads; inside `unread_allowed` it is noted there."""
+        met = _UNREAD.get()
+        if met is None:
+            self.require(name, False, bound, remedy)
+        else:
+            met.add(self.PATH + name)
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
         """`require` that the number `name` is in these bounds. `most` is beyond any use: it keeps
@@ -113,6 +120,18 @@ class SettingsSection:
         if value is not None:
             self.require(name, least <= value, f">= {least}", remedy)
             self.require(name, value <= most, f"<= {most:.15g}", remedy)
+
+
+_Changed = TypeVar("_Changed", bound=SettingsSection)
+
+
+def resolved(section: _Changed, **values: Any) -> _Changed:
+    """A copy with values that this package chose for settings left open, of which nothing is
+    checked: what was given may be read no more.
+    """
+    made = copy.copy(section)
+    vars(made).update(values)
+    return made
 
 
 class _Leaf(NamedTuple):
@@ -143,8 +162,8 @@ def _leaves(cls: type) -> tuple[_Leaf, ...]:
     return tuple(found)
 
 
-def _check_types(section: SettingsSection, prefix: str) -> None:
-    cls: type = type(section)
+def _check_types(section: SettingsSection) -> None:
+    prefix, cls = section.PATH, cast(type, type(section))
     for name, hint, nested, plain, numbers, choices in _leaves(cls):
         value = getattr(section, name)
         kind = type(value)
@@ -152,7 +171,6 @@ def _check_types(section: SettingsSection, prefix: str) -> None:
             if not isinstance(value, hint):
                 raise ValueError(f"{prefix}{name}={short(value)} is a {kind.__name__}; must be "
                                  f"{hint.__name__}(...)")
-            _check_types(value, f"{prefix}{name}.")
         elif not (kind in plain or (kind in numbers and -LARGEST <= value <= LARGEST)):
             _convert(hint, value, prefix + name)
         if choices and value is not None and value not in choices:
@@ -160,9 +178,16 @@ def _check_types(section: SettingsSection, prefix: str) -> None:
                   "choose one of these")
 
 
-def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
+          root: type | None = None) -> Any:
     """A section from plain nested values.
 
+    Args:
+        cls: its class.
+        values: by name.
+        prefix: its path, with a trailing dot.
+        base: a section whose values those leaves have that `values` does not name; None: defaults.
+        root: the tree in which errors look for what may be meant; None: this section.
     Raises:
         ValueError: unknown keys, a setting under two names, wrong types and bad values; it names
             the path `prefix` + key.
@@ -171,13 +196,15 @@ def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     values = canonical(values, aliases(cls), prefix)
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
-        near = [*_below(cls, unknown[0], prefix),
+        near = [*_below(cls, unknown[0], prefix), *_below(root or cls, unknown[0], ""),
                 *(prefix + name for name in alike(unknown[0], fields))]
+        near = list(dict.fromkeys(near))
         raise ValueError(f"unknown key {short(prefix + unknown[0])}; {did_you_mean(near[:3])}known "
                          f"keys here: {', '.join(sorted(fields))}")
     hints = hints_of(cls)
-    built = {name: _convert(hints[name], value, prefix + name) for name, value in values.items()}
-    return cls(**built)
+    built = {name: _convert(hints[name], value, prefix + name, getattr(base, name, None),
+                            root or cls) for name, value in values.items()}
+    return cls(**built) if base is None else dataclasses.replace(base, **built)
 
 
 def _below(cls: type, name: str, prefix: str) -> list[str]:
@@ -188,9 +215,10 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
                          _below(hint, name, f"{prefix}{section}."))]
 
 
-def aliases(cls: type, prefix: str = "") -> dict[str, str]:
+def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
     """Second names in a section and below: dotted path to dotted path."""
-    found, hints = {}, hints_of(cls)
+    found: dict[str, str] = {}
+    hints = hints_of(cls)
     for f in dataclasses.fields(cls):
         if is_section(hints[f.name]):
             found.update(aliases(hints[f.name], f"{prefix}{f.name}."))
@@ -234,14 +262,14 @@ def _hints_of(cls: type) -> Mapping[str, Any]:
                              if typing.get_origin(hint) is not ClassVar})
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | None = None) -> Any:
     if is_section(hint):
         if isinstance(value, str) and hint.SHORTHAND:
             value = {hint.SHORTHAND: value}
         if not isinstance(value, Mapping):
             keys = ", ".join(hints_of(hint))
             raise ValueError(f"{path}={short(value)} must be a mapping with keys {keys}")
-        return build(hint, value, path + ".")
+        return build(hint, value, path + ".", base, root)
     if typing.get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ValueError(

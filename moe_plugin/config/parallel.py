@@ -1,4 +1,4 @@
-"""Settings of layouts and of the tuner."""
+"""Settings of layouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, SettingsSection, option
 
 CUTS = ("rows", "experts", "peers")
-MOST_PIECES, MOST_TRIALS, MOST_STEPS = 4096, 10_000, 10**9  # beyond any use
+MOST_PIECES, MOST_STEPS = 4096, 10**9  # beyond any use
 MEASURED = "measured"
 LEAST_SPEED = 1e-6
 
@@ -90,26 +90,14 @@ class ParallelConfig(SettingsSection):
         "the order of ranks; slower ranks get fewer of the rows that move; measured: with spill "
         "standing, moving averages of what ranks take; none: all alike",
         flag="speeds")
-    max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
-                        flag="overlap-max")
-    tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
-                        flag="parallel-tries")
-    samples: int = option(2, "auto: timed calls per layout", flag="parallel-samples")
-    drift: float = option(
-        0.3, "auto: relative change of a layer's time after which it is tuned again",
-        flag="parallel-drift")
-    bucket: float = option(1.5, "auto: loads within this factor of each other share a choice",
-                           flag="parallel-bucket")
-    device: str | None = option(
-        None, "auto: device file for the cost model (see configs/devices); none: default values",
-        flag="parallel-device")
 
     def check_bounds(self) -> None:
-        """Check degrees and the tuner's numbers."""
+        """Check degrees, and that the layout, as it is asked for, reads what is given with it. (A
+        layout that is left open may read less, once the group of ranks is known.)
+        """
         for name, least, most in (("d", 1, MOST_PIECES), ("d_backward", 0, MOST_PIECES),
-                                  ("max_d", 1, MOST_PIECES), ("tries", 1, MOST_TRIALS),
-                                  ("samples", 1, MOST_TRIALS), ("replicas", 1, MOST_RANKS),
-                                  ("guests", 1, MOST_EXPERTS), ("replan", 1, MOST_STEPS)):
+                                  ("replicas", 1, MOST_RANKS), ("guests", 1, MOST_EXPERTS),
+                                  ("replan", 1, MOST_STEPS)):
             self.within(name, least, most, f"use {max(1, least)}")
         self.within("r", 0, MOST_RANKS, "use none")
         self.within("shards", 1, MOST_RANKS, "use none")
@@ -120,25 +108,18 @@ class ParallelConfig(SettingsSection):
         self.require("speeds", self.speeds != MEASURED or self.spill == "standing",
                      "numbers where parallel.spill is not standing",
                      "set parallel.spill=standing, or give numbers")
-        self.require("drift", self.drift > 0, "> 0", "use 0.3")
-        self.require("bucket", self.bucket > 1, "> 1", "use 1.5")
-
-    def check_read(self) -> None:
-        """Check that the layout, as it is asked for, reads what is given with it. (What a group of
-        ranks makes of a layout that is left open may read less; `device` is also for layouts that
-        are named call by call.)
-        """
-        chosen = self.mode == "auto" or self.mode is None
-        where = f"where parallel.mode={self.mode}"
-        self.read_where(chosen, where, "use parallel.mode=auto", "max_d", "tries", "samples",
-                        "drift", "bucket")
-        lends = self.spill not in (None, "never") or (self.spill is None and chosen)
+        lends = self.spill not in (None, "never") or (self.spill is None and self.may_be_tuned)
         self.read_where(lends, f"where parallel.spill={self.spill or 'never'}",
                         "use parallel.spill=least_loaded", "guests", "speeds")
         self.read_where(self.replicas > 1, "where parallel.replicas=1", "use parallel.replicas=2",
                         "schedule")
         self.read_where(self.spill == "standing", f"where parallel.spill={self.spill or 'never'}",
                         "use parallel.spill=standing", "replan")
+
+    @property
+    def may_be_tuned(self) -> bool:
+        """Whether layouts are measured while training, as far as settings alone say it."""
+        return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
         """`speeds` as numbers; None: not given, or measured. `ValueError`: another number than

@@ -12,7 +12,6 @@ from moe_plugin.config.options import (
     MOST_WIDTH,
     SettingsSection,
     option,
-    unread_is_refused,
 )
 from moe_plugin.messages import short
 from moe_plugin.registry import KINDS
@@ -309,20 +308,20 @@ class RouterConfig(SettingsSection):
         self.read_where(self.normalize == "none" or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k", "normalize")
-        if unread_is_refused():
-            self._check_top_k(where)
+        self._check_top_k(where)
 
     def _check_top_k(self, where: str) -> None:
         fixed = sorted({FIXED_TOP_K[name] for name in self.names if name in FIXED_TOP_K})
         default = RouterConfig.top_k
         read = self.top_k in (default, *fixed) or self.may_be_read(
             built_in().keys() - {*FIXED_TOP_K, "dense_to_sparse"})
-        self.require("top_k", read,
-                     f"{' or '.join(map(str, fixed or [default]))} {where}, which does not read it",
-                     "leave it out, or use router.name=topk")
-        self.require("top_k", self.top_k > 1 or set(self.names) != {"noisy_topk"},
-                     f"> 1 {where}: a softmax over one choice is always 1, and the task would "
-                     "teach the router nothing", "use 2, or router.name=topk with router.noise")
+        if not read:
+            self.unread("top_k", f"{' or '.join(map(str, fixed or [default]))} {where}, which does "
+                        "not read it", "leave it out, or use router.name=topk")
+        if self.top_k == 1 and set(self.names) == {"noisy_topk"}:
+            self.unread("top_k", f"> 1 {where}: a softmax over one choice is always 1, and the "
+                        "task would teach the router nothing",
+                        "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
         """Whether one of the configured routers is one of these, or a user's own."""

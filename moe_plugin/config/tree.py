@@ -1,5 +1,8 @@
-"""The one tree of settings. Defaults live here and nowhere else; host flags are generated from it
-(`moe_plugin.config.flags`).
+"""The two trees of settings: `MoEConfig`, what a layer reads, and `RunConfig`, what a run reads.
+
+A setting is in the tree of what reads it, and can be given nowhere else. Names of sections differ,
+so that a file, dotted paths and flags hold settings of both. Defaults live here and nowhere else;
+host flags are generated from the trees (`moe_plugin.config.flags`).
 
 Each leaf field carries `help`, and may carry `choices` (a fixed set) or `flag` (the host flag's
 name after `--moe-`). Names that come from a registry (router, dispatcher, all-to-all, expert
@@ -13,15 +16,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_plugin import determinism
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
-from moe_plugin.config.guard import GuardConfig
-from moe_plugin.config.observe import ObserveConfig
-from moe_plugin.config.offload import OffloadConfig
 from moe_plugin.config.options import (
     MOST_EXPERTS,
     MOST_WIDTH,
@@ -36,10 +36,11 @@ from moe_plugin.config.options import (
     unread_allowed,
 )
 from moe_plugin.config.parallel import ParallelConfig
-from moe_plugin.config.pipeline import PipelineConfig
 from moe_plugin.config.router import RouterConfig
+from moe_plugin.config.run import RunConfig, reader_of
+from moe_plugin.config.tuner import TunerConfig
 from moe_plugin.config.user_modules import import_user_modules
-from moe_plugin.messages import short
+from moe_plugin.messages import cut, short
 from moe_plugin.yaml_file import read_yaml
 
 
@@ -75,10 +76,7 @@ class MoEConfig(SettingsSection):
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    observe: ObserveConfig = field(default_factory=ObserveConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    tuner: TunerConfig = field(default_factory=TunerConfig)
 
     def check_bounds(self) -> None:
         """Check sizes, and settings of several sections against each other."""
@@ -98,11 +96,11 @@ class MoEConfig(SettingsSection):
                      "numbers where deterministic=True",
                      "rows that go by measured time add up in another order from run to run: give "
                      "numbers, or none")
-        cuts = self.pipeline.cuts
-        self.require("offload.activations", not cuts or self.offload.activations == "keep",
-                     f"keep where pipeline.schedule={self.pipeline.schedule} cuts sequences",
-                     "use Megatron's --recompute-granularity with slices of sequences, or "
-                     "pipeline.schedule=1f1b")
+        # `device` is also for layouts that are predicted, or named call by call
+        self.tuner.read_where(self.parallel.may_be_tuned,
+                              f"where parallel.mode={self.parallel.mode}",
+                              "use parallel.mode=auto", "max_d", "tries", "samples", "drift",
+                              "bucket")
         self._check_links()
         for name in ("load_importance", "tutel_load_importance"):
             weight = self.losses.get(name, 0)
@@ -123,7 +121,6 @@ class MoEConfig(SettingsSection):
 
     def prepare(self) -> None:
         """Before a layer is built: import users' modules, and check what only a layer needs."""
-        self.parallel.check_read()
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -135,19 +132,62 @@ class MoEConfig(SettingsSection):
         return self.experts.hidden_dim or 4 * self.model_dim
 
 
+_Tree = TypeVar("_Tree", MoEConfig, RunConfig)
+
+
 def from_dict(values: Mapping[str, Any]) -> MoEConfig:
-    """Build and validate a config from plain nested values (YAML, Hydra, a checkpoint).
+    """Build and validate a layer's settings from plain nested values.
 
     Unknown keys, wrong types and bad values are a `ValueError` that names the key, what was
-    expected and the remedy.
+    expected and the remedy; a setting of a run, too.
     """
-    config: MoEConfig = build(MoEConfig, values, "")
-    return config
+    return _build(MoEConfig, values)
+
+
+def run_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """`from_dict` of a run's settings."""
+    return _build(RunConfig, values)
+
+
+def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = None) -> _Tree:
+    other = RunConfig if tree is MoEConfig else MoEConfig
+    for path, value in _part(other, values).items():
+        if isinstance(value, Mapping) and value:
+            name, value = next(iter(value.items()))
+            path = cut(f"{path}.{name}", 60)
+        given = f"{path}={short(value)} is a setting of a"
+        raise ValueError(
+            f"{given} run, which no layer reads: leave it out, or {reader_of(path)}"
+            if tree is MoEConfig else f"{given} layer, not of a run: give it in an MoEConfig")
+    built: _Tree = build(tree, values, "", base)
+    return built
+
+
+def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of nested values, or of dotted paths, that are in a tree."""
+    names = {f.name for f in dataclasses.fields(tree)}
+    return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
+
+
+def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run among nested values, or among dotted paths."""
+    return _part(RunConfig, values)
+
+
+def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All other settings, unknown ones included, whose error is that of a layer's settings."""
+    run = of_run(values)
+    return {path: value for path, value in values.items() if path not in run}
+
+
+def run_config(settings: Mapping[str, Any]) -> RunConfig:
+    """A run's settings from dotted paths; those of layers are left out."""
+    return with_overrides(RunConfig(), of_run(settings))
 
 
 def from_yaml(path: str, *, trust_imports: bool = False,
               model_dim: int | None = None) -> MoEConfig:
-    """Read a YAML file (see `configs/`) into a validated config.
+    """Read a layer's settings from a YAML file (see `configs/`), and validate them.
 
     Args:
         path: the file.
@@ -155,11 +195,20 @@ def from_yaml(path: str, *, trust_imports: bool = False,
         model_dim: in place of the file's; files that several models share have none.
     Raises:
         ValueError: the file is not a YAML mapping, names settings that do not exist or do not fit,
-            or has `imports` without `trust_imports`.
+            or of a run, or has `imports` without `trust_imports`.
     """
     values = _read(path, trust_imports)
     with _of_file(path):
         return from_dict(values if model_dim is None else {**values, "model_dim": model_dim})
+
+
+def both_from_yaml(path: str, *, trust_imports: bool = False,
+                   model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
+    """Read a file with settings of layers and of a run, as hosts do; see `from_yaml`."""
+    values = _read(path, trust_imports)
+    with _of_file(path):
+        own = {} if model_dim is None else {"model_dim": model_dim}
+        return from_dict({**of_layer(values), **own}), run_from_dict(of_run(values))
 
 
 @contextmanager
@@ -183,51 +232,84 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
 
 
 def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
-    """The settings that a YAML file names, as dotted paths; arguments and errors as of `from_yaml`.
+    """The settings that a YAML file names, of layers and of a run, as dotted paths; arguments and
+    errors as of `from_yaml`.
     """
     values = _read(path, trust_imports)
-    with _of_file(path), unread_allowed():  # what is given beside the file may read it
-        from_dict(values)  # its errors name keys, types and bounds
+    with _of_file(path):
+        unread(values)  # its errors name keys, types and bounds
     return canonical(flatten(values), aliases(MoEConfig))
 
 
+def unread(values: Mapping[str, Any]) -> set[str]:
+    """The dotted paths of those settings, of layers and of a run, that nothing would read.
+
+    Args:
+        values: nested, or dotted paths.
+    Raises:
+        ValueError: see `from_dict`.
+    """
+    with unread_allowed() as met:
+        with_overrides(MoEConfig(), of_layer(values))
+        with_overrides(RunConfig(), of_run(values))
+    return met
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as dotted paths to leaves; `losses` is one leaf."""
+    """Nested values as dotted paths to leaves; `losses` is one leaf, and so is a mapping without
+    entries.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and prefix + str(key) != "losses":
+        if isinstance(value, Mapping) and value and prefix + str(key) != "losses":
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def to_dict(config: MoEConfig) -> dict[str, Any]:
+def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
     """Plain nested values, the inverse of `from_dict`."""
     return dataclasses.asdict(config)
 
 
-def with_overrides(config: MoEConfig, overrides: Mapping[str, Any]) -> MoEConfig:
-    """A new config with dotted-path values replaced: `{"router.top_k": 1}`."""
-    tree = to_dict(config)
-    sections = {name: hint for name, hint in hints_of(MoEConfig).items()
-                if is_section(hint)}
-    for path, value in canonical(overrides, aliases(MoEConfig)).items():
-        # else it would wipe out the section's other overrides
-        if isinstance(value, str) and path in sections and sections[path].SHORTHAND:
-            path = f"{path}.{sections[path].SHORTHAND}"
+def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
+    """A new tree with dotted-path values replaced: `{"router.top_k": 1}`. It shares the sections
+    of which nothing is replaced.
+    """
+    values: dict[str, Any] = {}
+    hints = hints_of(type(config))
+    for path, value in canonical(flatten(overrides), aliases(type(config))).items():
+        if isinstance(value, str) and is_section(hints.get(path)) and hints[path].SHORTHAND:
+            path = f"{path}.{hints[path].SHORTHAND}"
         *above, name = path.split(".")
-        place = tree
-        for part in above:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"unknown key {short(path)}; {short(part)} has no keys below it")
-        place[name] = value
-    return from_dict(tree)
+        section = _section_at(config, values, above, path)
+        if value == {} and name in section:  # `router: {}` says nothing
+            continue
+        section[name] = dict(value) if isinstance(value, Mapping) else value
+    return _build(type(config), values, config)
+
+
+def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
+                path: str) -> dict[str, Any]:
+    """The place in nested values, made if need be, of the section whose names are `above`."""
+    hint: Any = type(config)
+    for part in above:
+        hint = hints_of(hint).get(part) if is_section(hint) else None
+        own = config.losses if part == "losses" and isinstance(config, MoEConfig) else None
+        if hint is not None and own is None and not is_section(hint):
+            raise ValueError(f"unknown key {short(path)}; {short(part)} has no keys below it")
+        inner = values.setdefault(part, dict(own or {}))
+        if not isinstance(inner, dict):
+            raise ValueError(f"{part}={short(inner)} and {short(path)} are given; give one of the "
+                             "two")
+        values = inner
+    return values
 
 
 def register_hydra() -> None:
-    """Put the typed tree in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
+    """Put the typed trees in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(group="moe", name="base", node=MoEConfig)
+    node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)
+    ConfigStore.instance().store(group="moe", name="base", node=node)

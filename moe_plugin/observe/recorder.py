@@ -1,13 +1,13 @@
 """`StatsRecorder`: collects `LayerStats`, reduces them once per interval, writes them to files.
 
-    recorder = StatsRecorder(config.observe, comm)
+    recorder = StatsRecorder(run.observe, comm)
     for step in ...:
         out = layer(x)
         recorder.add("layer3", out.stats)
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
 Between two records nothing is copied to the host and nothing is sent: each interval costs one
-all-reduce and one copy. What the files are is set by `config.observe`.
+all-reduce and one copy. What the files are is set by `ObserveConfig`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A timeline of one training step, by torch's profiler: layers, exchanges, matmuls, GPU kernels.
 
-    timeline = Timeline(config.observe, {"layer3": layer}, comm)
+    timeline = Timeline(run.observe, {"layer3": layer}, comm)
     for step in ...:
         with timeline.around(step):     # records step `observe.timeline` on rank 0 of `comm`
             train(step)

@@ -59,8 +59,8 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
     """The device file of the settings, or a typical processor of this kind."""
-    if config.parallel.device:
-        return load_device(config.parallel.device)
+    if config.tuner.device:
+        return load_device(config.tuner.device)
     return _GPU if device.type == "cuda" else _CPU
 
 

@@ -88,7 +88,7 @@ class LayoutTuner(OwnsReplayLogs):
                 "has one layout; use 'fixed', or dispatch.name='ragged'"
             )
         self.config, self.layouts, self.probe, self.measure = config, layouts, probe, measure
-        self.comm, rules = layouts.place.comm, config.parallel
+        self.comm, rules = layouts.place.comm, config.tuner
         # typical links may be far from these: then no prediction excludes a layout
         within = WITHIN if self.comm.state.get(Calibration).cluster else math.inf
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
@@ -182,7 +182,7 @@ class LayoutTuner(OwnsReplayLogs):
             else:
                 self.tuner.record(run.bucket, run.choice, seconds)
                 self.every = _pace(cost, seconds)
-        size = math.log(max(rows, 1.0)) / math.log(self.config.parallel.bucket)
+        size = math.log(max(rows, 1.0)) / math.log(self.config.tuner.bucket)
         imbalance = max(0.0, math.log2(max(skew, 1.0)) - 1)
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
 
@@ -208,7 +208,7 @@ class LayoutTuner(OwnsReplayLogs):
         """The layer under the load of a bucket."""
         c, place = self.config, self.layouts.place
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
-        tokens = round(c.parallel.bucket ** bucket[0] / c.router.experts_per_token)
+        tokens = round(c.tuner.bucket ** bucket[0] / c.router.experts_per_token)
         skew = max(1.0, (hot + place.local - 1) / place.local)
         return layer_shape(c, place, self.probe, tokens, skew)
 
@@ -232,7 +232,7 @@ class LayoutTuner(OwnsReplayLogs):
 
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""
-        most = self.config.parallel.max_d if self.layouts.traits.supports_pieces else 1
+        most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
         return [2**i for i in range(most.bit_length())]
 
     def piece_axes(self) -> list[str]:

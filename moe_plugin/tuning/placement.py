@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import moe_plugin
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.options import resolved
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.experts.build import check_memory
@@ -37,19 +39,22 @@ log = logging.getLogger(__name__)
 # settings that each rank may have of its own: nothing that ranks exchange depends on them
 OWN_SETTINGS = ("observe.", "comm.timeout_s", "comm.watchdog_s")
 # settings that may name a file
-FILES = ("comm.cluster", "comm.network", "comm.topology", "parallel.device")
+FILES = ("comm.cluster", "comm.network", "comm.topology", "tuner.device")
 REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
 
 
-def agree_on_settings(config: MoEConfig, comm: Comm, **more: Any) -> None:
+def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
+                      **more: Any) -> None:
     """Check that all ranks make the same layer with the same versions. Collective, see `agree`.
 
     Files that settings name count by their contents, too: each node may have its own.
 
-    more: what else decides the shapes and dtypes that ranks exchange, by name.
+    Args:
+        agreed: see `HostContext`.
+        more: what else decides the shapes and dtypes that ranks exchange, by name.
     Raises: ValueError: on every rank; names what differs.
     """
-    settings = {name: value for name, value in flatten(to_dict(config)).items()
+    settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
     files = {f"contents of {name}": _digest(settings[name]) for name in FILES}
     agree(comm, {**settings, **files, **more, "version of torch": torch.__version__,
@@ -70,7 +75,8 @@ def _digest(name: str | None) -> str | None:
 def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None,
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
-                  training: bool = True) -> tuple[MoEConfig, Placement, Comm | None]:
+                  training: bool = True, agreed: Mapping[str, Any] = MappingProxyType({})
+                  ) -> tuple[MoEConfig, Placement, Comm | None]:
     """(settings, placement, ranks that share tokens) of a layer. Collective.
 
     The third value is None where no tokens are shared before routing, see `with_schedule`. All
@@ -78,10 +84,11 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
 
     Args:
         router, experts, dtype, device: of the layer, see `MoELayer`. training: it may train.
+        agreed: see `HostContext`.
     Raises:
         ValueError: settings, ranks, group and memory do not fit together.
     """
-    agree_on_settings(config, comm, dtype=dtype or torch.get_default_dtype(),
+    agree_on_settings(config, comm, agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
     config.prepare()
     exchange = prepare(comm, config.comm, may_measure(config))
@@ -120,9 +127,8 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
     if mode == "auto" and parallel.mode is None:
         log_once(comm, "layouts", f"layouts of layers over {comm.name} are chosen while training, "
                  "because it spans nodes (`--moe-parallel fixed` keeps one layout)")
-    return dataclasses.replace(
-        config, parallel=dataclasses.replace(parallel, mode=mode), comm=dataclasses.replace(
-            config.comm, all_to_all=exchange_name(comm, config.comm, measures)))
+    return resolved(config, parallel=resolved(parallel, mode=mode), comm=resolved(
+        config.comm, all_to_all=exchange_name(comm, config.comm, measures)))
 
 
 def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Placement, Comm | None]:
@@ -145,8 +151,7 @@ def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Place
     replicas = place.comm.contiguous_subgroup(size)
     if schedule == "s1":
         return config, place, replicas
-    dispatch = dataclasses.replace(config.dispatch, name="parm_s2")
-    config = dataclasses.replace(config, dispatch=dispatch)
+    config = resolved(config, dispatch=resolved(config.dispatch, name="parm_s2"))
     return config, dataclasses.replace(place, replicas=replicas), None
 
 

@@ -16,7 +16,16 @@ import torch
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import LocalComm
-from moe_plugin.config import DispatchConfig, from_dict, from_yaml, register_hydra
+from moe_plugin.config import (
+    DispatchConfig,
+    RunConfig,
+    from_dict,
+    from_yaml,
+    of_layer,
+    of_run,
+    register_hydra,
+    run_from_dict,
+)
 from moe_plugin.config.flags import flag_specs
 from moe_plugin.lab.bench.studies import predicted
 from moe_plugin.lab.bench.study import read_numbers
@@ -234,8 +243,10 @@ def test_settings_files_are_a_hydra_group_over_the_base(path: Path) -> None:
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         tree = compose(overrides=[f"+moe={path.stem}", "moe.num_experts=128"])
         base = compose(overrides=["+moe=base"])
-    assert from_dict(OmegaConf.to_container(tree.moe)).num_experts == 128
-    assert from_dict(OmegaConf.to_container(base.moe)) == MoEConfig()
+    assert from_dict(of_layer(OmegaConf.to_container(tree.moe))).num_experts == 128
+    values = OmegaConf.to_container(base.moe)
+    assert from_dict(of_layer(values)) == MoEConfig()
+    assert run_from_dict(of_run(values)) == RunConfig()
 
 
 def test_the_table_of_readme_is_that_of_the_measurement() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from moe_plugin.cli.main import main
 from moe_plugin.cli.recommend import CONFIG, LINE, NETWORK, PROCESSOR
-from moe_plugin.config import from_yaml
+from moe_plugin.config import both_from_yaml, from_yaml
 from moe_plugin.planner.units import parse_size
 from tests.cli.examples import ROOT, Shell, commands
 
@@ -92,8 +92,8 @@ def test_little_memory_recomputes_the_same_layers_in_plan_and_host(
     assert recommend(*TRUST, "--json", "--memory", str(parse_size(least[1]) - 2000)) == 0
     found = json.loads(capsys.readouterr().out)
     assert all("recompute" in plan["activations"] for plan in found["plans"])
-    settings = from_yaml(str(Path("out", CONFIG)))
-    assert settings.offload.each_layer() == found["plans"][0]["activations"]
+    _, run = both_from_yaml(str(Path("out", CONFIG)))
+    assert run.offload.each_layer() == found["plans"][0]["activations"]
     assert recommend(*TRUST, "--memory", str(parse_size(least[1]) - 2000)) == 0
     assert ": one step, 1 of 2 layers recomputed" in capsys.readouterr().out
 

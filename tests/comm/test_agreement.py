@@ -61,7 +61,7 @@ def _all_refusals() -> dict[str, str]:
         known = os.getcwd()
         os.chdir(folder)
         Path("device.yaml").write_text(f"name: rank{rank}\n")
-        found["contents of parallel.device"] = _refusal({"parallel": {"device": "device.yaml"}})
+        found["contents of tuner.device"] = _refusal({"tuner": {"device": "device.yaml"}})
         os.chdir(known)
     # the group still works, and what each rank may have of its own is not compared
     layer = MoELayer(from_dict(SAME | {"comm": {"timeout_s": 100.0 + rank}}), TorchComm())

@@ -16,9 +16,12 @@ from moe_plugin.config import (
     MoEConfig,
     ObserveConfig,
     RouterConfig,
+    RunConfig,
+    both_from_yaml,
     flatten,
     from_dict,
     from_yaml,
+    run_from_dict,
     settings_from_yaml,
     to_dict,
     with_overrides,
@@ -61,15 +64,22 @@ def test_round_trip() -> None:
      ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),
      ({"num_experts": 0}, ["num_experts=0", ">= 1"]),
      ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
-     ({"offload": {"profile": "file"}}, ["offload.profile='file'", "offload.activations=auto"]),
-     ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
-     ({"offload": {"activations": "keep,auto"}},
-      ["offload.activations='keep,auto'", "one of keep, recompute, swap", "recompute,keep"]),
      ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
      ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),])
 def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         from_dict(tree)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("tree,words", [
+    ({"offload": {"profile": "file"}}, ["offload.profile='file'", "offload.activations=auto"]),
+    ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
+    ({"offload": {"activations": "keep,auto"}},
+     ["offload.activations='keep,auto'", "one of keep, recompute, swap", "recompute,keep"])])
+def test_wrong_values_of_a_run_are_named(tree: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        run_from_dict(tree)
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -105,10 +115,9 @@ def test_numbers_without_a_point(tmp_path) -> None:
     path = tmp_path / "moe.yaml"
     path.write_text(
         "losses: {z: 1e-3, gshard: 2E+0}\nrouter: {noise: 1e0}\nobserve: {jsonl: 1e-3.jsonl}\n")
-    config = from_yaml(str(path))
-    assert config.losses == {
-        "z": 0.001, "gshard": 2.0
-    } and config.router.noise == 1.0 and config.observe.jsonl == "1e-3.jsonl"
+    config, run = both_from_yaml(str(path))
+    assert config.losses == {"z": 0.001, "gshard": 2.0} and config.router.noise == 1.0
+    assert run.observe.jsonl == "1e-3.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +200,7 @@ def test_no_capacity_as_a_flag_drops_nothing_whatever_the_file_says(
         config_from_flags({**given, "moe_capacity_factor": "none"})
     assert config == from_dict({"num_experts": 4, "dispatch": left})
     [said] = caplog.messages  # once, though hosts read the flags several times
-    assert said.startswith(f"--moe-capacity-factor none: left out of '{path}': ")
+    assert said.startswith(f"left out of '{path}', because nothing reads it beside the flags: ")
     assert ("dispatch.name='padded'" in said) is ("name" not in left)
 
 
@@ -218,7 +227,8 @@ def test_an_error_in_a_file_names_the_file(tmp_path) -> None:
 
 
 def test_every_flag_reads_back_its_default() -> None:
-    defaults, specs = flatten(to_dict(MoEConfig())), setting_specs()
+    specs = setting_specs()
+    defaults = flatten({**to_dict(MoEConfig()), **to_dict(RunConfig())})
     leaves = {spec.path for spec in specs} - {"parallel.overlap_degree", "parallel.routing_degree"}
     assert len({spec.flag for spec in specs}) == len(specs) and leaves == set(defaults) - {
         "model_dim"
@@ -267,8 +277,8 @@ def test_unreadable_flags(flag: str, text: str) -> None:
 def test_overrides() -> None:
     assert with_overrides(MoEConfig(), {"router.top_k": 1}).router.top_k == 1
     both = with_overrides(MoEConfig(),
-                          {"parallel.max_d": 2, "parallel": "auto", "parallel.d": 2}).parallel
-    assert (both.mode, both.d, both.max_d) == ("auto", 2, 2)
+                          {"parallel.guests": 3, "parallel": "auto", "parallel.d": 2}).parallel
+    assert (both.mode, both.d, both.guests) == ("auto", 2, 3)
     with pytest.raises(ValueError, match="unknown key 'router.k'"):
         with_overrides(MoEConfig(), {"router.k": 1})
 

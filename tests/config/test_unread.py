@@ -14,15 +14,25 @@ from torch import nn
 
 from moe_plugin import MoEBlock, MoELayer, replace_ffn
 from moe_plugin.comm import LocalComm
-from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict
+from moe_plugin.config import (
+    MoEConfig,
+    RunConfig,
+    both_from_yaml,
+    flatten,
+    from_dict,
+    from_yaml,
+    run_from_dict,
+    to_dict,
+)
 from moe_plugin.config.experts import MULTIPLY_BY_TORCH
-from moe_plugin.config.flags import config_from_flags, file_settings
+from moe_plugin.config.flags import config_from_flags, file_settings, run_from_flags
+from moe_plugin.config.named import named_config
 from moe_plugin.config.router import built_in, router_names
-from moe_plugin.config.unread import ELSEWHERE, of_whole_model
+from moe_plugin.config.run import reader_of
+from moe_plugin.config.tree import of_layer, of_run
 from moe_plugin.kernels import strategies
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import only_read, routers
-from tests.logs import warned
 
 pytestmark = pytest.mark.fast
 
@@ -45,48 +55,42 @@ def replaced(**settings: Any) -> list[str]:
     return replace_ffn(ffn(), **settings)
 
 
-@pytest.mark.parametrize("build", [layer, block, replaced])
+@pytest.mark.parametrize("build", [layer, block, replaced, named_config])
 @pytest.mark.parametrize("settings, words", [
-    ({"votes": 3}, "guard.votes=3 .* must be 0; .*resilience.vote.VotedGradients"),
+    ({"votes": 3}, "guard.votes=3 is a setting of a run.*resilience.vote.VotedGradients"),
     ({"guard": {"twins": 5}}, "guard.twins=5 .*TwinCheck"),
-    ({"activations": "swap"},
-     "offload.activations='swap' .* must be keep; .*memory.activations.auto.manage"),
+    ({"activations": "swap"}, "offload.activations='swap' .*activations.auto.manage"),
     ({"stats_jsonl": "stats.jsonl"}, "observe.jsonl='stats.jsonl' .*StatsRecorder"),
     ({"weights_on": "host"}, "offload.weights='host' .*streamed_trainer"),
-    ({"pipeline": "terapipe"}, "pipeline.schedule='terapipe' .* must be 1f1b; .* use Megatron"),
+    ({"pipeline": "terapipe"}, "pipeline='terapipe' .* no layer reads: leave it out, or use Meg"),
+    ({"stats_interval": 100}, "observe.interval=100 .*StatsRecorder"),  # the default, too
 ])
-def test_a_layer_refuses_settings_of_a_whole_model(build: Build, settings: dict[str, Any],
-                                                   words: str) -> None:
+def test_a_layer_refuses_settings_of_a_run(build: Build, settings: dict[str, Any],
+                                           words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        build(**settings)
+        build(*([16] if build is named_config else []), **settings)
 
 
-def test_a_layer_warns_of_those_in_a_file_that_hosts_read_too(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    config = from_dict({"model_dim": 16, "guard": {"votes": 3}, "pipeline": "terapipe",
-                        "observe": {"jsonl": "stats.jsonl"}})
-    with warned("moe_plugin.config.unread") as found:
-        MoELayer(config)
-        MoELayer(config)
-    assert [line.split(" has no effect")[0] for line in found] == [
-        "moe-plugin: observe.jsonl='stats.jsonl'", "moe-plugin: guard.votes=3",
-        "moe-plugin: pipeline.schedule='terapipe'"]
-    with warned("moe_plugin.config.unread") as found:
-        MoELayer(config, host=HostContext(acts_on_model=True))
-        MoELayer(from_dict({"model_dim": 16}))
-        monkeypatch.setenv("RANK", "1")
-        MoELayer(config)  # the first process speaks
-    assert found == []
+def test_each_tree_takes_its_own_settings_alone(tmp_path: Path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("router: {top_k: 1}\nguard: {votes: 3}\npipeline: terapipe\n")
+    layer_of, run = both_from_yaml(str(path), model_dim=16)
+    assert (layer_of.model_dim, layer_of.router.top_k) == (16, 1)
+    assert (run.guard.votes, run.pipeline.schedule) == (3, "terapipe")
+    with pytest.raises(ValueError, match="moe.yaml.*: guard.votes=3 is a setting of a run"):
+        from_yaml(str(path))
+    with pytest.raises(ValueError, match="router.top_k=1 is a setting of a layer, not of a run"):
+        run_from_dict({"router": {"top_k": 1}})
+    trees = MoEConfig, RunConfig
+    sections = [{f.name for f in dataclasses.fields(tree)} for tree in trees]
+    assert not sections[0] & sections[1]
+    with pytest.raises(ValueError, match="unknown key 'parallel.tries'; did you mean tuner.tries"):
+        from_dict({"parallel": {"tries": 3}})
 
 
-def test_every_section_of_a_whole_model_is_known() -> None:
-    """Each setting of these sections; those of a layer are not among them."""
-    values = {path: object() for path in flatten(to_dict(MoEConfig()))}
-    sections = {path.split(".")[0] for path in of_whole_model(values)}
-    assert sections == {start.split(".")[0] for start in ELSEWHERE} == {
-        "guard", "observe", "offload", "pipeline"}
-    assert set(of_whole_model(values)) == {path for path in values
-                                           if path.split(".")[0] in sections}
+def test_every_setting_of_a_run_has_a_reader_without_a_host() -> None:
+    for path in flatten(to_dict(RunConfig())):
+        assert re.match("call|give|use", reader_of(path))
 
 
 class OneExpert(nn.Module):
@@ -117,6 +121,12 @@ def test_a_timeout_beside_a_group_is_refused() -> None:
         with pytest.raises(ValueError, match="timeout=5.0 does not fit a `comm`"):
             build(timeout=5.0)
     assert layer(timeout=5.0).config.comm.timeout_s == 5.0
+
+
+def both(tree: dict[str, Any]) -> None:
+    """Build the trees of these settings."""
+    from_dict(of_layer(tree))
+    run_from_dict(of_run(tree))
 
 
 # of a method that was not chosen
@@ -161,7 +171,7 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 def test_parameters_of_a_method_that_was_not_chosen_are_refused(tree: dict[str, Any],
                                                                 words: str) -> None:
     with pytest.raises(ValueError, match=words) as found:
-        from_dict(tree)
+        both(tree)
     assert "which does not read it; leave it out, or use " in str(found.value)
 
 
@@ -182,19 +192,23 @@ def test_every_strategy_either_multiplies_by_torch_or_reads_the_precision() -> N
     assert ours == {*MULTIPLY_BY_TORCH, "kernels", "auto"}
 
 
-@pytest.mark.parametrize("parallel, words", [
-    ({"mode": "fixed", "max_d": 8}, "parallel.max_d=8 .* 4 where parallel.mode=fixed"),
-    ({"mode": "predicted", "tries": 2}, "parallel.tries=2 .* where parallel.mode=predicted"),
-    ({"mode": "fixed", "guests": 3}, "parallel.guests=3 .* 2 where parallel.spill=never"),
-    ({"spill": "never", "speeds": "1"}, "parallel.speeds='1' .* none where parallel.spill=never"),
-    ({"replan": 3}, "parallel.replan=3 .* use parallel.spill=standing"),
-    ({"schedule": "s1"}, "parallel.schedule='s1' .* auto where parallel.replicas=1"),
+@pytest.mark.parametrize("parallel, tuner, words", [
+    ({"mode": "fixed"}, {"max_d": 8}, "tuner.max_d=8 .* 4 where parallel.mode=fixed"),
+    ({"mode": "predicted"}, {"tries": 2}, "tuner.tries=2 .* where parallel.mode=predicted"),
+    ({"mode": "fixed", "guests": 3}, {}, "parallel.guests=3 .* 2 where parallel.spill=never"),
+    ({"spill": "never", "speeds": "1"}, {}, "parallel.speeds='1' .* none where parallel.spill=nev"),
+    ({"replan": 3}, {}, "parallel.replan=3 .* use parallel.spill=standing"),
+    ({"schedule": "s1"}, {}, "parallel.schedule='s1' .* auto where parallel.replicas=1"),
 ])
-def test_parameters_of_a_layout_that_was_not_chosen_are_refused(parallel: dict[str, Any],
-                                                                words: str) -> None:
-    config = from_dict({"model_dim": 16, "num_experts": 2, "parallel": parallel})
+def test_parameters_of_a_layout_that_was_not_chosen_are_refused(
+        parallel: dict[str, Any], tuner: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        MoELayer(config)
+        from_dict({"parallel": parallel, "tuner": tuner})
+
+
+def test_a_layout_that_is_left_open_may_read_less_once_the_ranks_are_known() -> None:
+    built = MoELayer(16, tuner={"tries": 3}, parallel={"guests": 3})
+    assert built.config.parallel.mode == "fixed" and built.config.tuner.tries == 3
 
 
 @pytest.mark.parametrize("tree", [
@@ -208,11 +222,12 @@ def test_parameters_of_a_layout_that_was_not_chosen_are_refused(parallel: dict[s
     {"router": {"name": "my_own", "cosine_dim": 3, "sparsity": {"steps": 3},
                 "links": {"far": 3.0}}},
     {"router": {"links": {"far": 3.0, "blend": 0.5}}, "losses": {"ta_moe": 0.1}},
-    {"parallel": {"max_d": 8, "guests": 3, "speeds": "1,1", "device": "file"}},
+    {"parallel": {"guests": 3, "speeds": "1,1"}, "tuner": {"max_d": 8, "device": "file"}},
+    {"parallel": "fixed", "tuner": {"device": "file"}},
 ])
 def test_what_may_be_read_is_taken(tree: dict[str, Any]) -> None:
     """A layout that is left open is decided by the group: on another one it may be read."""
-    from_dict(tree).parallel.check_read()
+    both(tree)
 
 
 def test_the_routers_of_this_package_are_known() -> None:
@@ -326,6 +341,37 @@ def test_a_file_is_read_with_the_flags_beside_it(tmp_path: Path) -> None:
     assert config_from_flags(flags).router.hash.vocabulary == 50257
     assert file_settings(flags)["experts.cache"] == "2GiB"
     with pytest.raises(ValueError, match="which does not read it"):
-        config_from_flags({**flags, "moe_router": "topk"})
+        config_from_flags({**flags, "moe_router": "topk"})  # the file alone has it, too
     with pytest.raises(ValueError, match="which does not read it"):
         from_yaml(str(path))
+
+
+@pytest.mark.parametrize("text, flags, left_out", [
+    ("router: {noise: 1.0, top_k: 4}", {"moe_router": "hash", "moe_hash_vocabulary": "7"},
+     "router.noise=1.0, router.top_k=4"),
+    ("parallel: auto\ntuner: {tries: 3}", {"moe_parallel": "fixed"}, "tuner.tries=3"),
+    ("experts: {store: host, cache: 2GiB}", {"moe_experts_on": "device"}, "experts.cache='2GiB'"),
+    ("guard: {votes: 3, aggregate: median}", {"moe_votes": "0"}, "guard.aggregate='median'"),
+    ("dispatch: {name: padded, capacity_factor: 1.0}", {"moe_capacity_factor": "none"},
+     "dispatch.name='padded'"),
+])
+def test_a_flag_overrides_what_only_the_file_would_read(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, flags: dict[str, str],
+        left_out: str) -> None:
+    """It is said in one line, and once; a flag's own setting that nothing reads is an error."""
+    path = tmp_path / "moe.yaml"
+    path.write_text(text)
+    given = {"moe_config": str(path), **flags}
+    with caplog.at_level("INFO", logger="moe_plugin.config.flags"):
+        for _ in range(2):
+            config_from_flags(given)
+            run_from_flags(given)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"left out of {str(path)!r}, because nothing reads it beside the flags: {left_out}"]
+    wrong = {"moe_router": ("moe_router_noise", "1.0"),
+             "moe_votes": ("moe_vote_aggregate", "median")}
+    for name, (flag, value) in wrong.items():
+        if name in flags:
+            with pytest.raises(ValueError, match="which does not read it"):
+                config_from_flags({**given, flag: value})
+                run_from_flags({**given, flag: value})

@@ -16,17 +16,25 @@ from torch import nn
 
 from moe_plugin import MoEBlock, MoELayer, replace_ffn
 from moe_plugin.comm import Topology, TorchComm
-from moe_plugin.config import MoEConfig, flatten, from_dict, from_yaml, to_dict, with_overrides
-from moe_plugin.config.flags import config_from_flags, flag_specs, setting_specs
-from moe_plugin.config.named import named_config
+from moe_plugin.config import (
+    MoEConfig,
+    RunConfig,
+    flatten,
+    from_dict,
+    from_yaml,
+    run_from_dict,
+    to_dict,
+    with_overrides,
+)
+from moe_plugin.config.flags import config_from_flags, flag_specs, run_from_flags, setting_specs
 from moe_plugin.config.router import FIXED_TOP_K, RouterConfig, built_in, readers_of
-from moe_plugin.config.unread import ELSEWHERE
 from moe_plugin.records import TokenInfo
 from moe_plugin.tuning.exchange import read_topology
 from tests.distributed import run_gloo
 from tests.fuzz.hostile import VALUES, WORDS, bounded, is_named
 
-PATHS = sorted(flatten(to_dict(MoEConfig())))
+RUN_PATHS = sorted(flatten(to_dict(RunConfig())))
+PATHS = sorted(flatten(to_dict(MoEConfig()))) + RUN_PATHS
 FLAGS = sorted(spec.dest for spec in flag_specs() if spec.dest != "moe_config")
 PIECES = [
     "model_dim", "router", "top_k", "losses", "imports", ": ", ":", "\n", "  ", "- ", "[", "]", "{",
@@ -66,9 +74,10 @@ def test_text_of_a_file(tmp_path: Path, text: str) -> None:
 def test_trees(leaves: dict[str, Any]) -> None:
     in_code = {path: value for path, value in leaves.items() if path in PATHS and "." not in path}
     for build in (lambda: from_dict(tree(leaves)), lambda: MoEConfig(**in_code),
-                  lambda: with_overrides(MoEConfig(), leaves)):
+                  lambda: with_overrides(MoEConfig(), leaves), lambda: run_from_dict(tree(leaves)),
+                  lambda: with_overrides(RunConfig(), leaves)):
         try:
-            assert isinstance(build(), MoEConfig)
+            assert isinstance(build(), MoEConfig | RunConfig)
         except ValueError as error:
             assert is_named(error), error
 
@@ -113,10 +122,11 @@ def test_settings_of_routers(names: list[str], given_: dict[str, Any], tokens: i
 @given(st.dictionaries(st.sampled_from(FLAGS), st.one_of(WORDS, VALUES.map(str)), max_size=4))
 @bounded(300)
 def test_flags(values: dict[str, str]) -> None:
-    try:
-        assert isinstance(config_from_flags(values), MoEConfig)
-    except ValueError as error:
-        assert is_named(error), error
+    for build, tree_ in (config_from_flags, MoEConfig), (run_from_flags, RunConfig):
+        try:
+            assert isinstance(build(values), tree_)
+        except ValueError as error:
+            assert is_named(error), error
 
 
 @given(st.one_of(WORDS, st.integers(0, 9).map(str), st.dictionaries(
@@ -148,7 +158,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 RUN_FLAGS = sorted(spec.dest.removeprefix("moe_") for spec in setting_specs()
-                   if spec.path.startswith(tuple(ELSEWHERE)))
+                   if spec.path in RUN_PATHS)
 BUILDS: list[Callable[..., object]] = [
     lambda **given: MoELayer(8, num_experts=2, **given),
     lambda **given: MoEBlock(8, num_experts=2, **given),
@@ -162,19 +172,11 @@ BUILDS: list[Callable[..., object]] = [
 @bounded(150)
 def test_settings_that_only_a_run_reads(given: dict[str, Any],
                                         build: Callable[..., object]) -> None:
-    """A layer by itself takes none but those that say what holds anyway."""
-    try:
-        config = named_config(8, num_experts=2, **given)
-    except ValueError as error:
-        config = None
-        assert is_named(error), error
-    if config is not None and to_dict(config) == to_dict(named_config(8, num_experts=2)):
-        build(**given)
-        return
-    with pytest.raises(ValueError) as found:
+    """A layer takes none of them, whatever their values."""
+    with pytest.raises(ValueError, match="is a setting of a run, which no layer reads") as found:
         build(**given)
     assert is_named(found.value)
-    assert config is None or any(path in str(found.value) for path in PATHS)
+    assert any(path in str(found.value) for path in RUN_PATHS)
 
 
 def _pairs() -> list[tuple[int, int, str]]:

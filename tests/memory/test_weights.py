@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
-from moe_plugin.config import OffloadConfig, from_dict, with_overrides
+from moe_plugin.config import OffloadConfig, with_overrides
 from moe_plugin.gradients.norm import PartedClip, clip_grad_norm_
 from moe_plugin.hosts.plain.streamed import streamed_trainer
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
@@ -462,10 +462,9 @@ def test_a_step_that_is_not_finite_changes_nothing(where, tmp_path):
 
 
 def test_a_limit_of_the_settings_is_obeyed(tmp_path):
-    settings = from_dict({"offload": {"weights": "host", "path": str(tmp_path),
-                                      "weights_memory": "1KiB"}}).offload
+    settings = OffloadConfig(weights="host", path=str(tmp_path), weights_memory="1KiB")
     with pytest.raises(ValueError, match="limit=1024 bytes is smaller than two segments"):
         streamed_trainer(settings, [nn.Linear(64, 64), nn.Linear(64, 64)],
                          lambda y, target: y.mean(), partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(ValueError, match="weights_memory='1KiB'.*none without offload.weights"):
-        from_dict({"offload": {"weights_memory": "1KiB"}})
+        OffloadConfig(weights_memory="1KiB")

@@ -139,7 +139,7 @@ def test_fields_agree_with_as_dict_of_a_real_layer() -> None:
     config = MoEConfig(model_dim=8, num_experts=4,
                        dispatch=DispatchConfig(name="padded", capacity_factor=0.5))
     out = MoELayer(config)(torch.randn(32, 8))
-    recorder = StatsRecorder(config.observe)
+    recorder = StatsRecorder(ObserveConfig())
     recorder.add("a", out.stats)
     record, plain = recorder.reduce()["a"], out.stats.as_dict()
     assert plain["dropped"] > 0
@@ -149,7 +149,7 @@ def test_fields_agree_with_as_dict_of_a_real_layer() -> None:
 
 def test_a_rank_without_tokens_gives_numbers() -> None:
     config = MoEConfig(model_dim=8, num_experts=4)
-    recorder = StatsRecorder(config.observe)
+    recorder = StatsRecorder(ObserveConfig())
     recorder.add("a", MoELayer(config)(torch.randn(0, 8)).stats)
     record = recorder.reduce()["a"]
     assert record["tokens"] == 0 and record["entropy"] == 0 and record["max_over_mean"] == 0

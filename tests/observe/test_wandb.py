@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.config import ObserveConfig, from_dict
+from moe_plugin.config import ObserveConfig, run_from_dict
 from moe_plugin.observe import StatsRecorder
 from tests.observe.wandb_files import rows
 
@@ -67,5 +67,5 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", ["", "a/b/c", "two words", "/moe", "x" * 200])
 def test_names_that_are_none_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="observe.wandb=.*PROJECT or ENTITY/PROJECT"):
-        from_dict({"observe": {"wandb": name}})
-    assert from_dict({"observe": {"wandb": "team-1/moe.2"}}).observe.writes
+        run_from_dict({"observe": {"wandb": name}})
+    assert run_from_dict({"observe": {"wandb": "team-1/moe.2"}}).observe.writes

@@ -14,7 +14,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
-from moe_plugin.config import MoEConfig, from_dict, from_yaml, to_dict
+from moe_plugin.config import MoEConfig, ObserveConfig, from_dict, from_yaml, to_dict
 from moe_plugin.config.flags import config_from_flags
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.planner.choice import LayoutChoice
@@ -25,10 +25,10 @@ from moe_plugin.tuning.placement import resolve_open_settings
 from tests.distributed import run_gloo
 
 
-def config(**parallel) -> MoEConfig:
+def config(tuner: dict | None = None, **parallel) -> MoEConfig:
     return from_dict({
         "model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16},
-        "parallel": {"mode": "auto", "tries": 6, **parallel}
+        "parallel": {"mode": "auto", **parallel}, "tuner": {"tries": 6, **(tuner or {})}
     })
 
 
@@ -173,9 +173,8 @@ def test_recomputation_repeats_the_layout() -> None:
 
 def test_records_hold_layouts_and_decisions(tmp_path) -> None:
     settings = config()
-    settings.observe.jsonl = str(tmp_path / "log.jsonl")
-    settings.observe.tensorboard = str(tmp_path / "board")
-    recorder = StatsRecorder(settings.observe, LocalComm())
+    recorder = StatsRecorder(ObserveConfig(jsonl=str(tmp_path / "log.jsonl"),
+                                           tensorboard=str(tmp_path / "board")), LocalComm())
     layer = MoELayer(settings, LocalComm())
     for _ in range(3):
         recorder.add("0", layer(torch.randn(4, 8)).stats)
@@ -204,11 +203,12 @@ def test_flags() -> None:
 
 @pytest.mark.parametrize("values,words", [("both", "parallel.mode='both'"),
                                           ({"d": 0}, "parallel.d=0"),
-                                          ({"bucket": 1}, "parallel.bucket=1"),
                                           (3, "must be a mapping")])
 def test_wrong_settings(values, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         from_dict({"parallel": values})
+    with pytest.raises(ValueError, match="tuner.bucket=1"):
+        from_dict({"tuner": {"bucket": 1}})
 
 
 def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None]]:
@@ -254,7 +254,7 @@ def test_what_settings_leave_open_is_decided_by_the_group() -> None:
 def test_times_taken_while_all_to_alls_are_tried_do_not_count() -> None:
     def rank(comm: Comm) -> list[str]:
         comm.prepare(Topology.uniform(4, 2))
-        tree = to_dict(config(tries=3, max_d=1))
+        tree = to_dict(config({"tries": 3, "max_d": 1}))
         layer = MoELayer(from_dict({**tree, "comm": {"all_to_all": "auto"}}), comm)
         auto, exchanges = layer.layouts.tuner, ExchangeTuner.of(comm)
         auto.measure = lambda device: FakeWatch(auto, lambda choice: 1.0)
@@ -275,7 +275,7 @@ def _train_auto(calls: int) -> list[str]:
     from moe_plugin import TorchComm
 
     torch.manual_seed(1)
-    layer = MoELayer(config(max_d=2, tries=5), TorchComm())
+    layer = MoELayer(config({"max_d": 2, "tries": 5}), TorchComm())
     labels = []
     for call in range(calls):
         x = torch.randn(8 + 60 * (call > 30), 8, requires_grad=True)
@@ -329,7 +329,7 @@ def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pieces_are_chosen_by_direction_and_by_cut() -> None:
     """Where a backward pass in four pieces by peers is the fastest, it is found."""
     def rank(comm: Comm) -> tuple[set[str], set[int], str]:
-        settings = config(tries=100, max_d=4)
+        settings = config({"tries": 100, "max_d": 4})
         layer, labels, _ = drive(comm, lambda c: 1.0 if (c.d_backward, c.piece_axis) == (
             4, "peers") else 2.0, 300, settings=settings)
         found = layer.layouts.tuner.candidates((8, 0))
@@ -356,7 +356,7 @@ def test_spilling_is_tried_for_an_uneven_load() -> None:
     """
     settings = from_dict({
         "model_dim": 8, "num_experts": 8, "experts": {"hidden_dim": 16}, "router": {"top_k": 1},
-        "parallel": {"mode": "auto", "tries": 16, "max_d": 1}
+        "parallel": "auto", "tuner": {"tries": 16, "max_d": 1}
     })
 
     def rank(comm: Comm) -> tuple[set[str], set[str], str, str]:

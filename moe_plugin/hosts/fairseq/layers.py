@@ -6,14 +6,14 @@ Shapes: T positions, B sentences, D model width (fairseq's order).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, default_comm
-from moe_plugin.config import MoEConfig
+from moe_plugin.config import MoEConfig, RunConfig, flatten, to_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.replicas import mark_replicas
@@ -40,7 +40,7 @@ class LayerSettings:
 
     gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing
     must be repeated. layer_number: of this MoE layer in its stack, from 0. evaluation: set in
-    models that only evaluate.
+    models that only evaluate. run: what the trainer reads.
     """
 
     config: MoEConfig
@@ -50,6 +50,7 @@ class LayerSettings:
     replay: bool
     layer_number: int | None = None
     evaluation: Evaluation | None = None
+    run: RunConfig = field(default_factory=RunConfig)
 
     @property
     def host(self) -> HostContext:
@@ -61,7 +62,7 @@ class LayerSettings:
             batch_comm = default_comm(self.config.comm.timeout_s)
         return HostContext(layer_number=self.layer_number, replay=self.replay,
                            batch_comm=batch_comm, own_capacity=self.evaluation is not None,
-                           training=self.evaluation is None, acts_on_model=True)
+                           training=self.evaluation is None, agreed=flatten(to_dict(self.run)))
 
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
@@ -105,7 +106,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         super().__init__()
         _refuse_what_does_not_fit(settings)
         self.moe = MoELayer(settings.config, settings.groups.expert, host=settings.host)
-        self.needs = needs_of(self.moe.router)
+        self.run, self.needs = settings.run, needs_of(self.moe.router)
         self.mask_padding = settings.mask_padding
         self.stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -253,3 +254,9 @@ def _scale(factor: float) -> Any:
 def moe_layers(model: nn.Module) -> list[Any]:
     """The MoE transformer layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, _MoEMixin)]
+
+
+def run_settings(model: nn.Module) -> RunConfig:
+    """The run's settings, of a model with experts; without any, the defaults."""
+    layers = moe_layers(model)
+    return layers[0].moe_layer.run if layers else RunConfig()

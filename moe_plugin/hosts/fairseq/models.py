@@ -18,6 +18,7 @@ from moe_plugin.checkpoint.formats.fairseq.translate import (
     gradient_factor,
     layer_config,
     masks_padding,
+    run_config,
     setting,
 )
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
@@ -105,6 +106,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         # settings of a finished run cannot be changed, even those that nothing reads
         with nullcontext() if evaluation is None else unread_allowed():
             config = _stack_config(module, stack, args)
+            run = run_config(args)
         if config.deterministic:
             determinism.enable()
         if evaluation is not None:
@@ -113,7 +115,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         settings = LayerSettings(config, groups, masks_padding(args, config),
                                  gradient_factor(args, groups.world),
                                  replay=bool(module.cfg.checkpoint_activations),
-                                 evaluation=evaluation)
+                                 evaluation=evaluation, run=run)
         _exchange_layers(module, stack, freq, settings)
     if dist.is_initialized() and evaluation is None:
         exclude_experts(model)

@@ -12,9 +12,10 @@ from torch import nn
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
-from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.memory.activations.layers import manage_layers
 from moe_plugin.memory.activations.offload import Activations
@@ -45,8 +46,7 @@ def config_of(model: nn.Module) -> Any:
 
 def completes_gradients(model: nn.Module) -> bool:
     """`Run.reduces` of a model's run, before it is made."""
-    config = config_of(model)
-    return config is not None and config.guard.votes > 0
+    return run_settings(model).guard.votes > 0
 
 
 def check(cfg: Any, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ def check(cfg: Any, model: nn.Module) -> None:
     wants_replicas(cfg, config is not None)
     if config is None:
         return
-    guard, settings = config.guard, cfg.distributed_training
+    guard, settings = run_settings(model).guard, cfg.distributed_training
     several = ("one rank", settings.distributed_world_size > 1, "use several, or 0")
     fully = settings.ddp_backend == "fully_sharded"
     if guard.twins:
@@ -108,20 +108,19 @@ def run_of(trainer: Any) -> Run:
         return Run([RUN])
     group = trainer.data_parallel_process_group if trainer.data_parallel_world_size > 1 else None
     world = LocalComm() if group is None else comm_of(group)
-    activations = _activations(cfg, model, world)
+    guard, activations = run_settings(model).guard, _activations(cfg, model, world)
     return Run([
-        FirstStepLine(), RUN, _twins(config, model, world), _replicas(trainer, config),
-        records_of(config, model, world, activations), _votes(trainer, config, world, group),
+        FirstStepLine(), RUN, _twins(guard, model, world), _replicas(trainer, config),
+        records_of(model, world, activations), _votes(trainer, guard, world, group),
         RowsFit([model], world), None if cfg.common.amp else FiniteSteps(), RouterSteps([model]),
         activations, DropWarning(trainer.is_data_parallel_master)])
 
 
-def _twins(config: Any, model: nn.Module, world: Any) -> RunFeature | None:
-    return TwinSteps(model, world, config.guard.twins) if config.guard.twins else None
+def _twins(guard: GuardConfig, model: nn.Module, world: Any) -> RunFeature | None:
+    return TwinSteps(model, world, guard.twins) if guard.twins else None
 
 
-def _votes(trainer: Any, config: Any, world: Any, group: Any) -> RunFeature | None:
-    guard = config.guard
+def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> RunFeature | None:
     if not guard.votes:
         return None
     ballots = Ballots(assign(guard.assignment, world.size, guard.votes), world, guard.aggregate)
@@ -146,16 +145,17 @@ def _replicas(trainer: Any, config: Any) -> RunFeature | None:
                         trainer.get_num_updates)
 
 
-def records_of(config: Any, model: nn.Module, world: Any,
+def records_of(model: nn.Module, world: Any,
                activations: Activations | None) -> LayerRecords | None:
     """Records of a model's layers, where the settings say where they go. Layers are named by their
     place, `decoder.layers.1`.
     """
-    if not config.observe.writes:
+    observe = run_settings(model).observe
+    if not observe.writes:
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    records = LayerRecords(config.observe, {names[id(layer)]: layer.moe_layer
-                                            for layer in moe_layers(model)}, world, host="fairseq")
+    records = LayerRecords(observe, {names[id(layer)]: layer.moe_layer
+                                     for layer in moe_layers(model)}, world, host="fairseq")
     if activations is not None:
         records.recorder.watch("activations", activations.swapper.copier, activations.on_device)
     return records
@@ -163,16 +163,16 @@ def records_of(config: Any, model: nn.Module, world: Any,
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
     """The layers of encoder and decoder."""
-    config = config_of(model)
+    asked = run_settings(model)
     found = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
              if (part := dict(model.named_children()).get(stack)) is not None
              for i, layer in enumerate(part.layers)}
-    return manage_layers(config.offload, found, comm, refused={
+    return manage_layers(asked.offload, found, comm, refused={
         "--checkpoint-activations": bool(setting(cfg.model, "checkpoint_activations", False)),
         "--ddp-backend fully_sharded":
             cfg.distributed_training.ddp_backend == "fully_sharded",
-        "--moe-check-twins": config.guard.twins > 0,
-        "--moe-votes": config.guard.votes > 0,
+        "--moe-check-twins": asked.guard.twins > 0,
+        "--moe-votes": asked.guard.votes > 0,
     })
 
 

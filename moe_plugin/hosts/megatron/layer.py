@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
@@ -144,7 +145,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         number = None if self.layer_number is None else layer_numbers.moe_layers_before(
             config, self.layer_number)
         host = HostContext(layer_number=number, numbered_later=number is None,
-                           replay=config.recompute_granularity is not None, acts_on_model=True,
+                           replay=config.recompute_granularity is not None,
+                           agreed=flatten(to_dict(plan.run)),
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
         if native:
             return host

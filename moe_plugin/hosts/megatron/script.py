@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_plugin.comm.named_errors import comm_of
-from moe_plugin.config import PipelineConfig
+from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -19,7 +19,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
     wrap_training,
 )
-from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings, scheduled
+from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, listen
@@ -63,7 +63,7 @@ def features_of(chunks: list[Any]) -> list[RunFeature | None]:
     drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
     if not layers:
         return [FirstStepLine(), rows, finite]
-    config = layers[0].plan.config
+    config = layers[0].plan.run
     if config.guard.twins or config.guard.votes:
         raise ValueError(
             f"guard.twins={config.guard.twins}, guard.votes={config.guard.votes} must be 0 in "
@@ -108,7 +108,7 @@ class _Script:
 
     def pipeline(self) -> PipelineConfig:
         """The settings of pipeline stages."""
-        return pipeline_settings(settings_from_flags(script_arguments()))
+        return run_config(settings_from_flags(script_arguments())).pipeline
 
     def around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
 

@@ -24,13 +24,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from moe_plugin.config import from_dict, settings_from_yaml, with_overrides
-from moe_plugin.config.options import MOST_EXPERTS, unread_allowed
+from moe_plugin.config import run_config, settings_from_yaml
+from moe_plugin.config.options import MOST_EXPERTS
+from moe_plugin.config.tree import unread
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.layer_numbers import all_layers_moe
-from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.messages import short
 
@@ -65,8 +65,7 @@ def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | No
     if isinstance(settings, str):
         return settings_from_yaml(settings)
     if settings:
-        with unread_allowed():
-            with_overrides(from_dict({"losses": {}, "num_experts": MOST_EXPERTS}), settings)
+        unread({"losses": {}, "num_experts": MOST_EXPERTS, **settings})
     return settings
 
 
@@ -149,7 +148,7 @@ def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: b
 def _swapped(block: Any, settings: Mapping[str, Any] | str | None) -> Any:
     settings = _checked(settings)
     given = settings_from_flags(script_arguments()) if settings is None else settings
-    if pipeline_settings(given).cuts:
+    if run_config(given).pipeline.cuts:
         block = swap_attention(block)
     return swap_moe(block, settings, allow_none=True)
 

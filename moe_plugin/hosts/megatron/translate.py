@@ -18,9 +18,12 @@ import torch.nn.functional as F
 from moe_plugin.config import (
     MoEConfig,
     RouterConfig,
+    RunConfig,
     flags,
     flatten,
     from_dict,
+    of_layer,
+    run_config,
     to_dict,
     with_overrides,
 )
@@ -59,11 +62,13 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 class Translation:
     """A layer's settings in our terms.
 
-    config: for the layer. native_router: why Megatron's router is needed (empty: ours is used).
-    notices: what has no effect here. native_balance: Megatron's router keeps the load even.
+    config: of the layer. run: what the host reads. native_router: why Megatron's router is needed
+    (empty: ours is used). notices: what has no effect here. native_balance: Megatron's router keeps
+    the load even.
     """
 
     config: MoEConfig
+    run: RunConfig
     native_router: tuple[str, ...]
     notices: tuple[str, ...]
     native_balance: bool
@@ -104,11 +109,15 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
     name = settings.get("router.name", RouterConfig.name)
     known = only_read(known, router_names(name), native.moe_router_topk)
-    config = with_overrides(from_dict({"losses": {}}), {**settings, **known})
-    refuse_streamed_weights(config.offload, "Megatron")
+    known = {**of_layer(settings), **known}
     if reasons:
         _check_native_router_settings(settings, reasons)
-    return Translation(config, tuple(reasons), tuple(_notices(native)),
+        known = {path: value for path, value in known.items() if path == "router.top_k"
+                 or not (path.startswith("router.") and path in NATIVE_ARGUMENTS)}
+    config = with_overrides(from_dict({"losses": {}}), known)
+    run = run_config(settings)
+    refuse_streamed_weights(run.offload, "Megatron")
+    return Translation(config, run, tuple(reasons), tuple(_notices(native)),
                        injected_router or balance.router_balances(native))
 
 

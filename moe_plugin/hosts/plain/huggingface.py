@@ -31,7 +31,7 @@ from moe_plugin.checkpoint.layers import (
 )
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
-from moe_plugin.config import flatten, from_dict, to_dict, unread, with_overrides
+from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.hosts.plain.blocks import MoEBlock, follow_passes
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
@@ -100,7 +100,6 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         wide = source.entries[MODEL, f"{prefix}router.weight"].dtype != weight.dtype
         chosen = with_overrides(from_dict(layer_settings(source, prefix)),
                                 {**({"router.fp32": True} if wide else {}), **(settings or {})})
-        unread.refuse(flatten(to_dict(chosen)), "layers by themselves")
         moe = MoELayer(chosen, comm, host=HostContext(training=block.training),
                        dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)

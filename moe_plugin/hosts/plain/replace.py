@@ -17,7 +17,7 @@ from torch import nn
 
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.comm import Comm, default_comm
-from moe_plugin.config import MoEConfig, flatten, from_dict, to_dict, unread, with_overrides
+from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.named import overrides, refuse_timeout
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, follow_passes
@@ -81,7 +81,6 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     _refuse_tied(places)
     refuse_timeout(comm, settings)
     first = _config(places[0].ffn, num_experts, settings)
-    unread.refuse(flatten(to_dict(first)), "layers by themselves")
     comm = default_comm(first.comm.timeout_s) if comm is None else comm
     # all are built before the first is put in: an error leaves the model as it was
     blocks = [_block(place, number, num_experts, settings, comm, upcycle)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.config.flags import add_arguments
+from moe_plugin.config import RunConfig, flatten, of_run, to_dict
+from moe_plugin.config.flags import add_arguments, setting_specs
 from moe_plugin.config.options import MOST_SECONDS, check
-from moe_plugin.config.unread import refuse
 from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
 from moe_plugin.lab.vision.data import EXAMPLES
 from moe_plugin.lab.vision.ensemble import HEAD
 from moe_plugin.lab.vision.model import PRESETS
-from moe_plugin.messages import Parser
+from moe_plugin.messages import Parser, short
 
 SMOOTHING = 0.1
 TASKS = "classify", "segment"
@@ -103,7 +103,14 @@ def refuse_whole_model(given: Mapping[str, Any]) -> None:
     """`ValueError` for a setting by dotted path that no layer reads, and this training does not
     either: it names the setting and where it works.
     """
-    refuse(given, "this training of images", _WHOLE, flags=True)
+    defaults = flatten(to_dict(RunConfig()))
+    flag_of = {spec.path: spec.flag for spec in setting_specs()}
+    for path, value in of_run(given).items():
+        remedy = next((text for start, text in _WHOLE.items() if path.startswith(start)), None)
+        if remedy is not None and value != defaults[path]:
+            default = "none" if defaults[path] is None else defaults[path]
+            raise ValueError(f"{path}={short(value)} does not fit this training of images: must be "
+                             f"{default}; leave {flag_of[path]} out, or {remedy}")
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

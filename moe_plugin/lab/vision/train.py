@@ -30,7 +30,7 @@ from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.files import Leave
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
-from moe_plugin.config import ObserveConfig
+from moe_plugin.config import ObserveConfig, of_layer
 from moe_plugin.config.flags import file_settings, settings_from_flags
 from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
@@ -108,9 +108,7 @@ class Trainer:
     def _model(self, size: SwinMoE, given: dict[str, Any]) -> nn.Module:
         args, ensemble = self.args, self.task.ensemble
         classes = len(self.train_set.classes)
-        of_layers = {path: value for path, value in given.items()
-                     if not path.startswith("observe.")}
-        common = {"dense": args.dense, "comm": self.comm, "settings": of_layers}
+        common = {"dense": args.dense, "comm": self.comm, "settings": of_layer(given)}
         if ensemble is None:
             return (build_ensemble(size, classes, 1, segments=True, **common)
                     if self.task.segments else build(size, classes, **common))

@@ -31,7 +31,7 @@ def test_each_training_pass_counts_once(tmp_path: Path, recomputed: bool) -> Non
     path = tmp_path / "stats.jsonl"
     model = language_model(checkpoint_activations=recomputed, moe_stats_jsonl=str(path),
                            moe_stats_interval="2")
-    watcher = records_of(config_of(model), model, LocalComm(), None)
+    watcher = records_of(model, LocalComm(), None)
     for update in (1, 2):
         model.train()(tokens())[0].sum().backward()
         with torch.no_grad():
@@ -44,7 +44,7 @@ def test_each_training_pass_counts_once(tmp_path: Path, recomputed: bool) -> Non
 
 def test_without_a_file_nothing_is_collected() -> None:
     model = language_model()
-    assert records_of(config_of(model), model, LocalComm(), None) is None
+    assert records_of(model, LocalComm(), None) is None
     assert config_of(language_model(moe_freq=0)) is None
 
 

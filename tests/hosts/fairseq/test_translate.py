@@ -135,9 +135,10 @@ def test_contradictions_and_bad_values_are_refused(flags: str, words: tuple[str,
 
 
 def test_weights_cannot_stream() -> None:
-    assert config("--weights-on device").offload.weights == "device"
+    run = translate.run_config
+    assert run(parse(f"{BRANCH} --weights-on device")).offload.weights == "device"
     with pytest.raises(ValueError, match="offload.weights=host does not fit fairseq.*use device"):
-        config("--weights-on host")
+        run(parse(f"{BRANCH} --weights-on host"))
 
 
 def test_activation_without_counterpart_is_refused() -> None:

@@ -54,13 +54,13 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
 
 
 def test_fairseq_has_no_stages() -> None:
-    from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
+    from moe_plugin.checkpoint.formats.fairseq.translate import run_config
 
     class Flags:
         pipeline_schedule = "eager-1f1b"
 
     with pytest.raises(ValueError, match="pipeline.schedule='eager-1f1b'.*no pipeline stages"):
-        layer_config(Flags(), model_dim=8, ffn_dim=8, activation="relu")
+        run_config(Flags())
 
 
 def test_slices_need_a_schedule_that_cuts() -> None:

@@ -101,7 +101,7 @@ def _plain_state_dict() -> tuple[int, int]:
     """(calls that a loaded tuner knows of, how many more after one call of the layer)."""
     case = Case(ep=2)
     initialise_parallel(case)
-    auto = {"parallel.mode": "auto", "parallel.samples": 1}
+    auto = {"parallel.mode": "auto", "tuner.samples": 1}
     first, again = build(case, True, auto), build(case, True, auto)
     fixed = build(case, True, {"parallel.mode": "fixed"})
     x = torch.randn(4, 2, 16)

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from moe_plugin.config import MoEConfig
+from moe_plugin.config import MoEConfig, RunConfig
 from moe_plugin.config.flags import (
     CONFIG_FLAG,
     config_from_flags,
     file_settings,
     flag_specs,
     parse_value,
+    run_from_flags,
     setting_specs,
 )
 from moe_plugin.config.options import check
@@ -84,6 +85,7 @@ def check_flags(args: Any) -> None:
         return
     config = _settings(args, 1, setting(args, "decoder_ffn_embed_dim") or 1,
                        str(setting(args, "activation_fn", "relu")))
+    run_config(args)
     if config.dispatch.name in dispatchers:  # a module of `imports` may bring it
         check_settings(config.dispatch)
 
@@ -104,12 +106,21 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
     base = {path: value for path, value in base.items()
             if (path in read and path not in in_file) or path in changed}
     _refuse_contradictions(args, flags, base, changed)
-    config = config_from_flags(flags, {**base, "model_dim": model_dim})
-    check(config.pipeline.schedule == "1f1b", "pipeline.schedule", config.pipeline.schedule,
+    return config_from_flags(flags, {**base, "model_dim": model_dim})
+
+
+def run_config(args: Any) -> RunConfig:
+    """What a run of fairseq is asked for.
+
+    Raises:
+        ValueError: a setting that fairseq cannot honour, or a bad value.
+    """
+    run = run_from_flags(flag_values(args))
+    check(run.pipeline.schedule == "1f1b", "pipeline.schedule", run.pipeline.schedule,
           "'1f1b' in fairseq, which has no pipeline stages",
           "leave it out, or train with moe_plugin.hosts.megatron.train")
-    refuse_streamed_weights(config.offload, "fairseq")
-    return config
+    refuse_streamed_weights(run.offload, "fairseq")
+    return run
 
 
 def flag_values(args: Any) -> dict[str, Any]:

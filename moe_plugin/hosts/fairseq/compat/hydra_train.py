@@ -126,14 +126,14 @@ def _text(error: BaseException) -> str:
 
 def _near(text: str) -> str:
     """What the tree of MoE settings says of a key that hydra does not find."""
-    from moe_plugin.config import from_dict
+    from moe_plugin.config.tree import unread
 
     found = re.search(r"full_key: moe\.([\w.]+)", text)
     nested: Any = None
     for name in reversed(found[1].split(".") if found else []):
         nested = {name: nested}
     try:
-        from_dict(nested or {})
+        unread(nested or {})
     except ValueError as error:
         return f"; {error}" if "unknown key" in str(error) else ""
     return ""

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.config import with_overrides
 from moe_plugin.config.flags import add_arguments, flag_specs
 from moe_plugin.hosts.fairseq.compat.fields import add_field, flag_metadata
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
-from moe_plugin.records import HostContext
 
 logger = logging.getLogger(__name__)
 # arguments of later versions of the branch's layer that change what it computes: off here
@@ -124,11 +124,12 @@ class _SwappedLayer(nn.Module):
         self.metadata: dict[str, Any] = {}
         comm = _comm(all2all_group, args)
         weight_ED = gate.wg.weight
-        config = layer_config(args, model_dim=weight_ED.shape[1], ffn_dim=4 * weight_ED.shape[1],
-                              activation="gelu")
+        # the branch's experts drop out by themselves
+        config = with_overrides(
+            layer_config(args, model_dim=weight_ED.shape[1], ffn_dim=4 * weight_ED.shape[1],
+                         activation="gelu"), {"experts.dropout": 0.0})
         first = comm.rank * len(self.experts)
-        layer = MoELayer(config, comm, experts=lambda index: self.experts[index - first],
-                         host=HostContext(acts_on_model=True))
+        layer = MoELayer(config, comm, experts=lambda index: self.experts[index - first])
         _check_router(layer)
         layer.router.weight_ED = weight_ED
         # not a sub-module: the branch's checkpoint code knows the parameters by their native names

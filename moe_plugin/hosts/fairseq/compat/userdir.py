@@ -71,7 +71,7 @@ def take_moe_group(cfg: Any) -> None:
     Raises:
         ValueError: unknown keys, wrong types, bad values; a model without experts.
     """
-    from moe_plugin.config import flatten, from_dict
+    from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
 
     group = cfg.get("moe")
@@ -79,7 +79,8 @@ def take_moe_group(cfg: Any) -> None:
         return
     cfg.moe = None
     values = OmegaConf.to_container(group, resolve=True)
-    from_dict(values)  # its errors name keys, types and bounds
+    from_dict(of_layer(values))  # their errors name keys, types and bounds
+    run_from_dict(of_run(values))
     if CONFIG_FLAG.dest not in cfg.model:
         raise ValueError("the group moe needs a model with experts: use common.user_dir=moe_plugin "
                          "and model._name=moe_transformer_lm")

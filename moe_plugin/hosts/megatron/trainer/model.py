@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.config import MoEConfig, OffloadConfig, with_overrides
+from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.norm import LocalNorm
@@ -23,7 +23,6 @@ from moe_plugin.hosts.megatron.tokens import give_token_ids
 from moe_plugin.hosts.megatron.trainer.data import Batch
 from moe_plugin.hosts.megatron.trainer.ensemble import Ensemble, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.trainer.model_settings import model_settings
-from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.observe import StatsRecorder
@@ -89,8 +88,8 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         finalize_model_grads,
     )
 
-    offload = offload_of(settings)
-    refuse_streamed_weights(offload, "this program")
+    run = run_config(settings)
+    refuse_streamed_weights(run.offload, "this program")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     sharded = args.use_distributed_optimizer
     wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded,
@@ -100,9 +99,9 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
                                             overlap_param_gather=args.overlap_param_gather,
                                             bucket_size=args.ddp_bucket_size)
     chunks, ensemble = [], ensemble_of(args)
-    if ensemble and pipeline_settings(settings).schedule == "terapipe":
+    if ensemble and run.pipeline.schedule == "terapipe":
         raise ValueError(f"ensemble_heads={ensemble.heads} does not fit pipeline.schedule="
-                         f"{pipeline_settings(settings).schedule}: a sequence's heads are chosen by"
+                         f"{run.pipeline.schedule}: a sequence's heads are chosen by"
                          " its whole loss, not by slices; use 1f1b or eager-1f1b")
     for stage in range(stages):
         model = _stage(args, config, settings, vocab_size, stage if stages > 1 else None)
@@ -131,14 +130,8 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     if args.overlap_grad_reduce:  # gradients leave in a step's last micro-batch only
         held_back = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = held_back if stages > 1 else held_back[0]
-    activations = activations_of(offload, config, [chunk.module for chunk in chunks])
+    activations = activations_of(run.offload, config, [chunk.module for chunk in chunks])
     return Training(chunks, optimizer, config, model_settings(args, config), activations, ensemble)
-
-
-def offload_of(settings: Mapping[str, Any]) -> OffloadConfig:
-    """Our `offload` settings."""
-    given = {path: value for path, value in settings.items() if path.startswith("offload.")}
-    return with_overrides(MoEConfig(), given).offload
 
 
 def _stage(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
@@ -182,7 +175,7 @@ def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any
                                  use_transformer_engine=engine, vp_stage=stage)
     for native in () if engine else (WrappedTorchNorm, FusedLayerNorm):
         spec = core.replace_norms(spec, native, LocalNorm)
-    if pipeline_settings(settings).cuts:
+    if run_config(settings).pipeline.cuts:
         spec = swap_attention(spec)
     if args.native_moe or not args.num_experts:
         return spec

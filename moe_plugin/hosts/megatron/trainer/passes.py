@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from moe_plugin.comm.named_errors import collectives_named, comm_of
+from moe_plugin.config import run_config
 from moe_plugin.ensembles import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
-from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func, pipeline_settings
+from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.run import Run
 
@@ -42,7 +43,7 @@ class Passes:
         from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
 
         self.args, self.training, self.log, self.valid_set = args, training, log, valid_set
-        self.schedule = forward_backward_func(pipeline_settings(arguments.our_settings(args)),
+        self.schedule = forward_backward_func(run_config(arguments.our_settings(args)).pipeline,
                                               training.passes or get_forward_backward_func())
         self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)

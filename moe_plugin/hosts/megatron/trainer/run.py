@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm.named_errors import comm_of, gather_objects
-from moe_plugin.config import GuardConfig, MoEConfig, ObserveConfig, with_overrides
+from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.rows import MegatronStart
@@ -36,20 +36,13 @@ Logged = list[dict[str, Tensor]]
 Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 
-def observe_of(settings: Mapping[str, Any]) -> ObserveConfig:
-    """Our `observe` settings."""
-    given = {path: value for path, value in settings.items() if path.startswith("observe.")}
-    return with_overrides(MoEConfig(), given).observe
-
-
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> GuardConfig:
     """What a run asks for.
 
     Raises:
         ValueError: the run cannot have it; it names the setting, the reason and the remedy.
     """
-    given = {path: value for path, value in settings.items() if path.startswith("guard.")}
-    guard = with_overrides(MoEConfig(), given).guard
+    guard = run_config(settings).guard
     whole = [("--tensor-model-parallel-size", args.tensor_model_parallel_size == 1, "use 1"),
              ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
              ("--native-moe", not args.native_moe, "leave it out")]
@@ -96,7 +89,7 @@ def run_of(loop: Any) -> Run:
     args, training = loop.args, loop.training
     settings, drops = our_settings(args), DropWarning(dist.get_rank() == 0)
     guard = guard_of(args, settings)
-    records = records_of(training.moe_layers(), observe_of(settings), training.activations,
+    records = records_of(training.moe_layers(), run_config(settings).observe, training.activations,
                          drops.validation.add, flushes=False)
     training.watch(records.recorder)
     return Run([

@@ -25,6 +25,7 @@ from torch import Tensor
 from moe_plugin.comm import Comm
 from moe_plugin.comm.named_errors import comm_of
 from moe_plugin.comm.resharding import Resharding
+from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.compat.optimizer import (
     gradients_of_norm,
     norm_of_all_ranks,
@@ -32,7 +33,6 @@ from moe_plugin.hosts.megatron.compat.optimizer import (
 )
 from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
-from moe_plugin.hosts.megatron.trainer.pipeline import pipeline_settings
 from moe_plugin.planner.resharding import TensorLayout
 
 _FIELDS = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size",
@@ -146,7 +146,7 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
            ) -> list[tuple[bool, str, Any, str, str]]:
     """What Megatron's model and optimizer code cannot have at stages of unequal layout."""
     given = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
-    schedule = pipeline_settings(our_settings(args)).schedule
+    schedule = run_config(our_settings(args)).pipeline.schedule
     return [
         (given != (1, 1) or args.expert_tensor_parallel_size is not None,
          "tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.config import OffloadConfig
+from moe_plugin.config import OffloadConfig, run_config
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.trainer import model
 from moe_plugin.hosts.megatron.trainer.data import Batch
@@ -144,7 +144,7 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         ValueError: a setting does not fit weights that stream, with the remedy.
         TierError: the tier has no room for the weights.
     """
-    offload = model.offload_of(settings)
+    offload = run_config(settings).offload
     _check(args, settings, offload)
     ours = {path: value for path, value in settings.items() if not path.startswith("offload.")}
     losses: list[Tensor] = []

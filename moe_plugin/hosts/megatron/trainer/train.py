@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
+from moe_plugin.config import run_config
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.overflow import RowsOverflow
 from moe_plugin.hosts.megatron.trainer import arguments
@@ -138,7 +139,7 @@ def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], t
     """
     from moe_plugin.hosts.megatron.trainer import checkpoint, model
 
-    if model.offload_of(arguments.our_settings(args)).weights == "host":
+    if run_config(arguments.our_settings(args)).offload.weights == "host":
         from moe_plugin.hosts.megatron.trainer import streamed, streamed_loop
 
         return (streamed.build, streamed_loop.StreamedPasses, streamed_loop.StreamedLoop,

@@ -61,7 +61,7 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
     }
     comm = TorchComm()
     fixed, auto = MoELayer(from_dict(tree), comm), MoELayer(
-        from_dict({**tree, "parallel": {"mode": "auto", "max_d": 2}}), comm)
+        from_dict({**tree, "parallel": "auto", "tuner": {"max_d": 2}}), comm)
     seconds: dict[str, list[float]] = {}
     labels = []
     for step in range(steps):

@@ -8,25 +8,15 @@ nothing of Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from moe_plugin.config import MoEConfig, PipelineConfig, with_overrides
+from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.trainer.pipeline import auto, eager, terapipe  # noqa: F401, register
 from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, schedules
 
-__all__ = ["ForwardBackward", "forward_backward_func", "pipeline_settings", "schedules",
+__all__ = ["ForwardBackward", "forward_backward_func", "schedules",
            "scheduled"]
-
-
-def pipeline_settings(settings: Mapping[str, Any]) -> PipelineConfig:
-    """The section `pipeline` of settings by dotted paths, only those that were given.
-
-    Raises: ValueError: one is out of bounds.
-    """
-    given = {path: value for path, value in settings.items()
-             if path.startswith(("pipeline.", "offload."))}  # which are checked against each other
-    return with_overrides(MoEConfig(), given).pipeline
 
 
 def forward_backward_func(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
