@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moe_plugin.cli.main import main
-from moe_plugin.config import from_dict, from_yaml
+from moe_plugin.config import both_from_yaml, from_dict
 from moe_plugin.lab.planning.explain import explain
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape, load_model
 from moe_plugin.lab.planning.model_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
@@ -184,9 +184,9 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
     best = search(m, cluster(1, 4), A100, Space(data_parallel_only=host == "fairseq")).plans[0].plan
     (tmp_path / "moe.yaml").write_text(plan_yaml(
         m, best, host, auto, "a note", ("keep", "recompute") if auto else ()))
-    settings = from_yaml(str(tmp_path / "moe.yaml"))
+    settings, run = both_from_yaml(str(tmp_path / "moe.yaml"))
     assert settings.parallel.mode == ("auto" if auto else "fixed")
-    assert settings.offload.activations == ("keep,recompute" if auto else "keep")
+    assert run.offload.activations == ("keep,recompute" if auto else "keep")
     assert (settings.parallel.r, settings.parallel.d,
             settings.comm.all_to_all) == (best.layout.r, best.layout.d, best.layout.algorithm)
     assert settings.dispatch.capacity_factor == 1.25
