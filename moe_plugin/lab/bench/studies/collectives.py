@@ -118,7 +118,9 @@ def train(host: str, collectives: str, data: Path, folder: Path, steps: int) -> 
     file = folder / "network.yaml"
     file.write_text(yaml.safe_dump(network.to_dict()), encoding="utf-8")
     flags = ["--moe-parallel-r", "0", "--moe-parallel", "fixed", "--moe-all-to-all", "linear",
-             "--moe-collectives", collectives, "--moe-network", str(file)]
+             "--moe-collectives", collectives]
+    if collectives != "native":  # which reads no network
+        flags += ["--moe-network", str(file)]
     command, result = HOSTS[host]
     with EmulatedCluster(HOST_NODES, 1, 1e9, 2e-4) as cluster, \
             open(folder / "log", "w", encoding="utf-8") as log:
