@@ -30,6 +30,7 @@ class RoutingCall:
         one_pass: choice, weights and sums come from one kernel; False: step by step.
         reads_z: a loss reads the logits' logsumexp.
         leaves_none: no choice of a real token is -1; False: perhaps some are.
+        replays_whole: nor in a recording of any router of this class, on however many nodes.
         comm: ranks that share the batch's tokens; None: this rank has them all.
         clean_TE: logits without noise; None: the same.
         deviation_TE: standard deviation of each logit's own noise (noisy_topk).
@@ -53,6 +54,7 @@ class RoutingCall:
     one_pass: bool = False
     reads_z: bool = True
     leaves_none: bool = False
+    replays_whole: bool = False
     comm: Comm | None = None
     clean_TE: Tensor | None = None
     deviation_TE: Tensor | None = None
@@ -95,8 +97,9 @@ class RoutingCall:
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True
-        elif self.leaves_none and inside_backward():
-            self.choose(ids_TK)  # a recomputation keeps for backward what the first pass did
+        elif self.leaves_none and (
+                inside_backward() or (self.replays_whole and self.routed is None)):
+            self.choose(ids_TK)  # a recomputation, or a replay, gives the bits of the first pass
         else:
             return self._weights_of_some(ids_TK)
         return self.routed.weights_TK

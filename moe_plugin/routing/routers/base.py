@@ -170,6 +170,7 @@ class Router(BuffersKeepDtype, RouterModule):
             info=info or TokenInfo(), noise=self.noise if self.training else 0.0,
             score=self.score, divides=self.divides, one_pass=self.one_pass(),
             reads_z="z" in self.loss_names, leaves_none=self.leaves_none,
+            replays_whole=type(self).leaves_none,
             comm=self.host.loss_comm, penalty_E=self.penalty_E)
         if self.needs:
             self._check_info(call.info, x_TD.shape[0])
