@@ -21,11 +21,10 @@ def install() -> None:
         return
     fairseq._moe_plugin_compat = True
     from moe_plugin.hosts.fairseq.compat import (
-        branch_flags,
         checkpoints,
         evaluation,
-        expert_store,
         fields,
+        flags,
         hydra_train,
         launch,
         optimizers,
@@ -38,7 +37,7 @@ def install() -> None:
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     for shims in (runtime.SHIMS, launch.SHIMS, userdir.SHIMS, saving.SHIMS, checkpoints.SHIMS,
-                  evaluation.SHIMS, expert_store.SHIMS, branch_flags.SHIMS, optimizers.SHIMS,
+                  evaluation.SHIMS, flags.SHIMS, optimizers.SHIMS,
                   fields.SHIMS, parsing.SHIMS, hydra_train.SHIMS):
         for shim in shims:
             shim()

@@ -36,24 +36,6 @@ def checksums() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
 
 
-def trust_flag() -> None:
-    """Every command of fairseq that reads a checkpoint takes `--trust-checkpoint`."""
-    from fairseq import options
-
-    from moe_plugin.checkpoint import trust
-
-    original = options.get_parser
-
-    def get_parser(*args: Any, **kwargs: Any) -> Any:
-        parser = original(*args, **kwargs)
-        parser.add_argument(
-            trust.FLAG, action="store_true",
-            help="load checkpoints that hold other classes than fairseq's, which can run code")
-        return parser
-
-    options.get_parser = get_parser
-
-
 def training_from_rank_files() -> None:
     """Let every flag of training that names a checkpoint take `X.pt` for `X-rank-0.pt`, ..., and
     one of these for all of them.
@@ -129,7 +111,7 @@ def evaluation_from_rank_files() -> None:
 
     from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.checkpoint.formats.fairseq.part_state import part_state
-    from moe_plugin.hosts.fairseq.compat.expert_store import place_experts
+    from moe_plugin.hosts.fairseq.compat.flags import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation, evaluating
 
     build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task,
@@ -199,5 +181,5 @@ def _value(settings: Any, name: str) -> Any:
     return getattr(settings, name, None)  # a namespace of fairseq's, of any release
 
 
-SHIMS: tuple[Callable[[], None], ...] = (checksums, trust_flag, training_from_rank_files,
+SHIMS: tuple[Callable[[], None], ...] = (checksums, training_from_rank_files,
                                           evaluation_from_rank_files)
