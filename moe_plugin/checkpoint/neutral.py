@@ -37,8 +37,8 @@ fields have the same names and shapes. A source's `layers` has the prefixes `lay
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -139,6 +139,15 @@ class DecoderSettings:
             return cls(**values)
         except TypeError as error:
             raise CheckpointError(f"incomplete model settings: {error}") from error
+
+
+def other_settings(model: DecoderSettings, held: Container[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and default of the settings besides `held` that are not at their default."""
+    for one in fields(model):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        value = vars(model)[one.name]
+        if one.name not in held and value != default:
+            yield one.name, value, default
 
 
 def check_names(names: Any) -> None:

@@ -300,6 +300,12 @@ def part_of(one: Derived, window: Window) -> Derived:
     return Derived(one.key, replace(one.entry, shape=window_shape(outer)), read)
 
 
+def pieces_of(one: Derived, count: int, axis: int = 0) -> list[Derived]:
+    """The tensor cut along an axis into `count` pieces of one size; a rest is left out."""
+    size, before = one.entry.shape[axis] // count, (slice(None),) * axis
+    return [part_of(one, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
+
+
 def joined(parts: Sequence[Derived], axis: int) -> Derived:
     """Tensors joined along an axis, as `torch.cat`; named as the first.
 

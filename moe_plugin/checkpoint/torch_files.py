@@ -20,6 +20,7 @@ from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.read_sums import sums_of
 from moe_plugin.checkpoint.source import (
+    UNREADABLE,
     CheckpointError,
     Derived,
     TensorEntry,
@@ -106,6 +107,32 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
         return trust.load(path, allowed, what, **options)
 
     return _lazily(path, _structure(load))
+
+
+def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: bool = False,
+                 check: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
+    """`open_lazily` of a checkpoint file that holds a mapping.
+
+    Args:
+        remedy: what to do about a damaged file.
+        allowed, trusted: see `open_lazily`.
+        check: raises `ValueError` where it is not what the format writes.
+    Raises:
+        CheckpointError: it is truncated, damaged or holds something else.
+        UntrustedFile: see `trust.load`.
+    """
+    what = f"checkpoint file {str(path)!r}"
+    try:
+        state = open_lazily(path, allowed, what, trusted)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
+        check(state)
+        return state
+    except trust.UntrustedFile:
+        raise
+    except UNREADABLE as error:
+        raise CheckpointError(f"{what} cannot be read, it is truncated or damaged: "
+                              f"{short(error)}; {remedy}") from error
 
 
 def _lazily(path: Path, state: Any) -> Any:

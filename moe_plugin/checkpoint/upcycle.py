@@ -37,7 +37,7 @@ from moe_plugin.checkpoint.source import (
     View,
     Window,
     derive,
-    part_of,
+    pieces_of,
     stacked,
     transposed,
     window_shape,
@@ -164,12 +164,12 @@ def _experts(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
     whole = transposed(mlp[part + ".weight"], (1, 0))  # [D, F], of w_out [F, D]
     axis = 0 if out else 1
     factor = (1 - plan.shared) * g if out else 1.0
-    pieces = [_scaled(one, factor) for one in _cut(whole, axis, g)] * copies
+    pieces = [_scaled(one, factor) for one in pieces_of(whole, g, axis)] * copies
     yield stacked(pieces).renamed(f"{prefix}experts.{part}_{'LFD' if out else 'LDF'}")
     if part + ".bias" in mlp:
         bias = mlp[part + ".bias"]
         # gate weights sum to 1, so that each piece adds the whole output bias
-        parts = [_scaled(bias, 1 - plan.shared)] * g if out else _cut(bias, 0, g)
+        parts = [_scaled(bias, 1 - plan.shared)] * g if out else pieces_of(bias, g)
         name = f"b{part[1:]}_{'LD' if out else 'LF'}"
         yield stacked([*parts] * copies).renamed(f"{prefix}experts.{name}")
 
@@ -181,12 +181,6 @@ def _shared(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
     for kind in ("weight", "bias"):
         if f"{part}.{kind}" in mlp:
             yield _scaled(mlp[f"{part}.{kind}"], factor).renamed(f"{prefix}shared.{part}.{kind}")
-
-
-def _cut(one: Derived, axis: int, pieces: int) -> list[Derived]:
-    size = one.entry.shape[axis] // pieces
-    before = (slice(None),) * axis
-    return [part_of(one, (*before, slice(at * size, (at + 1) * size))) for at in range(pieces)]
 
 
 def _scaled(one: Derived, factor: float) -> Derived:

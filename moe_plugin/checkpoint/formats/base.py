@@ -6,14 +6,16 @@ A host registers its formats in a module of its own, so that this room needs no 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.messages import short
@@ -67,6 +69,23 @@ class WriteProgress:
 
     def wrote(self, name: str) -> None:
         """The file is complete."""
+
+
+def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
+                progress: WriteProgress) -> None:
+    """Write files of `torch.save` with `Derived` tensors; those that `progress` keeps are not made.
+
+    Args:
+        path: an existing folder.
+        contents: by the file's name, what makes its content.
+        progress: see `WriteProgress`.
+    Raises:
+        OSError, CheckpointError: see `SealedWriter.write`.
+    """
+    with torch_files.SealedWriter(progress.advance) as writer:
+        for name, make in contents.items():
+            if not progress.keeps(name):
+                writer.write(path / name, make(), partial(progress.wrote, name))
 
 
 class Format(ABC):

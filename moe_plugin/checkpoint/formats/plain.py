@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import checksums, torch_files, trust
+from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats import huggingface
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
     WriteProgress,
     formats,
+    write_files,
 )
 from moe_plugin.checkpoint.neutral import check_names
 from moe_plugin.checkpoint.ranks import (
@@ -38,6 +39,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     View,
 )
+from moe_plugin.checkpoint.torch_files import open_mapping
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
@@ -119,7 +121,8 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
             raise ValueError("it is of another rank or another checkpoint than its index")
         return sealed
     except UNREADABLE as error:
-        raise _unreadable(path, error) from error
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use "
+                              "an older checkpoint") from error
 
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
@@ -133,11 +136,6 @@ def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
     return path
 
 
-def _unreadable(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use an "
-                           "older checkpoint")
-
-
 def open_folder(folder: Path, trusted: bool = False) -> RankedSource:
     """The checkpoint in a folder; its parts' checksums are not verified.
 
@@ -148,7 +146,8 @@ def open_folder(folder: Path, trusted: bool = False) -> RankedSource:
     """
     index, _ = read_index(folder)
     paths = [_part_of_size(folder, index, rank) for rank in range(index["parts"])]
-    parts = [_open_part(path, trusted) for path in paths]
+    parts = [open_mapping(path, "use an older checkpoint", (), trusted, _check_content)
+             for path in paths]
     try:
         layers, optimizer = moe_layers(parts[0]["model"]), parts[0]["optimizer"]
         values = {"extra": index["extra"], "step": _step(index["extra"]),
@@ -164,16 +163,9 @@ def _step(extra: Any) -> Any:
     return extra.get("step") if isinstance(extra, Mapping) else None
 
 
-def _open_part(path: Path, trusted: bool) -> dict[str, Any]:
-    try:
-        part = torch_files.open_lazily(path, (), f"checkpoint file {str(path)!r}", trusted)
-        if not isinstance(part, dict) or not {"model", "optimizer"} <= set(part):
-            raise ValueError("it has no model and optimizer")
-    except trust.UntrustedFile:
-        raise
-    except UNREADABLE as error:
-        raise _unreadable(path, error) from error
-    return part
+def _check_content(part: Mapping[str, Any]) -> None:
+    if not {"model", "optimizer"} <= set(part):
+        raise ValueError("it has no model and optimizer")
 
 
 def _columns(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -223,12 +215,9 @@ class PlainFormat(Format):
               progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`."""
         size = self._size(source, layout)
-        with torch_files.SealedWriter(progress.advance) as writer:
-            for rank in range(size):
-                name = part_name(rank, size)
-                if not progress.keeps(name):
-                    writer.write(path / name, part_of_rank(source, rank, size, layout.shards),
-                                 partial(progress.wrote, name))
+        write_files(path, {
+            part_name(rank, size): partial(part_of_rank, source, rank, size, layout.shards)
+            for rank in range(size)}, progress)
         write_index(path, size, source.values.get("extra") or {"step": source.values.get("step")})
         progress.wrote(INDEX)
 

@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import torch_files, trust
+from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
     WriteProgress,
     formats,
+    write_files,
 )
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
-    UNREADABLE,
     CheckpointError,
     Derived,
     DerivedSource,
@@ -51,7 +51,7 @@ from moe_plugin.checkpoint.source import (
     transposed,
     window_shape,
 )
-from moe_plugin.messages import short
+from moe_plugin.checkpoint.torch_files import open_mapping
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 COUNT = "_num_global_experts"
@@ -127,16 +127,12 @@ def _pattern_of(folder: Path, names: Sequence[str]) -> str:
 
 
 def _open_file(path: Path, trusted: bool) -> dict[str, Any]:
-    try:
-        state = torch_files.open_lazily(path, (), f"checkpoint file {str(path)!r}", trusted)
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise ValueError("it holds no state_dict()")
-        return state
-    except trust.UntrustedFile:
-        raise
-    except UNREADABLE as error:
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use "
-                              "another checkpoint") from error
+    return open_mapping(path, "use another checkpoint", (), trusted, _check_names)
+
+
+def _check_names(state: Mapping[Any, Any]) -> None:
+    if not all(isinstance(name, str) for name in state):
+        raise ValueError("it holds no state_dict()")
 
 
 class TutelSource(DerivedSource):
@@ -329,12 +325,8 @@ class TutelFormat(Format):
             if experts % size and size % experts:
                 raise ValueError(f"--world {size} does not fit {experts} experts: must be a "
                                  "divisor or a multiple")
-        with torch_files.SealedWriter(progress.advance) as writer:
-            for rank in range(size):
-                name = f"{rank}-of-{size}.pt"
-                if not progress.keeps(name):
-                    writer.write(path / name, _state_of_rank(source, rank, size),
-                                 partial(progress.wrote, name))
+        write_files(path, {f"{rank}-of-{size}.pt": partial(_state_of_rank, source, rank, size)
+                           for rank in range(size)}, progress)
 
 
 def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:

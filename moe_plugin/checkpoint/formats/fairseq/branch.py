@@ -24,6 +24,7 @@ from moe_plugin.checkpoint.formats.base import (
     Format,
     WriteProgress,
     formats,
+    write_files,
 )
 from moe_plugin.checkpoint.formats.fairseq import files, neutral
 from moe_plugin.checkpoint.formats.fairseq.branch_names import (
@@ -260,12 +261,9 @@ class BranchFormat(Format):
             raise ValueError(f"--ep {size} does not fit {count} experts: must be a divisor, and "
                              "--world the same")
         content = _Content(source)
-        with torch_files.SealedWriter(progress.advance) as writer:
-            for rank in (None, *range(size)):
-                name = f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt"
-                if not progress.keeps(name):
-                    writer.write(path / name, content.state(rank, count // size),
-                                 partial(progress.wrote, name))
+        write_files(path, {
+            f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt":
+            partial(content.state, rank, count // size) for rank in (None, *range(size))}, progress)
 
 
 class _Content:

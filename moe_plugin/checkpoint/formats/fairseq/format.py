@@ -21,6 +21,7 @@ from moe_plugin.checkpoint.formats.base import (
     Format,
     WriteProgress,
     formats,
+    write_files,
 )
 from moe_plugin.checkpoint.formats.fairseq import files, neutral
 from moe_plugin.checkpoint.formats.fairseq.entries import (
@@ -68,18 +69,15 @@ def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: it is truncated, damaged or no checkpoint of fairseq.
     """
-    try:
-        state = torch_files.open_lazily(Path(path), files.ALLOWED, f"checkpoint {path!r}", trusted)
-        if not isinstance(state, dict) or not isinstance(state.get(MODEL), dict) or not all(
-                isinstance(name, str) for name in state[MODEL]):
-            raise ValueError("it has no model")
-        files.check_manifest(state)
-        return state
-    except trust.UntrustedFile:
-        raise
-    except files.UNREADABLE as error:
-        raise CheckpointError(f"checkpoint {path!r} is truncated or damaged: {short(error)}; give "
-                              "another one") from error
+    return torch_files.open_mapping(Path(path), "give another one", files.ALLOWED, trusted,
+                                    _check_content)
+
+
+def _check_content(state: Mapping[str, Any]) -> None:
+    if not isinstance(state.get(MODEL), dict) or not all(
+            isinstance(name, str) for name in state[MODEL]):
+        raise ValueError("it has no model")
+    files.check_manifest(state)
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
@@ -281,13 +279,10 @@ class FairseqFormat(Format):
               progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`."""
         world, ep = _sizes(source, layout)
-        with torch_files.SealedWriter(progress.advance) as writer:
-            for rank in range(world):
-                name = "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt"
-                if not progress.keeps(name):
-                    writer.write(path / name,
-                                 state_of_rank(source, rank, world, ep, layout.shards),
-                                 partial(progress.wrote, name))
+        write_files(path, {
+            "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt":
+            partial(state_of_rank, source, rank, world, ep, layout.shards)
+            for rank in range(world)}, progress)
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
         """See `Format`."""

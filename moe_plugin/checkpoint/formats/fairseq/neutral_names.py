@@ -32,6 +32,7 @@ from moe_plugin.checkpoint.source import (
     derive,
     joined,
     part_of,
+    pieces_of,
     window_shape,
 )
 
@@ -94,9 +95,7 @@ def _neutral(one: Derived) -> Iterator[Derived]:
             yield one.renamed(f"{place}{_INNER[part]}.{kind}")
             return
         if together := _JOINED.fullmatch(found[2]):
-            size = one.entry.shape[0] // 3
-            for at, letter in enumerate("qkv"):
-                third = part_of(one, (slice(at * size, (at + 1) * size),))
+            for letter, third in zip("qkv", pieces_of(one, 3), strict=True):
                 yield third.renamed(f"{place}attention.{letter}.{together[1]}")
             return
     if width := re.search(r"\bproject_(in|out)_dim\b", name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 from moe_plugin.checkpoint.formats.fairseq.neutral_names import PADDING_ROWS, POSITIONS
 from moe_plugin.checkpoint.formats.fairseq.translate import ACTIVATIONS, layer_config, plain_value
 from moe_plugin.checkpoint.layers import layer_settings
-from moe_plugin.checkpoint.neutral import DecoderSettings
+from moe_plugin.checkpoint.neutral import DecoderSettings, other_settings
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.config import MoEConfig, flatten, from_dict, to_dict
 from moe_plugin.config.flags import setting_specs
@@ -198,14 +197,9 @@ def _refusals(model: DecoderSettings, width: int, dense: bool) -> list[str]:
     values = model.to_dict()
     wrong = [f"{name}={short(values[name])} (must be {choices})"
              for name, fits, choices in checks if not fits]
-    for one in dataclasses.fields(model):
-        if one.name in _HELD or (one.name == "rotary_base" and model.positions != "rotary"):
-            continue
-        usual = (one.default if one.default_factory is dataclasses.MISSING
-                 else one.default_factory())
-        if values[one.name] != usual:
-            wrong.append(f"{one.name}={short(values[one.name])} (must be {short(usual)})")
-    return wrong
+    held = _HELD | ({"rotary_base"} if model.positions != "rotary" else set())
+    return wrong + [f"{name}={short(value)} (must be {short(usual)})"
+                    for name, value, usual in other_settings(model, held)]
 
 
 def _frequency(source: Source, layers: int) -> int:

@@ -19,7 +19,7 @@ from moe_plugin.checkpoint.source import (
     derive,
     item_of,
     joined,
-    part_of,
+    pieces_of,
     stacked,
     transposed,
 )
@@ -107,9 +107,7 @@ def _unfused(one: Derived, layer: int, name: str) -> Iterator[Derived]:
     if name.endswith("down_proj"):
         yield transposed(one, (0, 2, 1)).renamed(place + "w_out_LFD")
         return
-    rows = one.entry.shape[1] // 2
-    for part, first in (("w_gate_LDF", 0), ("w_in_LDF", rows)):
-        half = part_of(one, (slice(None), slice(first, first + rows)))
+    for part, half in zip(("w_gate_LDF", "w_in_LDF"), pieces_of(one, 2, 1), strict=True):
         yield transposed(half, (0, 2, 1)).renamed(place + part)
 
 

@@ -14,7 +14,7 @@ Optimizer state follows its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron.folders import NATIVE, OURS
@@ -27,7 +27,7 @@ from moe_plugin.checkpoint.source import (
     View,
     derive,
     joined,
-    part_of,
+    pieces_of,
     transposed,
 )
 
@@ -74,7 +74,7 @@ def to_ours(source: Source) -> Source:
                 continue
             one = derive(source, key)
             ours = [gate, first] if gated and gate else [first]
-            for name, part in zip(ours, _halves(one, len(ours)), strict=True):
+            for name, part in zip(ours, pieces_of(one, len(ours), 1), strict=True):
                 part = transposed(part, _SWAP) if swap else part
                 derived.append(part.renamed(f"{prefix}experts.{name}"))
             used.add(key)
@@ -95,12 +95,6 @@ def _gated(source: Source, prefix: str) -> bool:
         raise CheckpointError(f"layer {prefix!r} has no {_FC1}.weight and {_FC2}.weight: its "
                               "experts are of another kind, which does not convert")
     return first.shape[1] == 2 * second.shape[2]
-
-
-def _halves(one: Derived, count: int) -> Sequence[Derived]:
-    size = one.entry.shape[1] // count
-    return [part_of(one, (slice(None), slice(index * size, (index + 1) * size)))
-            for index in range(count)]
 
 
 def _with_rest(source: Source, derived: list[Derived], used: set[Key], format: str) -> Source:

@@ -41,6 +41,7 @@ from moe_plugin.checkpoint.source import (
     derive,
     joined,
     part_of,
+    pieces_of,
 )
 
 _EMBED, _POSITION, _OUTPUT = ("embedding.word_embeddings.weight",
@@ -130,29 +131,20 @@ def _neutral(one: Derived, model: DecoderSettings, width: int) -> Iterator[Deriv
     for theirs, neutral in ((_FC1, "mlp."), (_SHARED_FC1, "moe.shared.")):
         if rest.startswith(theirs):
             maps = ("w_gate", "w_in") if model.gated else ("w_in",)
-            for part_name, part in zip(maps, _even(one, len(maps)), strict=True):
+            for part_name, part in zip(maps, pieces_of(one, len(maps)), strict=True):
                 yield part.renamed(f"{prefix}{neutral}{part_name}.{rest.removeprefix(theirs)}")
             return
     raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become another "
                           "format's; convert to the checkpoint's own format")
 
 
-def _rows(one: Derived, start: int, stop: int) -> Derived:
-    return part_of(one, (slice(start, stop),))
-
-
-def _even(one: Derived, count: int) -> list[Derived]:
-    size = one.entry.shape[0] // count
-    return [_rows(one, index * size, (index + 1) * size) for index in range(count)]
-
-
 def _split_qkv(one: Derived, model: DecoderSettings, width: int) -> tuple[Derived, ...]:
     queries = model.heads // model.kv_heads * width
     found: tuple[list[Derived], ...] = ([], [], [])
-    for group in _even(one, model.kv_heads):
+    for group in pieces_of(one, model.kv_heads):
         at = 0
         for parts, size in zip(found, (queries, width, width), strict=True):
-            parts.append(_rows(group, at, at + size))
+            parts.append(part_of(group, (slice(at, at + size),)))
             at += size
     return tuple(joined(parts, 0) for parts in found)
 
@@ -255,7 +247,7 @@ def _needed(source: Source, key: tuple[str, str]) -> tuple[str, str]:
 
 
 def _join_qkv(parts: Sequence[Derived], model: DecoderSettings) -> Derived:
-    groups = [_even(part, model.kv_heads) for part in parts]
+    groups = [pieces_of(part, model.kv_heads) for part in parts]
     return joined([part for group in zip(*groups, strict=True) for part in group], 0)
 
 

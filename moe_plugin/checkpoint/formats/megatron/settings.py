@@ -4,11 +4,10 @@ ones.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from moe_plugin.checkpoint.neutral import DecoderSettings
+from moe_plugin.checkpoint.neutral import DecoderSettings, other_settings
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.messages import short
 
@@ -34,10 +33,6 @@ _NEEDED = ("num_attention_heads", "swiglu", "normalization", "norm_epsilon")
 _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positions", "tied",
          "pre_norm", "rotary_base", "max_positions", "top_k", "router", "normalize_top_k",
          "router_scale", "groups", "group_top_k", "group_scores", "extra"}
-
-
-def _default(one: dataclasses.Field[Any]) -> Any:
-    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
 
 def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
@@ -127,11 +122,8 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
              best, "1 with softmax scores whose chosen ones sum to 1")
     for name, value in model.extra.items():
         need(name in NEUTRAL_VALUES, name, value, "unset")
-    plain = dataclasses.replace(model, **{one.name: _default(one) for one in dataclasses.fields(
-        model) if one.name not in _HELD})
-    for one in dataclasses.fields(model):
-        usual, value = (vars(each)[one.name] for each in (plain, model))
-        need(usual == value, one.name, value, repr(usual))
+    for name, value, usual in other_settings(model, _HELD):
+        need(False, name, value, repr(usual))
     if wrong:
         raise CheckpointError("Megatron's GPT model cannot have " + "; ".join(wrong))
     norms, positions = ({value: name for name, value in table.items()}
