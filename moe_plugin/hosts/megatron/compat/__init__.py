@@ -1,7 +1,8 @@
 """Everything that depends on Megatron's version, and every patch of it.
 
-`core`: layer, groups, specs, losses. `optimizer`: its state in checkpoints. `settings`: its
-settings and script. `norm`: norms without Apex. `finite`: steps that are skipped. `cpu`: running
-without CUDA; `script_cpu`: its training code, too. `older_python`: 0.18 on before Python 3.12.
-`writers`: processes that write checkpoints end with their rank.
+`names`: classes and functions whose place may change. `core`: layer, groups, specs, losses.
+`optimizer`: its state in checkpoints. `settings`: its settings and script, and what was renamed.
+`norm`: norms without Apex. `finite`: steps that are skipped. `cpu`: running without CUDA;
+`script_cpu`: its training code, too. `older_python`: 0.18 on before Python 3.12. `writers`:
+processes that write checkpoints end with their rank.
 """
