@@ -37,7 +37,7 @@ MIB, WARM_UP = 1 << 20, len(MEASURING) + 1
 # freed tensors go back to the system, so that the resident set is what is in use
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 OPTIONS = {
-    "blocks": Option(8, "of the model", quick=2),
+    "blocks": Option(8, "of the model", quick=4),
     "throttle": Option(200.0, "MB/s of the tier", quick=2000.0),
     "steps": Option(7, "timed steps of each policy", quick=2),
     "folder": Option("", "on a disk; left out: that for temporary files"),
