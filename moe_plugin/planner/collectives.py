@@ -14,7 +14,7 @@ from moe_plugin.planner.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class GroupShape:
     """`size` ranks, `stride` apart; stride 1: consecutive ranks."""
 
     size: int
@@ -36,7 +36,7 @@ class RankGroup:
                        nics=max(1, cluster.nics // groups))
 
 
-def all_to_all_s(cluster: Cluster, group: RankGroup, algorithm: str, size: float) -> float:
+def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: float) -> float:
     """All-to-all of `size` bytes per rank; an algorithm without a cost model counts as `linear`."""
     if group.size == 1 or not size:
         return 0.0
@@ -44,7 +44,7 @@ def all_to_all_s(cluster: Cluster, group: RankGroup, algorithm: str, size: float
     return predict(group.shape(cluster), algorithm, size).seconds
 
 
-def _ring_steps_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
+def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """n - 1 steps in which every rank forwards `piece` bytes."""
     if group.size == 1:
         return 0.0
@@ -62,7 +62,7 @@ def _ring_steps_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
     return alpha + steps * piece * beta + fixed
 
 
-def _two_steps_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
+def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """Between ranks of equal place on n nodes, then inside nodes of p ranks (`comm.by_nodes`): a
     node's cards carry (n - 1) p pieces in place of a ring's n p - 1.
     """
@@ -76,7 +76,7 @@ def _two_steps_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
     return between + inside + fixed
 
 
-def all_gather_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
+def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """All-gather, `piece` bytes from each rank: a ring, (n-1) (alpha + piece beta), or, over
     several nodes of several ranks, two steps if these are faster.
     """
@@ -87,11 +87,11 @@ def all_gather_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
     return min(ring, _two_steps_s(cluster, group, piece)) if two else ring
 
 
-def reduce_scatter_s(cluster: Cluster, group: RankGroup, piece: float) -> float:
+def reduce_scatter_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """Reduce-scatter that leaves `piece` bytes on each rank; the reverse of the all-gather."""
     return all_gather_s(cluster, group, piece)
 
 
-def all_reduce_s(cluster: Cluster, group: RankGroup, size: float) -> float:
+def all_reduce_s(cluster: Cluster, group: GroupShape, size: float) -> float:
     """Ring all-reduce of `size` bytes: reduce-scatter, all-gather; 2 size (n-1)/n per rank."""
     return 2 * _ring_steps_s(cluster, group, size / group.size) if size else 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import RankGroup, all_gather_s, all_to_all_s, reduce_scatter_s
+from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_to_all_s, reduce_scatter_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.events import Task, Timeline, simulate
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
@@ -122,7 +122,7 @@ class _Sizes:
     """
 
     shards: int
-    gather: RankGroup
+    gather: GroupShape
     piece: float
     out: float
     rows_here: float
@@ -175,12 +175,12 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
     shards = shape.cut(ranks)
     stored = shape.experts * shape.expert_bytes / ranks
     if r == 0 or ranks == 1:
-        return _Sizes(shards, RankGroup(ranks), stored if ranks > 1 else 0.0, 0.0,
+        return _Sizes(shards, GroupShape(ranks), stored if ranks > 1 else 0.0, 0.0,
                       shape.tokens * shape.top_k, shape.experts, shape.hidden_dim)
     group = shards // r
     local = max(1, shape.experts * shards // ranks)
     tokens = shape.tokens * shape.row_bytes
-    sizes = _Sizes(shards, RankGroup(group), stored if group > 1 else 0.0,
+    sizes = _Sizes(shards, GroupShape(group), stored if group > 1 else 0.0,
                   tokens * (ranks - 1) if choice.gather_tokens else shape.rows * r
                   * shape.row_bytes, shape.rows * r * shape.skew, local,
                   shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0, shape.skew)
@@ -223,7 +223,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
     sizes = work.sizes
     if not sizes.out:
         return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
-    group = RankGroup(cluster.ranks)
+    group = GroupShape(cluster.ranks)
     exchange = (all_gather_s(cluster, group, sizes.tokens) if sizes.tokens else
                 all_to_all_s(cluster, group, choice.algorithm, sizes.out * sizes.travel / d))
     # the experts compute in the larger number of pieces of the two directions
@@ -304,7 +304,7 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
 
 def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
     """Seconds in which weights go to borrowers, or their gradients back."""
-    return all_to_all_s(cluster, RankGroup(cluster.ranks), "linear", sizes.lend)
+    return all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
 
 
 def _memory(shape: LayerShape, sizes: _Sizes) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
+from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
 from moe_plugin.planner.events import Task, simulate
 
 SCHEDULES = ("baseline", "s1", "s2")
@@ -59,10 +59,10 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
 
     overlap: S2's gather runs at the same time as the all-to-all, in `pieces` steps.
     """
-    world, mp, esp = RankGroup(cluster.ranks), RankGroup(shape.replicas), RankGroup(shape.shards)
+    world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
     if schedule == "baseline":
         volume = shape.bytes_rows * shape.shards
-        parallel = RankGroup(max(1, cluster.ranks // shape.shards), shape.shards)
+        parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
         return [
             Task("esp gather", "network",
                  all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),

@@ -14,7 +14,7 @@ from moe_plugin.comm.forest import Forest
 from moe_plugin.config import CommConfig
 from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster, load_cluster
-from moe_plugin.planner.collectives import RankGroup, all_gather_s, all_reduce_s, reduce_scatter_s
+from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, reduce_scatter_s
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.part import part_of
 from moe_plugin.planner.forest.source import find_network
@@ -207,7 +207,7 @@ class AutoCollectives(Collectives):
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
         """Seconds of native and forest by the cost model; size: bytes of the whole."""
-        group, piece = RankGroup(comm.size), size / comm.size
+        group, piece = GroupShape(comm.size), size / comm.size
         native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
                   "all_reduce": all_reduce_s}[kind]
         cluster = _cluster(comm) if self.cluster is None else self.cluster

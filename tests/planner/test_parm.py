@@ -9,7 +9,7 @@ import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.collectives import RankGroup, all_reduce_s, all_to_all_s
+from moe_plugin.planner.collectives import GroupShape, all_reduce_s, all_to_all_s
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.parm import ParmShape, choose_schedule, schedule_s, simulated_s
 from tests.planner.problems import A100, cluster
@@ -121,9 +121,9 @@ def test_index_slice_gains_with_the_gap_between_links() -> None:
     for inter in (150e9, 50e9, 12.5e9, 5e9):
         here = cluster(8, 8, inter)
         compute = 0.02
-        moved = 2 * all_to_all_s(here, RankGroup(8, 8), "linear", 2 * size) + all_reduce_s(
-            here, RankGroup(8), size)
-        gains.append((compute + moved) / (compute + all_reduce_s(here, RankGroup(8), size)))
+        moved = 2 * all_to_all_s(here, GroupShape(8, 8), "linear", 2 * size) + all_reduce_s(
+            here, GroupShape(8), size)
+        gains.append((compute + moved) / (compute + all_reduce_s(here, GroupShape(8), size)))
     assert gains == sorted(gains) and gains[1] < 1.75 < gains[2]
 
 

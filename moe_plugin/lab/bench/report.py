@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,21 +50,11 @@ def check_folder(parser: argparse.ArgumentParser, folder: Path, names: Iterable[
         parser.error(str(error))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a benchmark's numbers."""
-    write_regular(path, json.dumps(value, indent=1) + "\n")
-
-
 def page(title: str, made_by: str, setup: Mapping[str, str], body: str) -> str:
     """A page of docs/benchmarks: title, command and versions, tables."""
     found = ", ".join(f"{name} {value}" for name, value in setup.items())
     made = paragraph(f"Made by `{made_by}`. {found}")
     return f"# {title}\n\n{made}\n\n{body}\n"
-
-
-def write_page(path: Path, title: str, made_by: str, setup: Mapping[str, str], body: str) -> None:
-    """Write a `page`."""
-    write_regular(path, page(title, made_by, setup, body))
 
 
 def layer_table(report: LayerReport) -> str:

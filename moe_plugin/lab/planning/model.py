@@ -10,7 +10,7 @@ from typing import Any
 from moe_plugin.messages import short
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import RankGroup
+from moe_plugin.planner.collectives import GroupShape
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
 
@@ -170,12 +170,12 @@ class ModelPlan:
         """Tokens that one rank routes at a time; tensor-parallel ranks split a micro-batch."""
         return self.micro_batch * model.sequence // self.tp
 
-    def groups(self) -> dict[str, RankGroup]:
+    def groups(self) -> dict[str, GroupShape]:
         """The groups of ranks, by name."""
         return {
-            "tp": RankGroup(self.tp), "dp": RankGroup(self.dp, self.tp),
-            "experts": RankGroup(self.expert_ranks),
-            "expert_dp": RankGroup(self.expert_dp, self.expert_ranks),
+            "tp": GroupShape(self.tp), "dp": GroupShape(self.dp, self.tp),
+            "experts": GroupShape(self.expert_ranks),
+            "expert_dp": GroupShape(self.expert_dp, self.expert_ranks),
         }
 
     def expert_cluster(self, cluster: Cluster) -> Cluster:

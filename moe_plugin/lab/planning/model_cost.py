@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import RankGroup, all_reduce_s
+from moe_plugin.planner.collectives import GroupShape, all_reduce_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost
 
@@ -90,7 +90,7 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
     size = tokens * model.model_dim * model.element_bytes
     return {"attention": part["attention"], "dense FFN": part["dense FFN"],
             "tensor parallel":
-                2 * 2 * all_reduce_s(cluster, RankGroup(tp), size) if tp > 1 else 0.0}
+                2 * 2 * all_reduce_s(cluster, GroupShape(tp), size) if tp > 1 else 0.0}
 
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import DEGREES, LayoutChoice, legal_choices
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import RankGroup, all_to_all_s
+from moe_plugin.planner.collectives import GroupShape, all_to_all_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, LayerShape, layer_cost, rank_choices
 from moe_plugin.planner.units import show_time
@@ -35,7 +35,7 @@ def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float
     inner = shape.hidden_dim / shards
     experts = device.matmul_s(rows / max(1, shape.experts // cluster.ranks),
                                2.0 * shape.matrices * rows * shape.model_dim * inner)
-    exchange = all_to_all_s(cluster, RankGroup(cluster.ranks), "linear", rows * shape.row_bytes)
+    exchange = all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", rows * shape.row_bytes)
     return MATMULS * dispatch + 3 * experts + 4 * exchange
 
 

@@ -30,7 +30,7 @@ from moe_plugin.lab.planning.recompute import RECOMPUTED
 from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import RankGroup, all_reduce_s
+from moe_plugin.planner.collectives import GroupShape, all_reduce_s
 from moe_plugin.planner.layer_cost import layer_cost
 from moe_plugin.planner.units import show_size, show_time
 
@@ -90,7 +90,7 @@ def predicted_s(timing: Timing, cluster: Cluster, processor: Processor) -> float
     if timing.name in COSTS:
         return predict(cluster, timing.name, timing.size).seconds
     if timing.name == ALL_REDUCE:
-        return all_reduce_s(cluster, RankGroup(cluster.ranks), timing.size)
+        return all_reduce_s(cluster, GroupShape(cluster.ranks), timing.size)
     tokens = int(timing.size)
     if timing.name == MATMUL:
         return device.matmul_s(tokens, 2.0 * tokens * model.model_dim * model.expert_dim)
