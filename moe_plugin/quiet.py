@@ -18,8 +18,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Known:
-    """A warning. module: where Python says it comes from. text: how it begins, a regular
-    expression.
+    """A warning.
+
+    Attributes:
+        module: where Python says it comes from.
+        text: how it begins, a regular expression.
     """
 
     module: str
@@ -28,8 +31,11 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownLine:
-    """A line of a library's log that is no warning. logger: its name. text: how the line begins, a
-    regular expression.
+    """A line of a library's log that is no warning.
+
+    Attributes:
+        logger: its name.
+        text: how the line begins, a regular expression.
     """
 
     logger: str

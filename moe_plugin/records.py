@@ -320,9 +320,11 @@ class ExpertRows:
 class Overlap:
     """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
 
-    forward, backward: d and d_backward; 0 backward: as forward. background: one piece, too,
-    travels in the background, because other work is done meanwhile. piece_axis: see
-    `dispatch.piece_axes`.
+    Attributes:
+        forward, backward: d and d_backward; 0 backward: as forward.
+        background: one piece, too, travels in the background, because other work is done
+            meanwhile.
+        piece_axis: see `dispatch.piece_axes`.
     """
 
     forward: int = 1

@@ -154,7 +154,12 @@ class RunFeature:
         """The host knows more of the step: `dropped` or `logged`."""
 
     def after_evaluation(self, number: int, dropped: float | None) -> None:
-        """A validation is over. number: steps done. dropped: share of its choices, if known."""
+        """A validation is over.
+
+        Args:
+            number: steps done.
+            dropped: share of its choices, if known.
+        """
 
     def numbers(self) -> dict[str, float]:
         """For the host's log, by name."""
@@ -232,9 +237,10 @@ class Run(RunFeature):
                 undo: Callable[[], None] = lambda: None) -> Result:
         """What `passes()` returns, begun again where it raises `StepRepeat`.
 
-        passes: all forward and backward passes of a step, which clear the gradients first, or all
-            forward passes of an evaluation; it calls `after_passes`. undo: called before it begins
-            again.
+        Args:
+            passes: all forward and backward passes of a step, which clear the gradients first,
+                or all forward passes of an evaluation; it calls `after_passes`.
+            undo: called before it begins again.
         """
         reset = self.before_passes()
         while True:

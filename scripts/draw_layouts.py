@@ -39,9 +39,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Band:
-    """A line of a panel: what each rank has. experts: stored or borrowed, by rank; tokens: by rank.
+    """A line of a panel: what each rank has.
 
     borrowed: (rank, expert) drawn with a dashed line.
+
+    Attributes:
+        experts: stored or borrowed, by rank.
+        tokens: by rank.
     """
 
     label: str

@@ -17,7 +17,9 @@ from moe_plugin.kernels import transpose_chunks
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
     """Cut `x` in pieces and concatenate them in another order, in one copy.
 
-    x: [sum(lengths), ...]. order: for each piece of the result, its index in `lengths`.
+    Args:
+        x: [sum(lengths), ...].
+        order: for each piece of the result, its index in `lengths`.
     """
     parts = x.split(list(lengths))
     wanted = [parts[i] for i in order if lengths[i]]

@@ -35,8 +35,9 @@ class Collectives:
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
         """Those of a prepared group; collective.
 
-        network: gives the network between its ranks. cluster: by which to predict what is faster;
-        None: measure.
+        Args:
+            network: gives the network between its ranks.
+            cluster: by which to predict what is faster; None: measure.
         """
         return NATIVE
 

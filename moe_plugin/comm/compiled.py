@@ -40,7 +40,10 @@ def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[S
                recv: Optional[Sequence[int]]) -> Tensor:
     """All-to-all along dimension 0, differentiable; see `comm.functional.all_to_all`.
 
-    x: [sum(send), ...]. route: key of a `Route`. Returns: [sum(recv), ...].
+    Args:
+        x: [sum(send), ...].
+        route: key of a `Route`.
+    Returns: [sum(recv), ...].
     """
     found = owner_of(route)
     return found.algorithm(found.comm, x.contiguous(), send, recv)

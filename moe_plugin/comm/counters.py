@@ -11,8 +11,10 @@ import torch
 class Counters:
     """What this rank sent to other ranks through one `Comm`, its views and its subgroups.
 
-    bytes, messages: totals. exchanges: number of all-to-alls by the algorithm that ran, which is
-    `linear` where a hierarchical one falls back to it.
+    Attributes:
+        bytes, messages: totals.
+        exchanges: number of all-to-alls by the algorithm that ran, which is `linear` where a
+            hierarchical one falls back to it.
     """
 
     bytes: int = 0

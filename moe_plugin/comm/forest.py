@@ -42,7 +42,9 @@ class _Planned:
 class Forest(Collectives):
     """Along throughput-optimal trees, planned for the network of the group (ForestColl).
 
-    network: rank i of it is rank i of the group. source: where it comes from, in words.
+    Attributes:
+        network: rank i of it is rank i of the group.
+        source: where it comes from, in words.
     """
 
     network: Network

@@ -68,8 +68,10 @@ class _Pair(torch.autograd.Function):
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
     """Run one collective whose gradient is another one; `x` itself in a group of one.
 
-    x: [n, ...]. forward, backward: `all_gather`, `reduce_scatter`, `all_reduce`, `own_part` (this
-    rank's 1/size along dimension 0); backward also `identity`.
+    Args:
+        x: [n, ...].
+        forward, backward: `all_gather`, `reduce_scatter`, `all_reduce`, `own_part` (this rank's
+            1/size along dimension 0); backward also `identity`.
     """
     if comm.size == 1:
         return x

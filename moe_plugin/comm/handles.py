@@ -24,7 +24,9 @@ from moe_plugin.comm.exchange import Exchange
 class Handle:
     """An exchange that has been started; made by `start`.
 
-    finish: waits for the rows. result: the rows, once they have been waited for.
+    Attributes:
+        finish: waits for the rows.
+        result: the rows, once they have been waited for.
     """
 
     finish: Callable[[], Tensor]

@@ -24,22 +24,26 @@ class GroupState:
 
     All `Comm` objects over one process group share one `GroupState`, and so do their tagged views.
 
-    topology: which ranks share a node; set by `Comm.prepare`, None before. Hierarchical exchanges,
-        routers that prefer near experts and cost models depend on it.
-    watchdog: sends heartbeats, so that an error can name the missing ranks; None: not asked for.
-    worker: the thread that runs exchanges in the background; made at the first one.
-    stream: the CUDA stream for the same purpose.
-    timeout_watch: watches NCCL's collectives where the group waits longer than the layer may; None:
-        not needed.
-    connected: whether all ranks have met in a collective since the group was prepared, on NCCL.
-    started: the last collectives in words, where they may fail after they have returned.
-    last_tag: of the last exchange in the background; all ranks count alike.
-    hosts: see `Comm.hosts`; None: not used so far, or the group itself.
-    subgroups: by their ranks, the subgroups that this rank is in. To make one is collective and
-        costs connections.
-    groups_made: in the state of the default group: by ranks, how many groups of them were made.
-    collects_for: for each rank of this node, the destination ranks whose rows it collects in the
-        2DH all-to-all under this topology.
+    Attributes:
+        topology: which ranks share a node; set by `Comm.prepare`, None before. Hierarchical
+            exchanges, routers that prefer near experts and cost models depend on it.
+        watchdog: sends heartbeats, so that an error can name the missing ranks; None: not asked
+            for.
+        worker: the thread that runs exchanges in the background; made at the first one.
+        stream: the CUDA stream for the same purpose.
+        timeout_watch: watches NCCL's collectives where the group waits longer than the layer
+            may; None: not needed.
+        connected: whether all ranks have met in a collective since the group was prepared, on
+            NCCL.
+        started: the last collectives in words, where they may fail after they have returned.
+        last_tag: of the last exchange in the background; all ranks count alike.
+        hosts: see `Comm.hosts`; None: not used so far, or the group itself.
+        subgroups: by their ranks, the subgroups that this rank is in. To make one is collective
+            and costs connections.
+        groups_made: in the state of the default group: by ranks, how many groups of them were
+            made.
+        collects_for: for each rank of this node, the destination ranks whose rows it collects
+            in the 2DH all-to-all under this topology.
     """
 
     topology: Topology | None = None

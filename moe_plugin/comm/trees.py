@@ -32,7 +32,9 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 class Trees:
     """Schedules for one group, and rounds of the sizes that it has seen. Lives with the group.
 
-    gather: of an all-gather. reduce: of a reduce-scatter on the same network.
+    Attributes:
+        gather: of an all-gather.
+        reduce: of a reduce-scatter on the same network.
     """
 
     gather: Schedule
@@ -114,7 +116,12 @@ def _add(target: Tensor, arrived: Tensor) -> None:
 
 @dataclass
 class _Run:
-    """One pass through the rounds. flat_N: the whole; take: what happens with what arrives."""
+    """One pass through the rounds.
+
+    Attributes:
+        flat_N: the whole.
+        take: what happens with what arrives.
+    """
 
     comm: Comm
     flat_N: Tensor

@@ -88,7 +88,9 @@ PIECE_AXES: dict[str, Callable[[int, int, int], PieceShares]] = {
 def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
     """How rows fall into `number` pieces that travel.
 
-    name: in `PIECE_AXES`; without effect for one piece. ranks: of the group. local: experts of a
-    rank.
+    Args:
+        name: in `PIECE_AXES`; without effect for one piece.
+        ranks: of the group.
+        local: experts of a rank.
     """
     return PIECE_AXES[name if number > 1 else "rows"](number, ranks, local)

@@ -179,8 +179,10 @@ def _even_piece(place: Placement, slots: int) -> Piece:
 def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list[int]) -> Tensor:
     """Row of each choice where rows lie by (piece, owner, slot), int64 like `owner_TK`; -1: none.
 
-    owner_TK, slots_TK: int64, who has the choice's row (-1: none) and in which of its slots.
-    starts: first slot of each piece, and the number of slots.
+    Args:
+        owner_TK, slots_TK: int64, who has the choice's row (-1: none) and in which of its
+            slots.
+        starts: first slot of each piece, and the number of slots.
     """
     start_TK, length_TK = _slot_parts(slots_TK, starts, starts[-1])
     position_TK = start_TK * owners + owner_TK * length_TK + slots_TK - start_TK

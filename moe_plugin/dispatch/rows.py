@@ -19,8 +19,9 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                    complete: bool = False) -> tuple[Tensor, Tensor]:
     """(choices by expert, those without one last, int64 [T*K]; choices of each expert, int64 [E]).
 
-    ids_TK: int64 [T, K], -1: no expert. Within an expert choices stay in token order. load_KE,
-    complete: see `known_load`; None: counted here.
+    Args:
+        ids_TK: int64 [T, K], -1: no expert. Within an expert choices stay in token order.
+        load_KE, complete: see `known_load`; None: counted here.
     """
     key_N = ids_TK.reshape(-1)
     if not complete:
@@ -60,8 +61,10 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
                complete: bool = False) -> RowPlan:
     """Every chosen (token, expert) pair is one row, sorted by expert. Reads the counts on the host.
 
-    ids_TK: int64 [T, K], -1: no row. weights_TK: [T, K] gate weights. load_KE, complete: see
-    `sort_by_expert`.
+    Args:
+        ids_TK: int64 [T, K], -1: no row.
+        weights_TK: [T, K] gate weights.
+        load_KE, complete: see `sort_by_expert`.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
     counts = RowCounts(count_E.tolist())
@@ -74,7 +77,9 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
     """As `exact_rows`, in a buffer for all T*K choices, whose counts stay on the device.
 
-    ids_TK: int64 [T, K], -1: no row. weights_TK: [T, K] gate weights.
+    Args:
+        ids_TK: int64 [T, K], -1: no row.
+        weights_TK: [T, K] gate weights.
     """
     number_N, count_E = running_count(ids_TK.reshape(-1), experts)
     start_E = count_E.cumsum(0) - count_E
@@ -89,7 +94,9 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
               experts: int) -> RowPlan:
     """C rows per expert, slot c of expert e in row e*C + c; empty ones too. No host read.
 
-    ids_TK, slots_TK: int64 [T, K]. weights_TK: [T, K] gate weights.
+    Args:
+        ids_TK, slots_TK: int64 [T, K].
+        weights_TK: [T, K] gate weights.
     """
     position_TK = torch.where(ids_TK >= 0, ids_TK * capacity + slots_TK, -1)
     source_R = slot_sources(position_TK, experts * capacity)

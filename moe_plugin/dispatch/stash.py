@@ -45,7 +45,9 @@ class PageRing:
     def take(self, number: Tensor, index_M: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """(slots int64 [M], whether there were `number`); gives out none where there were fewer.
 
-        wanted: bool scalar, whether any are asked for. index_M: int64, 0 to M - 1.
+        Args:
+            wanted: bool scalar, whether any are asked for.
+            index_M: int64, 0 to M - 1.
         """
         enough = wanted & (self.tail - self.head >= number)
         slot_M = self.free_S[(self.head + index_M) % max(1, self.slots)]
@@ -84,7 +86,9 @@ class Pages:
     def write(self, x_N: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(record int64 [M], pages wanted, whether they were there).
 
-        x_N: [N]; used: int64 scalar, how many of its first elements are kept.
+        Args:
+            x_N: [N].
+            used: int64 scalar, how many of its first elements are kept.
         """
         number = torch.div(used + PAGE - 1, PAGE, rounding_mode="floor")
         index_M = torch.arange(-(-x_N.shape[0] // PAGE), device=x_N.device)
@@ -216,7 +220,9 @@ class PagedStash(Limit):
     def keep(self, x_RD: Tensor, lengths_L: Tensor) -> Kept:
         """Copy the rows of all experts into pages.
 
-        x_RD: [R, width], rows of the experts first, filler after them. lengths_L: int64 [L].
+        Args:
+            x_RD: [R, width], rows of the experts first, filler after them.
+            lengths_L: int64 [L].
         """
         return Kept(self.pages(x_RD), x_RD, lengths_L)
 

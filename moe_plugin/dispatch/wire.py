@@ -33,9 +33,10 @@ from moe_plugin.kernels.fp8 import BLOCK
 class RowFormat:
     """How rows are converted.
 
-    encode: floating-point rows [R, ...] to the parts that travel, each [R, ...].
-    decode: these parts and `dtype` to rows [R, ...].
-    row_bytes: bytes that a row of n elements takes in this format.
+    Attributes:
+        encode: floating-point rows [R, ...] to the parts that travel, each [R, ...].
+        decode: these parts and `dtype` to rows [R, ...].
+        row_bytes: bytes that a row of n elements takes in this format.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]

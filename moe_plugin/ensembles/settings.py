@@ -31,8 +31,11 @@ class EnsembleSettings:
 
 
 def flags(whole: str, part: str, meaning: str) -> Flags:
-    """Names and argparse's options. whole, part: the two values of `--oracle-unit`, the first is
-    the default; meaning: what `whole` is.
+    """Names and argparse's options.
+
+    Args:
+        whole, part: the two values of `--oracle-unit`, the first is the default.
+        meaning: what `whole` is.
     """
     return (
         ("ensemble-heads", {"type": int, "default": 0, "help": "output heads of an ensemble that "

@@ -23,7 +23,9 @@ class DDPCheck:
     def __call__(self, built: Experts, experts: nn.Module) -> None:
         """Check; called in every forward pass.
 
-        built: of the layer. experts: these, or what stands in their place and has them inside.
+        Args:
+            built: of the layer.
+            experts: these, or what stands in their place and has them inside.
         """
         if torch.compiler.is_compiling():
             return

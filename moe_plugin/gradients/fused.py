@@ -30,7 +30,12 @@ _APEX = {
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A part of apex. value: the class or function, None where it cannot be used; reason: why."""
+    """A part of apex.
+
+    Attributes:
+        value: the class or function, None where it cannot be used.
+        reason: why.
+    """
 
     value: Any
     reason: str
@@ -38,7 +43,13 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a host uses. role: what for; active: what of; reason: why it and not another."""
+    """What a host uses.
+
+    Attributes:
+        role: what for.
+        active: what of.
+        reason: why it and not another.
+    """
 
     role: str
     active: str

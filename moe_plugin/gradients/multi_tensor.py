@@ -49,8 +49,9 @@ class SquaredNorm:
             ) -> None:
         """Take a part of the tensors.
 
-        place: of the part among the others, which may come in any order.
-        tensors, copies: see `squared_norm`.
+        Args:
+            place: of the part among the others, which may come in any order.
+            tensors, copies: see `squared_norm`.
         """
         copies = [1] * len(tensors) if copies is None else copies
         part = self._parts[place] = []

@@ -38,8 +38,11 @@ _HOST_BYTES = 64
 class WrongResultError(RuntimeError):
     """Ranks computed something else than their twins; raised on all ranks.
 
-    step: of the check. ranks: of the world, one or, where twins cannot be told apart, several.
-    hosts: their names. where: what they computed when they differed first.
+    Attributes:
+        step: of the check.
+        ranks: of the world, one or, where twins cannot be told apart, several.
+        hosts: their names.
+        where: what they computed when they differed first.
     """
 
     step: int

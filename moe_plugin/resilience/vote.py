@@ -48,8 +48,10 @@ def coordinate_median(x_FN: Tensor) -> Tensor:
 class Verdict:
     """What a vote found.
 
-    outvoted: ranks that differed from the majority of a file, ascending. undecided: files of which
-    no answer had a majority; the first of the most frequent ones counted.
+    Attributes:
+        outvoted: ranks that differed from the majority of a file, ascending.
+        undecided: files of which no answer had a majority; the first of the most frequent ones
+            counted.
     """
 
     outvoted: tuple[int, ...]

@@ -20,9 +20,14 @@ SMALL_LAYER = 1 << 30
 
 @dataclass(frozen=True)
 class ComputeLoad:
-    """What a choice depends on. device: its type. rows: of all experts. even: all experts have the
-    same number of rows. planned: rows are gathered from this rank's own tokens, see `RowPlan`;
-    top_k: then, rows per token.
+    """What a choice depends on.
+
+    Attributes:
+        device: its type.
+        rows: of all experts.
+        even: all experts have the same number of rows.
+        planned: rows are gathered from this rank's own tokens, see `RowPlan`.
+        top_k: then, rows per token.
     """
 
     device: str

@@ -68,8 +68,10 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
                 skew: float = 1.0) -> LayerShape:
     """A layer under a load as the planner sees it.
 
-    probe: one of its parameters. tokens: of the rank with most. skew: rows of the fullest rank over
-    the mean.
+    Args:
+        probe: one of its parameters.
+        tokens: of the rank with most.
+        skew: rows of the fullest rank over the mean.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       hidden_dim=config.hidden_dim, experts=config.num_experts,

@@ -32,17 +32,21 @@ PATIENCE_FOR_TIMES = 8  # calls after the last trial in which its time may still
 class TunerSettings:
     """Rules of a tuner.
 
-    tries: candidates timed in a new bucket, the best predicted first; None: all. within: candidates
-    predicted slower than this factor times the best are not tried.
-    warm_up, samples: calls per candidate that do not count, and that do. slow_warm_up_s: after a
-    longer warm-up there is one sample per candidate. prune: once each has a sample that is not of
-    its first call in this process, candidates slower than this factor times the fastest get no
-    other. statistic: one time from several samples. hysteresis: relative gain below which the
-    current choice stays. ordered: a candidate must gain as much over every earlier one, not over
-    the current choice alone.
-    drift: relative change of the watched time that counts as drift, `patience` times in a row.
-    watch: a settled bucket is timed once per so many calls. allowance, budget: calls that may be
-    spent on trials: allowance + budget * calls.
+    Attributes:
+        tries: candidates timed in a new bucket, the best predicted first; None: all.
+        within: candidates predicted slower than this factor times the best are not tried.
+        warm_up, samples: calls per candidate that do not count, and that do.
+        slow_warm_up_s: after a longer warm-up there is one sample per candidate.
+        prune: once each has a sample that is not of its first call in this process, candidates
+            slower than this factor times the fastest get no other.
+        statistic: one time from several samples.
+        hysteresis: relative gain below which the current choice stays.
+        ordered: a candidate must gain as much over every earlier one, not over the current
+            choice alone.
+        drift: relative change of the watched time that counts as drift, `patience` times in a
+            row.
+        watch: a settled bucket is timed once per so many calls.
+        allowance, budget: calls that may be spent on trials: allowance + budget * calls.
     """
 
     tries: int | None = 4
@@ -93,9 +97,14 @@ class Memory(Protocol[Bucket]):
 
 @dataclass
 class _Entry(Generic[Choice]):
-    """What is known of one bucket. trials: still to be issued, one per call. awaited: trials whose
-    time may still arrive. unused: those of `tried` that had not run before. pruned: those that got
-    fewer samples, because they are far behind. untimed: calls since the last timed one.
+    """What is known of one bucket.
+
+    Attributes:
+        trials: still to be issued, one per call.
+        awaited: trials whose time may still arrive.
+        unused: those of `tried` that had not run before.
+        pruned: those that got fewer samples, because they are far behind.
+        untimed: calls since the last timed one.
     """
 
     predicted: dict[Choice, float | None]

@@ -135,7 +135,10 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
                  memory_bytes: float) -> tuple[LayerCost, LayerCost]:
     """(the configured layout, the one to take: the fastest that saves enough time and fits).
 
-    costs: of all layouts, fastest first. fixed: the configured one. memory_bytes: of the device.
+    Args:
+        costs: of all layouts, fastest first.
+        fixed: the configured one.
+        memory_bytes: of the device.
     """
     mine = next(cost for cost in costs if cost.choice == fixed)
     for cost in costs:

@@ -14,7 +14,9 @@ from importlib.util import find_spec
 class Package:
     """A distribution that moe-plugin can use.
 
-    gpu: useful only with a GPU. command: how to install it where its name is not enough for pip.
+    Attributes:
+        gpu: useful only with a GPU.
+        command: how to install it where its name is not enough for pip.
     """
 
     name: str

@@ -28,9 +28,10 @@ from moe_plugin.planner.all_to_all import two_d_cost
 class _Plan:
     """Lengths of one exchange.
 
-    served: for each rank of this node, the destinations it collects for.
-    counts: for each rank of this node, how many rows it has for each destination that this rank
-        collects for.
+    Attributes:
+        served: for each rank of this node, the destinations it collects for.
+        counts: for each rank of this node, how many rows it has for each destination that this
+            rank collects for.
     """
 
     served: dict[int, list[int]]

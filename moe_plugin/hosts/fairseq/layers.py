@@ -38,9 +38,12 @@ from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 class LayerSettings:
     """What an MoE transformer layer needs in addition to fairseq's own config.
 
-    gradient_factor: see `translate.gradient_factor`. replay: activations are recomputed, so routing
-    must be repeated. layer_number: of this MoE layer in its stack, from 0. evaluation: set in
-    models that only evaluate. run: what the trainer reads.
+    Attributes:
+        gradient_factor: see `translate.gradient_factor`.
+        replay: activations are recomputed, so routing must be repeated.
+        layer_number: of this MoE layer in its stack, from 0.
+        evaluation: set in models that only evaluate.
+        run: what the trainer reads.
     """
 
     config: MoEConfig

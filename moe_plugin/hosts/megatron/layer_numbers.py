@@ -11,7 +11,9 @@ from moe_plugin.hosts.megatron.compat.settings import setting
 def in_model(layer_number: int | None, config: Any, is_mtp: bool) -> int | None:
     """1-based number among all transformer layers, as in Megatron's log of auxiliary losses.
 
-    layer_number: Megatron's. is_mtp: see `compat.multi_token`, which says how versions number.
+    Args:
+        layer_number: Megatron's.
+        is_mtp: see `compat.multi_token`, which says how versions number.
     """
     return layer_number if layer_number is None or not is_mtp else (
         layer_number + config.num_layers)

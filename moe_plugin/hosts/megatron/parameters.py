@@ -100,7 +100,9 @@ def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGro
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
     """A parameter that every rank of a pipeline stage stores, saved as `name`.
 
-    key: its state-dict key. name: in the checkpoint.
+    Args:
+        key: its state-dict key.
+        name: in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {

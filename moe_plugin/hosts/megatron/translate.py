@@ -62,9 +62,12 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 class Translation:
     """A layer's settings in our terms.
 
-    config: of the layer. run: what the host reads. native_router: why Megatron's router is needed
-    (empty: ours is used). notices: what has no effect here. native_balance: Megatron's router keeps
-    the load even.
+    Attributes:
+        config: of the layer.
+        run: what the host reads.
+        native_router: why Megatron's router is needed (empty: ours is used).
+        notices: what has no effect here.
+        native_balance: Megatron's router keeps the load even.
     """
 
     config: MoEConfig

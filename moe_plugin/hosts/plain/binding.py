@@ -28,7 +28,9 @@ _PLACES = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_P
 class Binding:
     """Processors for one rank.
 
-    node: NUMA node, None if the machine does not say. why: for people.
+    Attributes:
+        node: NUMA node, None if the machine does not say.
+        why: for people.
     """
 
     cpus: tuple[int, ...]
@@ -66,9 +68,11 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
          sysfs: Path = Path("/sys")) -> Binding:
     """Processors of the rank at `place` of `count` on this machine.
 
-    bus_ids: PCI addresses of all ranks' GPUs, in rank order; none: ranks are spread over NUMA nodes
-    evenly. allowed: processors that may be used; None: those that this process may use now. Ranks
-    of one node share its processors without overlap.
+    Args:
+        bus_ids: PCI addresses of all ranks' GPUs, in rank order; none: ranks are spread over
+            NUMA nodes evenly.
+        allowed: processors that may be used; None: those that this process may use now. Ranks
+            of one node share its processors without overlap.
     """
     if not 0 <= place < count:
         raise ValueError(

@@ -139,7 +139,9 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
                   config: dict[str, Any], index: int) -> None:
     """Let our layer's parameters train where those of the block that it replaces do.
 
-    state: of the block, by the names of a whole checkpoint. index: of its layer.
+    Args:
+        state: of the block, by the names of a whole checkpoint.
+        index: of its layer.
     """
     if _all_alike(block, moe):
         return

@@ -29,9 +29,13 @@ COUNTED_RANKS = 64
 class ExchangeRow:
     """One cell: an algorithm at a size.
 
-    bytes: per rank. median_ms, min_ms: of one exchange, over all ranks. floor_ms: least time of the
-    bytes on the wire. cpu_ms: CPU time of all ranks and the switch, divided by the number of cores.
-    messages: leaving one node. chosen: the algorithm that auto runs.
+    Attributes:
+        bytes: per rank.
+        median_ms, min_ms: of one exchange, over all ranks.
+        floor_ms: least time of the bytes on the wire.
+        cpu_ms: CPU time of all ranks and the switch, divided by the number of cores.
+        messages: leaving one node.
+        chosen: the algorithm that auto runs.
     """
 
     nodes: int
@@ -50,9 +54,10 @@ class ExchangeRow:
 class Plan:
     """What to measure.
 
-    repeats: timed repeats of a cell; half as many above `BURST_UP_TO` bytes. settings: of the
-    group, e.g. its topology. helper: id of a process whose CPU time counts, too (an emulated
-    cluster's switch).
+    Attributes:
+        repeats: timed repeats of a cell; half as many above `BURST_UP_TO` bytes.
+        settings: of the group, e.g. its topology.
+        helper: id of a process whose CPU time counts, too (an emulated cluster's switch).
     """
 
     names: tuple[str, ...]
@@ -66,7 +71,9 @@ class Plan:
 class RankTimes:
     """One rank's part of a cell.
 
-    seconds: per exchange, by repeat, over all ranks. cpu_s: own CPU seconds per exchange.
+    Attributes:
+        seconds: per exchange, by repeat, over all ranks.
+        cpu_s: own CPU seconds per exchange.
     """
 
     name: str

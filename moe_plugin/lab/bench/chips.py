@@ -9,11 +9,17 @@ from dataclasses import dataclass
 class GPU:
     """One GPU by its compiler target.
 
-    name: the product whose rates these are. kind: as in `kernels.gpu.tilings.Chip`. backend, arch,
-    warp: what Triton calls it. processors: multiprocessors. registers: of a multiprocessor (NVIDIA)
-    or a lane (AMD). most_registers: of a thread. shared, shared_block: bytes a multiprocessor, a
-    block. warps: a multiprocessor at most. tflops: dense bf16. tbytes: memory bandwidth, TB/s.
-    Rates are the vendor's.
+    Attributes:
+        name: the product whose rates these are.
+        kind: as in `kernels.gpu.tilings.Chip`.
+        backend, arch, warp: what Triton calls it.
+        processors: multiprocessors.
+        registers: of a multiprocessor (NVIDIA) or a lane (AMD).
+        most_registers: of a thread.
+        shared, shared_block: bytes a multiprocessor, a block.
+        warps: a multiprocessor at most.
+        tflops: dense bf16.
+        tbytes: memory bandwidth, TB/s. Rates are the vendor's.
     """
 
     name: str

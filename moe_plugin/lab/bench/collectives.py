@@ -31,8 +31,10 @@ WIRE = 1448 / 1538  # bytes of data in those of a frame on the wire
 class CollectiveCell:
     """One collective of one size on one network; medians of the slowest rank, seconds.
 
-    bytes: of the whole. gloo: torch's own. ring: messages around all ranks. native, forest: as
-    `auto` measured them; chosen: what it took. bound, ring_bound: by the links alone.
+    Attributes:
+        bytes: of the whole. gloo: torch's own. ring: messages around all ranks. native, forest:
+            as `auto` measured them.
+        chosen: what it took. bound, ring_bound: by the links alone.
     """
 
     network: str

@@ -43,9 +43,13 @@ _FORMAT = 1
 class CorpusInfo:
     """What a corpus contains.
 
-    size: bytes requested. source: folder of the text, `stdlib` for the standard library. python:
-    its version. files, tokens: by split; a token is a byte. unigram_entropy: of the training text,
-    nats per token: the loss of a model that knows only the frequency of each byte.
+    Attributes:
+        size: bytes requested.
+        source: folder of the text, `stdlib` for the standard library.
+        python: its version.
+        files, tokens: by split; a token is a byte.
+        unigram_entropy: of the training text, nats per token: the loss of a model that knows
+            only the frequency of each byte.
     """
 
     size: int

@@ -24,8 +24,10 @@ SHORTEST_S = 1e-5  # a call is taken to last at least so long when calls are cou
 class Samples:
     """What was timed, every repeat in seconds.
 
-    products: of matmuls [rows, width] x [width, inner], by rows. launch: of the smallest operation.
-    copy: of `copied` bytes, read and written.
+    Attributes:
+        products: of matmuls [rows, width] x [width, inner], by rows.
+        launch: of the smallest operation.
+        copy: of `copied` bytes, read and written.
     """
 
     width: int

@@ -50,8 +50,10 @@ class HostCost:
 class HostReport:
     """All candidates of one problem on `ranks` expert-parallel ranks, as rank 0 measured them.
 
-    results: ours first. refused: peers that could not run, with the reason. load: load average of
-    the machine before and after.
+    Attributes:
+        results: ours first.
+        refused: peers that could not run, with the reason.
+        load: load average of the machine before and after.
     """
 
     problem: Problem

@@ -33,7 +33,12 @@ class Work:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Times in ms. share_of_bound: bound over median, at best 1. chosen: on this device."""
+    """Times in ms.
+
+    Attributes:
+        share_of_bound: bound over median, at best 1.
+        chosen: on this device.
+    """
 
     operation: str
     implementation: str

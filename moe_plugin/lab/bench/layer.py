@@ -32,8 +32,9 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 class Result:
     """One candidate. Times in ms.
 
-    ratio_to_bound: median over the bound's median. error: relative distance of its output from
-    ours.
+    Attributes:
+        ratio_to_bound: median over the bound's median.
+        error: relative distance of its output from ours.
     """
 
     name: str

@@ -146,8 +146,10 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
                       about: dict[str, str], repeats: int, ranks_per_node: int) -> Processor:
     """Matmuls of the experts' widths, and parts of the model by numbers of tokens.
 
-    memory: bytes of a rank; an MoE layer that takes more than a part of it is measured with fewer
-    experts. ranks_per_node: those that can be tensor-parallel.
+    Args:
+        memory: bytes of a rank; an MoE layer that takes more than a part of it is measured with
+            fewer experts.
+        ranks_per_node: those that can be tensor-parallel.
     """
     dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
     where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"

@@ -87,7 +87,9 @@ def log_ticks(axis: Any, which: str, values: Sequence[float],
               show: Callable[[float], str] = "{:,g}".format) -> None:
     """A logarithmic axis with a tick at each of these values and nowhere else.
 
-    which: "x" or "y". show: the text of a tick.
+    Args:
+        which: "x" or "y".
+        show: the text of a tick.
     """
     from matplotlib.ticker import NullLocator
 

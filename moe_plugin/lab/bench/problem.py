@@ -99,7 +99,10 @@ class Problem:
 class Data:
     """Weights and inputs, all of the problem's dtype; L = E experts.
 
-    w_gate_LDF: of gated experts, else None. x_TD: tokens. grad_TD: gradient of the output.
+    Attributes:
+        w_gate_LDF: of gated experts, else None.
+        x_TD: tokens.
+        grad_TD: gradient of the output.
     """
 
     router_ED: Tensor

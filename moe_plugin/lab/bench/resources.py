@@ -35,9 +35,14 @@ FEW, MANY = 32, 4096  # rows of an expert
 class Case:
     """A kernel as it is launched on one target.
 
-    module: below moe_plugin.kernels.gpu. types: of its arguments, in order. constants: compile-time
-    values. product: it multiplies matrices. copies: its operands are copied by tile (TMA).
-    bound: of its registers per thread on NVIDIA GPUs, see `kernels.gpu.common.bounded_registers`.
+    Attributes:
+        module: below moe_plugin.kernels.gpu.
+        types: of its arguments, in order.
+        constants: compile-time values.
+        product: it multiplies matrices.
+        copies: its operands are copied by tile (TMA).
+        bound: of its registers per thread on NVIDIA GPUs, see
+            `kernels.gpu.common.bounded_registers`.
     """
 
     label: str
@@ -56,10 +61,13 @@ class Case:
 class Resources:
     """What a compiled kernel needs.
 
-    registers, spilled: registers and bytes spilled per thread. shared: bytes of shared memory per
-    block. blocks: that a multiprocessor runs at once. occupancy: their warps over the most that it
-    can. matrix: instructions of the matrix units in its assembly, "" for none. copies: it has the
-    instruction that copies a tile.
+    Attributes:
+        registers, spilled: registers and bytes spilled per thread.
+        shared: bytes of shared memory per block.
+        blocks: that a multiprocessor runs at once.
+        occupancy: their warps over the most that it can.
+        matrix: instructions of the matrix units in its assembly, "" for none.
+        copies: it has the instruction that copies a tile.
     """
 
     label: str

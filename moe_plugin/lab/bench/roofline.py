@@ -24,9 +24,12 @@ from moe_plugin.lab.bench.problem import Problem
 class Product:
     """One product of a layer's step under an even load.
 
-    flops, bytes: of the call, each operand read and each result written once. tiling: its tile.
-    tiles: that programs share out; more where sums are cut into parts. filled: share of the tiles
-    that is real. results: sums that a program keeps at once.
+    Attributes:
+        flops, bytes: of the call, each operand read and each result written once.
+        tiling: its tile.
+        tiles: that programs share out; more where sums are cut into parts.
+        filled: share of the tiles that is real.
+        results: sums that a program keeps at once.
     """
 
     name: str

@@ -35,7 +35,9 @@ ERRORS_SHOWN = 3
 class PortStats:
     """What a node has sent and received.
 
-    bytes_in: on the wire, from the node. messages: frames that ended one.
+    Attributes:
+        bytes_in: on the wire, from the node.
+        messages: frames that ended one.
     """
 
     frames_in: int

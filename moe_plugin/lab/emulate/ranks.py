@@ -29,8 +29,9 @@ TRACE_S = 0.5  # for ranks to write their traces before they are killed
 class RankEnd:
     """How a rank ended: with a value, or with an error (text with its trace).
 
-    seconds: from its start to its end. exit: exit status, negative for a signal, None if it was
-    killed after the timeout.
+    Attributes:
+        seconds: from its start to its end.
+        exit: exit status, negative for a signal, None if it was killed after the timeout.
     """
 
     rank: int

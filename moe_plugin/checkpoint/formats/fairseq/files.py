@@ -189,8 +189,12 @@ def load(file: Any, **options: Any) -> Any:
 
 @dataclass
 class _Survey:
-    """This rank's files. steps: whole ones by step. damaged: what is wrong with others. refusal:
-    why a file does not fit this run.
+    """This rank's files.
+
+    Attributes:
+        steps: whole ones by step.
+        damaged: what is wrong with others.
+        refusal: why a file does not fit this run.
     """
 
     steps: dict[int, str] = field(default_factory=dict)

@@ -50,10 +50,13 @@ def check_version() -> None:
 class MegatronGroups:
     """Megatron's process groups as this host uses them.
 
-    experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
-    expert_replicas: ranks that store the same experts. tensor: tensor-parallel. context:
-    context-parallel. tokens: ranks that share a batch's tokens (tensor x context parallel). data:
-    ranks that store the same dense parameters.
+    Attributes:
+        experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
+        expert_replicas: ranks that store the same experts.
+        tensor: tensor-parallel.
+        context: context-parallel.
+        tokens: ranks that share a batch's tokens (tensor x context parallel).
+        data: ranks that store the same dense parameters.
     """
 
     collection: Any

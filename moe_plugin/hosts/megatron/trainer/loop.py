@@ -144,7 +144,11 @@ class Loop(Passes):
 
     def step(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
         """One step: (sum of losses and number of tokens, float [2], gradient norm; None: it is not
-        known). batches: by chunk of the model. rate: learning rate.
+        known).
+
+        Args:
+            batches: by chunk of the model.
+            rate: learning rate.
         """
         # who completes the gradients itself reads the micro-batches of all ranks
         count = self.microbatches * (self.replicas if self.features.reduces else 1)

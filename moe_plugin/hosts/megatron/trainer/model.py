@@ -33,13 +33,15 @@ from moe_plugin.pregate import link
 class Training:
     """What a training step needs: model chunks, optimizer, Megatron's config.
 
-    chunks: wrapped; one, or one per virtual pipeline stage. Without an optimizer they are bare.
-    optimizer: None: the model only evaluates.
-    settings: what the model computes, for checkpoints (`model_settings`).
-    activations: what its layers do with theirs; None: they keep them.
-    ensemble: of output heads and its loss; None: one output layer.
-    passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that.
-    stage_layouts: of stages of unequal layout, first to last; empty: all are alike.
+    Attributes:
+        chunks: wrapped; one, or one per virtual pipeline stage. Without an optimizer they are
+            bare.
+        optimizer: None: the model only evaluates.
+        settings: what the model computes, for checkpoints (`model_settings`).
+        activations: what its layers do with theirs; None: they keep them.
+        ensemble: of output heads and its loss; None: one output layer.
+        passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that.
+        stage_layouts: of stages of unequal layout, first to last; empty: all are alike.
     """
 
     chunks: list[Any]

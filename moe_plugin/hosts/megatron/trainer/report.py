@@ -58,8 +58,9 @@ def _device() -> torch.device:
 class RunLog:
     """Rank 0's JSONL file; other ranks have none.
 
-    settings: written next to it as `settings.json`, for the report. defaults: of those that differ
-    from them.
+    Args:
+        settings: written next to it as `settings.json`, for the report.
+        defaults: of those that differ from them.
     """
 
     def __init__(self, path: str | None, settings: dict[str, Any] | None = None,
@@ -85,7 +86,12 @@ class RunLog:
 
 
 def line(record: dict[str, Any], total: int, left_s: float) -> str:
-    """One record for people. total: iterations of the run. left_s: seconds that the rest takes."""
+    """One record for people.
+
+    Args:
+        total: iterations of the run.
+        left_s: seconds that the rest takes.
+    """
     loss = "-" if record["lm_loss"] is None else f"{record['lm_loss']:.4f}"
     text = (f"iteration {record['iteration']}/{total} | lm loss {loss} | "
             f"{record['tokens_per_s']:.0f} tokens/s | lr {record['lr']:.3e}")

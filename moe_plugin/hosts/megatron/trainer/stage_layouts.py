@@ -72,8 +72,11 @@ def _parse(entry: str) -> StageLayout:
 class StageLayouts:
     """All stages.
 
-    layouts: by stage. ranks: of each. samples: of a micro-batch over all replicas of a stage.
-    split: stages with tensor parallelism use sequence parallelism.
+    Attributes:
+        layouts: by stage.
+        ranks: of each.
+        samples: of a micro-batch over all replicas of a stage.
+        split: stages with tensor parallelism use sequence parallelism.
     """
 
     layouts: tuple[StageLayout, ...]

@@ -82,8 +82,11 @@ class MegatronTrainer(StreamedTrainer):
 class StreamedTraining(model.Training):
     """What a training step needs where weights stream.
 
-    trainer: of the parts. losses: of the micro-batches since `take_losses`, float [2] each: sum and
-    number of tokens. evaluates: it does not train.
+    Attributes:
+        trainer: of the parts.
+        losses: of the micro-batches since `take_losses`, float [2] each: sum and number of
+            tokens.
+        evaluates: it does not train.
     """
 
     trainer: Any = None

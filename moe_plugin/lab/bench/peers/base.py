@@ -24,8 +24,9 @@ from moe_plugin.registry import Registry
 class Candidate:
     """A layer to measure.
 
-    forward: x [T, D] to (y [T, D], losses to add to the objective). note: what differs from the
-    other candidates.
+    Attributes:
+        forward: x [T, D] to (y [T, D], losses to add to the objective).
+        note: what differs from the other candidates.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]]

@@ -49,7 +49,11 @@ COLLECTIVES = ("native", "forest")
 
 
 class HostTraining(NamedTuple):
-    """One host's training run. seconds: of each step after the first ones. losses: of all steps.
+    """One host's training run.
+
+    Attributes:
+        seconds: of each step after the first ones.
+        losses: of all steps.
     """
 
     seconds: list[float]

@@ -34,8 +34,10 @@ SWITCH = {"switch": 0.01}
 class Gate:
     """How a router is trained here.
 
-    most: bound of the largest expert load over the mean load at the end. capacity: of the padded
-    dispatcher; None: dropless. apart: every rank counts as a node.
+    Attributes:
+        most: bound of the largest expert load over the mean load at the end.
+        capacity: of the padded dispatcher; None: dropless.
+        apart: every rank counts as a node.
     """
 
     most: float
@@ -72,8 +74,12 @@ GATES = {
 class GateRow:
     """Result of one run.
 
-    Losses are in nats per byte. busiest: largest expert load over the mean, worst layer, last
-    record. drops: share of choices without a slot, likewise. step_ms: median.
+    Losses are in nats per byte.
+
+    Attributes:
+        busiest: largest expert load over the mean, worst layer, last record.
+        drops: share of choices without a slot, likewise.
+        step_ms: median.
     """
 
     gate: str

@@ -40,8 +40,12 @@ ROW_S = 100e-6  # forward matmuls of a row, where they only take their time; bac
 class Kind(NamedTuple):
     """What one table is of.
 
-    nodes: of one rank. hidden: inner width of an expert. waits: products only take time. cuts: ways
-    to cut the rows. replicas: ranks with the same tokens, under Parm's S2.
+    Attributes:
+        nodes: of one rank.
+        hidden: inner width of an expert.
+        waits: products only take time.
+        cuts: ways to cut the rows.
+        replicas: ranks with the same tokens, under Parm's S2.
     """
 
     title: str

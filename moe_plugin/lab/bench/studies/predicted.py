@@ -45,9 +45,12 @@ UNITS = {"phase_s": 1e-3, "beta_s": 1e-9, "copy_s": 1e-10}
 class ShapeCell:
     """One host and shape.
 
-    slower_s: by layout, median over the steps of what a layer took longer than with gathered
-    parameters in the same round. spread_s: the middle half of that. step_s: median step with
-    gathered parameters. layers: of the model.
+    Attributes:
+        slower_s: by layout, median over the steps of what a layer took longer than with
+            gathered parameters in the same round.
+        spread_s: the middle half of that.
+        step_s: median step with gathered parameters.
+        layers: of the model.
     """
 
     host: str

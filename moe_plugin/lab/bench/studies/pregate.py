@@ -37,7 +37,9 @@ GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
 class FineTuning:
     """One way to go on in one host; losses in nats per byte.
 
-    valid: (step, loss). before: of the checkpoint, with ordinary gates.
+    Attributes:
+        valid: (step, loss).
+        before: of the checkpoint, with ordinary gates.
     """
 
     host: str

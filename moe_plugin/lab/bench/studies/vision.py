@@ -43,8 +43,10 @@ BATCHES = (2, 8, 16)
 class SpeedCell:
     """One model at one number of images per call.
 
-    seconds: of all rounds, by kind and side. flops: of a forward pass, per image, by side: products
-    and convolutions. dropped: share of tokens without a slot, worst layer.
+    Attributes:
+        seconds: of all rounds, by kind and side.
+        flops: of a forward pass, per image, by side: products and convolutions.
+        dropped: share of tokens without a slot, worst layer.
     """
 
     preset: str

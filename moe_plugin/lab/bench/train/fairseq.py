@@ -34,7 +34,9 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings]) -> list[Side]:
     """All models with equal weights; the process group must exist.
 
-    text: uint8 [N], what they train on. ours: settings of our layer by the side's name.
+    Args:
+        text: uint8 [N], what they train on.
+        ours: settings of our layer by the side's name.
     """
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     from moe_plugin.hosts.fairseq import registered  # noqa: F401

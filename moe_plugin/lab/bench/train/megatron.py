@@ -26,7 +26,9 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings]) -> list[Side]:
     """All models with equal weights, in Megatron's groups; the process group must exist.
 
-    text: uint8 [N], what they train on. ours: settings of our layer by the side's name.
+    Args:
+        text: uint8 [N], what they train on.
+        ours: settings of our layer by the side's name.
     """
     args = _arguments(shape, ranks)
     train.start(args)

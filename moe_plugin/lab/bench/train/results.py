@@ -21,7 +21,9 @@ HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}
 class TrainReport:
     """All sides of one shape in one host at one place.
 
-    place: where the ranks were. load: the machine's load average before and after.
+    Attributes:
+        place: where the ranks were.
+        load: the machine's load average before and after.
     """
 
     host: str

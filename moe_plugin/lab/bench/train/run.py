@@ -29,8 +29,11 @@ TIMEOUT_S = 900.0
 class TrainPlan:
     """What to measure.
 
-    host: megatron or fairseq. text: path of the text that models train on. steps: timed ones of
-    each side. several_nodes: whether to compare every all-to-all.
+    Attributes:
+        host: megatron or fairseq.
+        text: path of the text that models train on.
+        steps: timed ones of each side.
+        several_nodes: whether to compare every all-to-all.
     """
 
     host: str

@@ -21,9 +21,13 @@ LONGEST_WARM_UP = 60  # steps in which tuners may settle
 class Side:
     """One model in training.
 
-    kind: ours, native or dense. step: trains on the step with this number and returns the language
-    model's loss over all ranks, nats per token. optimizers: torch's, timed by themselves. settled:
-    whether its tuners have chosen, the same on all ranks. layout: what runs, for the report.
+    Attributes:
+        kind: ours, native or dense.
+        step: trains on the step with this number and returns the language model's loss over all
+            ranks, nats per token.
+        optimizers: torch's, timed by themselves.
+        settled: whether its tuners have chosen, the same on all ranks.
+        layout: what runs, for the report.
     """
 
     name: str
@@ -38,8 +42,10 @@ class Side:
 class SideTimes:
     """What a side's steps took; seconds of the slowest rank.
 
-    losses: of all steps, the last warm-up's included: side by side they are of equal data and
-    begin with equal weights. parameters: of one rank.
+    Attributes:
+        losses: of all steps, the last warm-up's included: side by side they are of equal data
+            and begin with equal weights.
+        parameters: of one rank.
     """
 
     name: str
