@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import COMMANDS, Command, main
+from moe_plugin.lab.bench.studies import STUDIES
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = shlex.quote(f"{ROOT}/configs")
@@ -18,6 +19,8 @@ CLUSTER = f"--cluster {CONFIGS}/clusters/a100_ib.yaml"
 PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/gpt_64_experts.yaml --device "
         f"{CONFIGS}/devices/a100_80g.yaml")
 HUGE = "9" * 5000
+_OWN_CASES = {"layer", "kernels", "host", "all-to-all", "train", "forest", "overlap", "ensembles",
+              "spill", "plan"}  # the other studies have options of one kind
 WRONG = {
     "doctor": ["doctor extra", f"doctor --{HUGE}"],
     "corpus": ["corpus", "corpus --out FILE", "corpus --out FILE/x", "corpus --out DIR --size 0",
@@ -54,8 +57,11 @@ WRONG = {
             f"--shapes {HUGE}x8x2x1x16", "--ranks 0", "--ranks 99999999", "--steps 0",
             "--warm-up -1", "--emulate 2x", "--emulate 0x2", "--emulate 2x100000",
             "--emulate 2x2 --rate 0mbit", "--out PIPE", "--out FILE", "--redraw"))],
-    "bench": ["bench nothing", "bench forest --most many", "bench overlap --kinds none",
-              "bench plan --out FILE", "bench ensembles --rows 1", "bench spill --parts none"],
+    "bench forest": ["bench nothing", "bench forest --most many"],
+    "bench overlap": ["bench overlap --kinds none"], "bench spill": ["bench spill --parts none"],
+    "bench ensembles": ["bench ensembles --rows 1"], "bench plan": ["bench plan --out FILE"],
+    **{f"bench {name}": [f"bench {name} --out FILE", f"bench {name} --unknown"]
+       for name in STUDIES if name not in _OWN_CASES},
     "calibrate": ["calibrate --out DIR", "calibrate --out PIPE", "calibrate --out NONE/x.yaml",
                   "calibrate --emulate 2x2 --out x.yaml --repeats 0", "calibrate --out LINK",
                   "calibrate --emulate 1000000x1 --out x.yaml", "calibrate --emulate x --out x"],

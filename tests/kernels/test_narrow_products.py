@@ -90,5 +90,5 @@ def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_no_way_that_multiplies_number_by_number() -> None:
     layer = MoELayer(512, num_experts=2).bfloat16()
     p = layer.experts
-    assert compute_tuner._usable(torch.zeros(1, 512, dtype=torch.bfloat16), p, None,
-                                 torch.bfloat16) == {"fused"}
+    x_RD = torch.zeros(1, 512, dtype=torch.bfloat16)
+    assert compute_tuner._usable(x_RD, p, None) == {"fused"}

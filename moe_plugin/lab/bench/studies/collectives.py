@@ -217,7 +217,7 @@ def page(report: dict[str, Any]) -> str:
             f"{NEAR:.0%} of the predicted ratio. In {len(right)} of {len(cells)} cells `auto` took "
             "the faster one, or one that is less than 5 % slower.")]
     if report["hosts"]:
-        text += ["", "## HostTraining with gathered parameters", "", paragraph(
+        text += ["", "## Training with gathered parameters", "", paragraph(
             f"fairseq and Megatron on a ring of {HOST_NODES} nodes, {HOST_RATE / 1e6:.0f} Mbit/s, "
             f"r = 0, {EXPERTS} experts in each of {LAYERS} layers. Median of a step in "
             "milliseconds; saved: by the links alone, and as measured; losses: the largest "
