@@ -23,8 +23,8 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
+from moe_plugin.routing.missing_link import Unlinked
 from moe_plugin.routing.statistics import call_stats
-from moe_plugin.routing.unlinked import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.tuning.placement import place_experts

@@ -31,8 +31,8 @@ from moe_plugin.kernels.derivatives import not_transformed, transformed
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
+from moe_plugin.routing.missing_link import Unlinked
 from moe_plugin.routing.replay import ReplayLog
-from moe_plugin.routing.unlinked import Unlinked
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.read_sums import sums_of
+from moe_plugin.checkpoint.read_windows import read_strided
 from moe_plugin.checkpoint.source import (
     UNREADABLE,
     CheckpointError,
@@ -29,7 +30,6 @@ from moe_plugin.checkpoint.source import (
     full_window,
     window_shape,
 )
-from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.messages import short
 from moe_plugin.regular_files import begin_writing
 

@@ -1,7 +1,7 @@
 """`Comm`: the only interface through which a layer communicates with other ranks.
 
 A `Comm` is a group of ranks with the collectives below, without autograd; the differentiable forms
-are in `moe_plugin.comm.functional` and `moe_plugin.comm.regions`. Hierarchical all-to-all
+are in `moe_plugin.comm.functional` and `moe_plugin.comm.tensor_parallel`. Hierarchical all-to-all
 algorithms are sets of point-to-point messages in the same group (`send_receive`), so they need no
 further process groups.
 """

@@ -16,7 +16,7 @@ from moe_plugin.dispatch.index_slice import IndexSliceDispatcher
 from moe_plugin.dispatch.padded import PaddedDispatcher
 from moe_plugin.dispatch.parm_s2 import ParmS2Dispatcher
 from moe_plugin.dispatch.ragged import RaggedDispatcher
-from moe_plugin.dispatch.stash import PagedStash
+from moe_plugin.dispatch.row_pages import PagedStash
 from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [

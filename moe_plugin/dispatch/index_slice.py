@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_plugin.comm.regions import enter, sum_parts
+from moe_plugin.comm.tensor_parallel import enter, sum_parts
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, Sent, dispatchers
 from moe_plugin.dispatch.local import TokenPlan, with_weights
 from moe_plugin.dispatch.rows import rows_of_this_rank

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_plugin.comm.regions import gather, split
+from moe_plugin.comm.tensor_parallel import gather, split
 from moe_plugin.dispatch.base import (
     DispatchTraits,
     dispatchers,

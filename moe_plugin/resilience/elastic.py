@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import CommError
-from moe_plugin.comm.named_errors import gather_objects
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.messages import short
 from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.resilience.quorums import LIVING, Quorums, retries

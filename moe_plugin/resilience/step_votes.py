@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm.named_errors import gather_objects
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.layer import MoELayer
 from moe_plugin.resilience.overflow import StepStart
 from moe_plugin.resilience.twins import alike

@@ -30,7 +30,7 @@ from moe_plugin.routing.routers.switch import SwitchRouter
 from moe_plugin.routing.routers.ta_moe import TAMoERouter
 from moe_plugin.routing.routers.topk import TopKRouter
 from moe_plugin.routing.routers.topology_quota import TopologyQuotaRouter
-from moe_plugin.routing.selector import RouterSelector, number_layers
+from moe_plugin.routing.several_routers import RouterSelector, number_layers
 
 routers = registry.routers  # the registry; the package of this name holds its members
 

@@ -17,7 +17,7 @@ from moe_plugin.registry import Registry
 from moe_plugin.routing.balance import check_balance
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.foreign import check_losses, check_results
-from moe_plugin.routing.selector import RouterSelector
+from moe_plugin.routing.several_routers import RouterSelector
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")
 

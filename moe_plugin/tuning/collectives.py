@@ -20,7 +20,7 @@ from moe_plugin.planner.forest.part import part_of
 from moe_plugin.planner.forest.source import find_network
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
 from moe_plugin.tuning.engine import Tuner, TunerSettings
-from moe_plugin.tuning.exchange import log_once
+from moe_plugin.tuning.prepare_group import log_once
 from moe_plugin.tuning.trials import RULES, bucket_of, trial
 
 LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s

@@ -34,7 +34,7 @@ _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
 
 @dataclass
 class Calibration:
-    """What `tuning.exchange.prepare` keeps with a group; cluster: of its file, None without one."""
+    """What `prepare_group.prepare` keeps with a group; cluster: of its file, None without one."""
 
     cluster: Cluster | None = None
 

@@ -22,8 +22,8 @@ from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, d
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
 from moe_plugin.dispatch.local import LocalDispatcher
+from moe_plugin.dispatch.row_pages import may_keep
 from moe_plugin.dispatch.rows_limit import RowsLimit
-from moe_plugin.dispatch.stash import may_keep
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies

@@ -27,7 +27,7 @@ from moe_plugin.planner.parm import ParmShape, choose_schedule
 from moe_plugin.records import Placement
 from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.default_hardware import default_cluster
-from moe_plugin.tuning.exchange import (
+from moe_plugin.tuning.prepare_group import (
     DEFAULT_WHEN_UNSET,
     exchange_name,
     log_once,

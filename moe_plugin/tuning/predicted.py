@@ -22,8 +22,8 @@ from moe_plugin.records import Routing
 from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.engine import TunerDecision
-from moe_plugin.tuning.exchange import log_once
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
+from moe_plugin.tuning.prepare_group import log_once
 
 log = logging.getLogger(__name__)
 GAIN = 0.02  # of the configured layout's predicted time that another one must save

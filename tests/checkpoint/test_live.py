@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer
-from moe_plugin.checkpoint.live import change_expert_parallel
+from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm import Comm, LocalComm, TorchComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.gradients.norm import clip_grad_norm_

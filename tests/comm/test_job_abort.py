@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm import CommError, job_abort
-from moe_plugin.comm.named_errors import collectives_named
+from moe_plugin.comm.host_collectives import collectives_named
 from tests.distributed import run_gloo
 
 

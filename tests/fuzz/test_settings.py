@@ -29,7 +29,7 @@ from moe_plugin.config import (
 from moe_plugin.config.flags import config_from_flags, flag_specs, run_from_flags, setting_specs
 from moe_plugin.config.router import FIXED_TOP_K, RouterConfig, built_in, readers_of
 from moe_plugin.records import TokenInfo
-from moe_plugin.tuning.exchange import read_topology
+from moe_plugin.tuning.prepare_group import read_topology
 from tests.distributed import run_gloo
 from tests.fuzz.hostile import VALUES, WORDS, bounded, is_named
 

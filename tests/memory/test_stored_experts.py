@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.live import change_expert_parallel
 from moe_plugin.checkpoint.reshard import split
+from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.simulated import run_simulated
 from moe_plugin.config import from_dict

@@ -11,7 +11,7 @@ from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.fairseq_log import parse_step
 from moe_plugin.observe.report import render
 from moe_plugin.observe.report.ensembles import ensemble
-from moe_plugin.observe.report.figures import HeatMap, LineChart
+from moe_plugin.observe.report.figure_records import HeatMap, LineChart
 
 pytestmark = pytest.mark.fast
 

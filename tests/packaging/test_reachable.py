@@ -29,10 +29,10 @@ NO_DOOR_YET = {
 }
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "checkpoint.live.change_expert_parallel", "hosts.plain.binding.bind",
+    "checkpoint.resize.change_expert_parallel", "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline", "lab.planning.offload.pregate.compare",
     "planner.pipeline.terapipe.cut_batch", "planner.prefill.crossovers",
-    "planner.replicas.place_replicas", "resilience.peers.StreamedPeer",
+    "planner.replicas.place_replicas", "resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
 ASKED_BY_BENCHMARKS = {

@@ -20,7 +20,7 @@ from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.lab.emulate import networks
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.tuning.collectives import AutoCollectives, network_of, with_collectives
-from moe_plugin.tuning.exchange import prepare
+from moe_plugin.tuning.prepare_group import prepare
 
 pytestmark = pytest.mark.fast
 

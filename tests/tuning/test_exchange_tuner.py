@@ -20,8 +20,8 @@ from moe_plugin.planner import Cluster, Cost, Link, all_to_all, best, dump_clust
 from moe_plugin.tuning import layout_tuner
 from moe_plugin.tuning import trials as module
 from moe_plugin.tuning.engine import Tuner
-from moe_plugin.tuning.exchange import prepare, read_topology
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+from moe_plugin.tuning.prepare_group import prepare, read_topology
 from moe_plugin.tuning.trials import RULES
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 
@@ -240,7 +240,7 @@ def test_what_really_ran_is_counted_and_a_fall_back_is_said(caplog: pytest.LogCa
                                                                   topology=str(per_node))), comm)
         return dict(comm.counters.exchanges), layer(torch.randn(3, 4)).stats.exchanges
 
-    with caplog.at_level(logging.INFO, logger="moe_plugin.tuning.exchange"):
+    with caplog.at_level(logging.INFO, logger="moe_plugin.tuning.prepare_group"):
         assert run_simulated(4, rank) == [({ran: 1}, {ran: 2})] * 4  # rows there and rows back
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith(
         f"all-to-all {name} over ") and said in caplog.messages[0]

@@ -18,7 +18,7 @@ from moe_plugin.kernels.router import Rule
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.tuning.compute_times import ChoiceFiles
-from moe_plugin.tuning.exchange import DEFAULT_WHEN_UNSET
+from moe_plugin.tuning.prepare_group import DEFAULT_WHEN_UNSET
 
 # commands; the others import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts")

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.timeouts import shorten_timeouts
-from moe_plugin.hosts.fairseq.turns import Turns
+from moe_plugin.hosts.fairseq.evaluation_turns import Turns
 from moe_plugin.observe.drops import DropCount
 
 _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_evaluation",

@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import GuardConfig
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state

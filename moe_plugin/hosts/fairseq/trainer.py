@@ -22,7 +22,7 @@ from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
 from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import TorchComm
-from moe_plugin.comm.named_errors import collectives_named
+from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.gradients import multi_tensor
 from moe_plugin.gradients.parts import Part, count_once, shards, slices
@@ -41,7 +41,7 @@ from moe_plugin.hosts.fairseq.compat.names import Trainer
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
-from moe_plugin.hosts.fairseq.gradients import norm_squared
+from moe_plugin.hosts.fairseq.gradient_norm import norm_squared
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.run import StepGradients, StepInput
 from moe_plugin.tuning.collectives import prepare_replicas

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import OffloadConfig
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.memory.activations.layers import manage_layers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
@@ -37,7 +37,7 @@ from moe_plugin.output import LayerStats, MoEOutput
 from moe_plugin.pregate import chosen_together, has_own_gate
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
-from moe_plugin.routing.marks import keeps_init
+from moe_plugin.routing.initial_values import keeps_init
 from moe_plugin.routing.replay import inside_backward, replaying
 from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 

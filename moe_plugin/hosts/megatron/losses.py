@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES
 from moe_plugin.routing.replay import replaying

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.memory.activations.offload import Activations

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam

@@ -17,8 +17,8 @@ from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.planning.fit import Measurement
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner import COSTS, Cluster, predict
-from moe_plugin.tuning.exchange import prepare
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+from moe_plugin.tuning.prepare_group import prepare
 
 BURST = 3
 BURST_UP_TO = 1 << 20

@@ -11,7 +11,7 @@ from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, RunRecord, StepRecord
 from moe_plugin.observe.history.settings import comparable
 from moe_plugin.observe.report.content import summary
-from moe_plugin.observe.report.figures import (
+from moe_plugin.observe.report.figure_records import (
     Figure,
     Line,
     ReportSection,

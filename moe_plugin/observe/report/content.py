@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord, StepRecord
 from moe_plugin.observe.history.records import DROPS
 from moe_plugin.observe.report.ensembles import ensemble
-from moe_plugin.observe.report.figures import (
+from moe_plugin.observe.report.figure_records import (
     Band,
     Bands,
     Figure,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from moe_plugin.observe.history import RunRecord
-from moe_plugin.observe.report.figures import (
+from moe_plugin.observe.report.figure_records import (
     Figure,
     HeatMap,
     Line,

@@ -17,8 +17,8 @@ from moe_plugin.observe.findings import Finding, findings
 from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.compare import comparison, named_apart
 from moe_plugin.observe.report.content import sections, summary
-from moe_plugin.observe.report.draw import drawing, figure_data, top_of
-from moe_plugin.observe.report.figures import HeatMap, ReportSection
+from moe_plugin.observe.report.draw_svg import drawing, figure_data, top_of
+from moe_plugin.observe.report.figure_records import HeatMap, ReportSection
 from moe_plugin.observe.report.text import number
 from moe_plugin.regular_files import write_regular
 

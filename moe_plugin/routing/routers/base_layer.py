@@ -12,7 +12,7 @@ from moe_plugin.dtensors import fill_
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.assignment import balanced_assignment
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.marks import keep_init
+from moe_plugin.routing.initial_values import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import SCORED, Router
 

@@ -14,7 +14,7 @@ from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.score_functions import Softmax
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.marks import keep_init
+from moe_plugin.routing.initial_values import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import SEVERAL, Router
 

@@ -11,9 +11,9 @@ import torch
 
 from moe_plugin.checkpoint.formats.fairseq.part_state import part_state
 from moe_plugin.comm import Comm, run_simulated
+from moe_plugin.hosts.fairseq.evaluation_turns import Turns
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.fairseq.turns import Turns
 from tests.hosts.fairseq.conftest import Corpus, Result, run
 from tests.hosts.fairseq.small import language_model
 

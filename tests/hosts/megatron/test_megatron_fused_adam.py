@@ -137,7 +137,7 @@ def test_sgd_is_not_fused() -> None:
 @pytest.mark.parametrize(("kind", "name"), [("LayerNorm", "FusedLayerNorm"),
                                             ("RMSNorm", "FusedRMSNorm")])
 def test_norms_of_apex(kind: str, name: str, request: pytest.FixtureRequest) -> None:
-    from moe_plugin.hosts.megatron.compat.norm import LocalNorm
+    from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
 
     def norm(**settings: Any) -> torch.nn.Module:
         config = SimpleNamespace(normalization=kind, sequence_parallel=True, **settings)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, TorchComm
-from moe_plugin.comm.named_errors import (
+from moe_plugin.comm.host_collectives import (
     collectives_named,
     comm_of,
     gather_objects,

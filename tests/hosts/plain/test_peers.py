@@ -15,7 +15,7 @@ from moe_plugin.memory.tiers import DiskTier, HostTier
 from moe_plugin.memory.weights.blocks import MakeOptimizer
 from moe_plugin.memory.weights.files import save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.resilience.peers import OuterNesterov, StreamedPeer
+from moe_plugin.resilience.averaging_peers import OuterNesterov, StreamedPeer
 
 coordination = pytest.importorskip("torchft.coordination")
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moe_plugin.comm import CommError, TorchComm, algorithms
 from moe_plugin.config import CommConfig
 from moe_plugin.lab.emulate import EmulatedCluster, RankEnd, RankProcess
-from moe_plugin.tuning.exchange import prepare
+from moe_plugin.tuning.prepare_group import prepare
 
 pytestmark = pytest.mark.distributed
 Make = Callable[..., EmulatedCluster]

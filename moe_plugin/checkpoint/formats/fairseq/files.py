@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums, trust
 from moe_plugin.checkpoint.source import UNREADABLE
-from moe_plugin.comm.named_errors import gather_objects, named
+from moe_plugin.comm.host_collectives import gather_objects, named
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
 

@@ -19,6 +19,7 @@ from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.formats.base import WriteProgress
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.precision import mark_float32
+from moe_plugin.checkpoint.read_windows import read_strided
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -29,7 +30,6 @@ from moe_plugin.checkpoint.source import (
     blocks,
     window_shape,
 )
-from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.formats.megatron.folders import METADATA
 from moe_plugin.checkpoint.formats.megatron.trust import ALLOWED
+from moe_plugin.checkpoint.read_windows import read_strided
 from moe_plugin.checkpoint.source import (
     UNREADABLE,
     CheckpointError,
@@ -39,7 +40,6 @@ from moe_plugin.checkpoint.source import (
     Window,
     window_shape,
 )
-from moe_plugin.checkpoint.windows import read_strided
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 

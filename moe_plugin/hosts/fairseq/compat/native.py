@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
 from moe_plugin.comm import Comm, LocalComm
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import with_overrides
 from moe_plugin.config.flags import add_arguments, flag_specs
 from moe_plugin.hosts.fairseq.compat.fields import add_field, flag_metadata

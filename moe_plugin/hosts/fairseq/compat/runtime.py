@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.named_errors import gather_objects
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.overlay import Overlay
 

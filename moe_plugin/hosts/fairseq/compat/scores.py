@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.named_errors import gather_objects
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.hosts.fairseq.groups import Evaluation
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _tensor_type(kind: str, caller: str) -> str:
     "it refuses sequence parallelism; without Apex and "
     "Transformer Engine Megatron has only this norm")
 def _norm() -> None:
-    from moe_plugin.hosts.megatron.compat.norm import LocalNorm
+    from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
 
     module = importlib.import_module("megatron.core.transformer.torch_norm")
     module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: LocalNorm(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.groups import timeout_of

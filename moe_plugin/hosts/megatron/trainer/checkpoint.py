@@ -32,7 +32,7 @@ from moe_plugin.checkpoint.formats.megatron.source import (
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
-from moe_plugin.comm.named_errors import collectives_named, comm_of
+from moe_plugin.comm.host_collectives import collectives_named, comm_of
 from moe_plugin.hosts.megatron.compat import core, writers
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError, checksums
-from moe_plugin.comm.named_errors import gather_objects
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, write_remedy
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import CommError
-from moe_plugin.comm.named_errors import collectives_named
+from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.messages import Parser, short
 from moe_plugin.quiet import MEGATRON, hidden, own_log
 from moe_plugin.regular_files import check_input, check_output, make_folder, write_remedy

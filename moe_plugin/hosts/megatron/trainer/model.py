@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.norm import LocalNorm
+from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.comm.named_errors import collectives_named, comm_of
+from moe_plugin.comm.host_collectives import collectives_named, comm_of
 from moe_plugin.config import run_config
 from moe_plugin.ensembles import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.trainer import arguments
@@ -55,7 +55,7 @@ class Passes:
 
     def _features(self) -> Run:
         """Of an evaluation; collective."""
-        from moe_plugin.hosts.megatron.rows import MegatronStart
+        from moe_plugin.hosts.megatron.repeated_passes import MegatronStart
 
         return Run([RowsFit(self.training.chunks, comm_of(), MegatronStart)])
 

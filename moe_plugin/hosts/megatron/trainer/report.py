@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.named_errors import comm_of, gather_objects
+from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.planner.units import show_time

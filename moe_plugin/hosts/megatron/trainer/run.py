@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.comm.named_errors import comm_of, gather_objects
+from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.groups import timeout_of
-from moe_plugin.hosts.megatron.rows import MegatronStart
+from moe_plugin.hosts.megatron.repeated_passes import MegatronStart
 from moe_plugin.hosts.megatron.run import records_of
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress

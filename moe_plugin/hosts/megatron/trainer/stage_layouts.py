@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import Comm
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.compat.optimizer import (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moe_plugin import determinism
 from moe_plugin.comm import CommError
-from moe_plugin.comm.named_errors import collectives_named
+from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.trainer import arguments, copied_flags

@@ -195,7 +195,7 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
               "leave it out: every part is computed again"),
              ("--ensemble-heads", args.ensemble_heads > 1, plain),
              ("--moe-lighthouse", args.moe_lighthouse is not None,
-              "use moe_plugin.resilience.peers.StreamedPeer"),
+              "use moe_plugin.resilience.averaging_peers.StreamedPeer"),
              (f"offload.activations={offload.activations}", offload.activations != "keep",
               "leave it out: every part is computed again"),
              ("router.pre_gate", bool(settings.get("router.pre_gate")),

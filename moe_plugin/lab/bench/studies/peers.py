@@ -30,7 +30,7 @@ from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.resilience.peers import StreamedPeer
+from moe_plugin.resilience.averaging_peers import StreamedPeer
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCES, LENGTH = 32, 32, 4, 16, 128
 TOKENS, BLOCKS, BATCHES, PORT = SEQUENCES * LENGTH, 2, 4, 29510

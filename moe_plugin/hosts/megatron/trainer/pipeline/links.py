@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.comm.named_errors import named
+from moe_plugin.comm.host_collectives import named
 
 AHEAD = 2  # receives that wait for a neighbour's next tensors; gloo moves bytes only into these
 

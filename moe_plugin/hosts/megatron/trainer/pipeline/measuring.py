@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.comm.named_errors import gather_objects, named
+from moe_plugin.comm.host_collectives import gather_objects, named
 from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.choice import StageProfile

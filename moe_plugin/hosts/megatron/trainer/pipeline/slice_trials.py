@@ -15,7 +15,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm.named_errors import comm_of
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.slice_choice import SliceProfile

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.comm.named_errors import named
+from moe_plugin.comm.host_collectives import named
 from moe_plugin.gradients import multi_tensor
 from moe_plugin.gradients.replicas import replicas_of
 

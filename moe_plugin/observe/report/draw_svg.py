@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from moe_plugin.observe.report.figures import Bands, Figure, HeatMap, Line, LineChart, Table
+from moe_plugin.observe.report.figure_records import Bands, Figure, HeatMap, Line, LineChart, Table
 from moe_plugin.observe.report.text import number, ticks
 
 WIDTH, HEIGHT = 1000, 300  # of the drawings' own coordinates
