@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.config import RunConfig
 from moe_plugin.config.flags import flag_specs
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.lab.bench.peers.base import copy
@@ -132,13 +133,15 @@ class _Maker:
 class _BranchFFN(nn.Module):
     """The branch's layer where a model has ours.
 
-    moe: what the trainer and the criterion read of a layer. stats: nothing is logged of this one.
+    moe, run: what the trainer and the criterion read of a layer. stats: nothing is logged of this
+    one.
     """
 
     stats = None
 
-    def __init__(self, branch: BranchMoE, ours: MoELayer) -> None:
+    def __init__(self, branch: BranchMoE, ours: MoELayer, run: RunConfig) -> None:
         super().__init__()
+        self.run = run
         self.branch, factor = branch, 1 / branch.comm.size
         self.moe = SimpleNamespace(config=ours.config, comm=branch.comm, router=ours.router)
         for parameter in branch.parameters():
@@ -158,7 +161,7 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
     for layer in moe_layers(model):
         ours = layer.moe_layer.moe
         branch = BranchMoE(shape.width, shape.inner, shape.experts, shape.top_k, ours.comm)
-        layer.moe_layer = _BranchFFN(branch, ours)
+        layer.moe_layer = _BranchFFN(branch, ours, layer.moe_layer.run)
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
