@@ -25,8 +25,8 @@ RECORD, PLAN, CAP = "steps.jsonl", "plan.json", "cap"
 MOST = 8  # replicas of a job
 # steps done, of the state that a replica gives to another
 DONE: Mapping[str, Callable[[Any], int]] = {
-    "plain": lambda state: state["step"], "fairseq": lambda state: state["updates"],
-    "megatron": lambda state: state["progress"][0]}
+    "plain": lambda state: state["step"], "fairseq": lambda state: state["host"]["updates"],
+    "megatron": lambda state: state["host"]["progress"][0]}
 
 
 @dataclass

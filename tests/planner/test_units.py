@@ -48,14 +48,16 @@ def test_three_digits_are_kept(value: float) -> None:
     assert float(number) * parse_size(f"1{unit}") == pytest.approx(value * 2**20, rel=0.006)
 
 
-@pytest.mark.parametrize("room", ["checkpoint", "cli", "lab", "observe", "offload", "planner",
+@pytest.mark.parametrize("room", ["checkpoint", "cli", "lab", "memory", "observe", "planner",
                                   "tuning"])
 def test_nobody_formats_by_hand(room: str) -> None:
-    """In a text with values, a unit of time or size never follows a value's format."""
+    """In a text with values, a unit of time or size never follows a value's format; but in pages of
+    studies, which are made again from their numbers as they were.
+    """
     by_hand = re.compile(r"\{[^{}]*:[^{}]*\} ?(us|µs|ms|s|KiB|MiB|GiB|kB|MB)\b|"
                          r"1e[36] \*[^{}]*\} ?(us|ms)\b")
     found = [f"{path.name}:{number}: {line.strip()}"
              for path in sorted((PACKAGE / room).rglob("*.py"))
              for number, line in enumerate(path.read_text().splitlines(), start=1)
-             if by_hand.search(line)]
+             if by_hand.search(line) and path.parent.name != "studies"]
     assert found == []

@@ -25,11 +25,10 @@ def layer(comm: Comm, folder: Path, kind: str = "rows", **settings) -> MoELayer:
     if not path.exists():
         path.write_text("".join(f"{name}: {value}\n" for name, value in DEVICES[kind].items()))
     torch.manual_seed(0)
-    parallel = {"mode": "fixed", "prefill": True, "device": str(path),
-                **settings.pop("parallel", {})}
+    parallel = {"mode": "fixed", "prefill": True, **settings.pop("parallel", {})}
     return MoELayer(from_dict({
         "model_dim": 16, "num_experts": 16, "router": {"top_k": 2}, "experts": {"hidden_dim": 128},
-        "parallel": parallel, **settings}), comm, dtype=torch.float64).eval()
+        "parallel": parallel, "tuner": {"device": str(path)}, **settings}), comm, dtype=torch.float64).eval()
 
 
 def seen(made: MoELayer, tokens: int, comm: Comm) -> tuple[str, torch.Tensor, torch.Tensor]:

@@ -198,7 +198,7 @@ def lines(folder: Path) -> list[dict]:
 
 @pytest.mark.parametrize("flags, message", [
     (["--weights-on", "host"], "offload.weights='host' .* must be device; leave --weights-on out"),
-    (["--moe-activations", "swap"], "offload.activations='swap' .*offload.auto.manage"),
+    (["--moe-activations", "swap"], "offload.activations='swap' .*activations.auto.manage"),
     (["--pipeline-schedule", "terapipe"], "pipeline.schedule='terapipe' .* use Megatron"),
     (["--moe-check-twins", "5"], "guard.twins=5 .* leave --moe-check-twins out, or use a host"),
     (["--moe-stats-timeline", "5"], "observe.timeline=5 .* leave --moe-stats-timeline out"),
