@@ -28,7 +28,8 @@ def layer(comm: Comm, folder: Path, kind: str = "rows", **settings) -> MoELayer:
     parallel = {"mode": "fixed", "prefill": True, **settings.pop("parallel", {})}
     return MoELayer(from_dict({
         "model_dim": 16, "num_experts": 16, "router": {"top_k": 2}, "experts": {"hidden_dim": 128},
-        "parallel": parallel, "tuner": {"device": str(path)}, **settings}), comm, dtype=torch.float64).eval()
+        "parallel": parallel, "tuner": {"device": str(path)}, **settings}), comm,
+        dtype=torch.float64).eval()
 
 
 def seen(made: MoELayer, tokens: int, comm: Comm) -> tuple[str, torch.Tensor, torch.Tensor]:

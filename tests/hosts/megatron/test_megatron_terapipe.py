@@ -195,6 +195,9 @@ class _Shortened:
     def __init__(self, batches: Any, args: Any) -> None:
         self.batches, self.args = batches, args
 
+    def __iter__(self) -> _Shortened:
+        return self
+
     def __next__(self) -> Any:
         batch, length = next(self.batches), self.args.seq_length
         return type(batch)(*(getattr(batch, one.name)[:, :length] for one in fields(batch)))
@@ -234,7 +237,6 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
 
 def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
-    from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
     from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.start import seed_everything
 
@@ -243,7 +245,7 @@ def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
     loop = train.Loop(args, training, RunLog(None), train_set, None)
-    batches, losses = [_Shortened(one, args) for one in loop._training_batches(Progress())], []
+    batches, losses = [_Shortened(one, args) for one in loop._training_batches()], []
     try:
         for length in lengths:
             args.seq_length = length

@@ -45,7 +45,7 @@ def make_layer(**parallel: Any) -> MoELayer:
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
         "experts": {"hidden_dim": HIDDEN}, "comm": {"cluster": str(ROOT / CLUSTER)},
-        "parallel": {"mode": "fixed", "device": str(ROOT / DEVICE), **parallel}
+        "parallel": {"mode": "fixed", **parallel}, "tuner": {"device": str(ROOT / DEVICE)}
     }), TorchComm())
     with torch.no_grad():
         layer.router.weight_ED.copy_(torch.eye(EXPERTS, WIDTH) * 30)
