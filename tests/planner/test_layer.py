@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_plugin.lab.planning.static_layer import scale_table, scale_text
 from moe_plugin.planner.choice import LayoutChoice, legal_choices, legal_r
 from moe_plugin.planner.collectives import (
-    Group,
+    GroupShape,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -83,15 +83,15 @@ def test_rows_that_stay_hide_the_first_and_the_last_exchange() -> None:
 def test_collectives_follow_their_formulas() -> None:
     here = cluster(1, 8)
     piece, alpha, beta = 1e6, 3e-6, 1 / 250e9
-    assert all_gather_s(here, Group(8), piece) == pytest.approx(7 * (alpha + piece * beta))
-    assert all_reduce_s(here, Group(8), 8e6) == pytest.approx(14 * (alpha + piece * beta))
-    assert all_to_all_s(here, Group(8), "linear",
+    assert all_gather_s(here, GroupShape(8), piece) == pytest.approx(7 * (alpha + piece * beta))
+    assert all_reduce_s(here, GroupShape(8), 8e6) == pytest.approx(14 * (alpha + piece * beta))
+    assert all_to_all_s(here, GroupShape(8), "linear",
                         8e6) == pytest.approx(7 * alpha + 7 * piece * beta)
-    assert all_to_all_s(here, Group(8), "somebody's own",
-                        8e6) == all_to_all_s(here, Group(8), "linear", 8e6)
+    assert all_to_all_s(here, GroupShape(8), "somebody's own",
+                        8e6) == all_to_all_s(here, GroupShape(8), "linear", 8e6)
     for f in (all_gather_s, all_reduce_s):
-        assert f(here, Group(1), 1e6) == 0
-        assert f(cluster(4, 8), Group(32), 1e8) > f(cluster(1, 8), Group(8), 1e8)
+        assert f(here, GroupShape(1), 1e6) == 0
+        assert f(cluster(4, 8), GroupShape(32), 1e8) > f(cluster(1, 8), GroupShape(8), 1e8)
 
 
 def test_over_nodes_a_gather_takes_two_steps_where_these_are_faster() -> None:
@@ -100,21 +100,21 @@ def test_over_nodes_a_gather_takes_two_steps_where_these_are_faster() -> None:
     piece, inside, between = 1e6, here.intra, here.inter
     two = (between.alpha_s + 4 * piece * between.beta_s
            + 3 * (inside.alpha_s + 2 * piece * inside.beta_s))
-    assert all_gather_s(here, Group(8), piece) == pytest.approx(two)
-    assert all_reduce_s(here, Group(8), 8 * piece) > 2 * two  # torch's own is a ring
+    assert all_gather_s(here, GroupShape(8), piece) == pytest.approx(two)
+    assert all_reduce_s(here, GroupShape(8), 8 * piece) > 2 * two  # torch's own is a ring
     # one rank on each node: nothing is left to do inside
     alone = dataclasses.replace(cluster(8, 1), nics=1)
-    assert all_gather_s(alone, Group(8), piece) == pytest.approx(
+    assert all_gather_s(alone, GroupShape(8), piece) == pytest.approx(
         7 * (between.alpha_s + piece * max(between.beta_s, inside.beta_s)))
 
 
 def test_groups_on_nodes() -> None:
     here = cluster(4, 8)
-    assert Group(8).shape(here).nodes == 1 and Group(16).shape(here).nodes == 2
+    assert GroupShape(8).shape(here).nodes == 1 and GroupShape(16).shape(here).nodes == 2
     # the same place on each node: eight such groups share a node's cards
-    strided = Group(4, 8).shape(here)
+    strided = GroupShape(4, 8).shape(here)
     assert (strided.nodes, strided.ranks_per_node, strided.nics) == (4, 1, 1)
-    assert (Group(8, 4).shape(here).nodes, Group(8, 4).per_node(here)) == (4, 2)
+    assert (GroupShape(8, 4).shape(here).nodes, GroupShape(8, 4).per_node(here)) == (4, 2)
 
 
 def test_legal_r() -> None:
