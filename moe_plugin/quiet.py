@@ -31,7 +31,7 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownLine:
-    """A line of a library's log that is no warning.
+    """A line of a library's log that is not a warning.
 
     Attributes:
         logger: its name.

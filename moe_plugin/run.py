@@ -65,8 +65,8 @@ class StepGradients:
         number: of the step, from 1.
         tensors: all of this rank's; None: a parameter has none.
         finite: whether they and the loss are, the same answer on all ranks; collective.
-        scale_falls: whether a loss scale falls where they are not: the step is no sign of a run
-            that is broken.
+        scale_falls: whether a loss scale falls where they are not: such a step does not mean that
+            the run is broken.
         bad: this rank knows that the step must be skipped.
     """
 

@@ -31,7 +31,7 @@ def listen(layers: Mapping[str, Any], training: Callable[[str, LayerStats], None
     Args:
         layers: a host's, by name; each calls its `observer` with the statistics of every pass that
             counts: one of those that are recomputed.
-        training, validation: take them by whether the layer trains; None: nobody does.
+        training, validation: take them by whether the layer trains; None: they are not taken.
     """
     def take(layer: Any, name: str, stats: LayerStats) -> None:
         if layer.training and training is not None:

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: left out on all ranks, and not for ever."""
+"""Steps whose loss or gradient is not finite: left out on all ranks, a few in a row."""
 
 from __future__ import annotations
 

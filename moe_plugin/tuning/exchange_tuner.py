@@ -74,7 +74,7 @@ class AutoAllToAll(Exchange):
     """The fastest registered algorithm for each size: by the cluster file where one is set, else
     measured in the first calls.
 
-    Those that need what the group lacks are no candidates, and the log says why. Ranks always
+    Those that need what the group lacks are not candidates, and the log says why. Ranks always
     agree.
     """
 

@@ -75,7 +75,7 @@ def test_pages_are_short(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda path: path.stem)
 def test_pages_are_read_in_minutes(page: Path) -> None:
-    """Marks of tables and fences are no words."""
+    """Marks of tables and fences are not words."""
     words = [word for word in page.read_text(encoding="utf-8").split()
              if any(letter.isalnum() for letter in word)]
     assert len(words) <= WORDS, f"{page.name} has {len(words)} words, above {WORDS}: make it two"

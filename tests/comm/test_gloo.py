@@ -259,7 +259,7 @@ def _peer_that_never_comes(folder: Path) -> None:
         with pytest.raises(CommError) as caught:
             algorithms.get("linear")(comm, torch.zeros(WORLD, 5))
         (folder / str(comm.rank)).write_text(str(caught.value))
-    while len([*folder.iterdir()]) < WORLD - 1:  # nobody is gone before all have said what they saw
+    while len([*folder.iterdir()]) < WORLD - 1:  # no rank ends before all have said what they saw
         time.sleep(0.02)
     if comm.rank == 2:
         os._exit(0)

@@ -55,7 +55,7 @@ class Ill:
             number = len(self._layers)
             self._layers.append(layer)
             if number == 2:
-                layer.router.loss_names, layer.router.losses = [], {}
+                layer.router.losses = {}
             layer.register_forward_pre_hook(lambda *_: self._choose(layer, number))
             if number:
                 layer.router.register_forward_pre_hook(

@@ -20,7 +20,7 @@ STABLE = {
     "fairseq.dataclass": {"ChoiceEnum", "FairseqDataclass"},
     "fairseq.models": {"register_model", "register_model_architecture"},
 }
-# (file, name): why it is no part of `compat`
+# (file, name): why it is not part of `compat`
 ELSEWHERE = {
     ("checkpoint/formats/megatron/source.py", "megatron.core.safe_globals.SAFE_GLOBALS"):
         "the format reads without Megatron, and takes its list of classes where it is installed",
@@ -29,7 +29,7 @@ VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")
 
 
 def outside() -> Iterator[Path]:
-    """Our files that are no part of a `compat`."""
+    """Our files that are not part of a `compat`."""
     return (path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.parts)
 
 

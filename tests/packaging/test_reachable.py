@@ -16,7 +16,7 @@ from tests.packaging.definitions import DEFINITION, PACKAGE, ROOT, Graph, Node, 
 from tests.packaging.test_imports import modules
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# What only measures is no door for what others do.
+# Being measured is not a door.
 MEASURES = f"{PACKAGE}.lab.bench"
 LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
 # Parts of published systems that only tests and benchmarks reach: no door yet.

@@ -93,9 +93,9 @@ class TrainingSteps:
         with self.run.around_step(begins):
             loss = self.run.compute(lambda: self._passes(batch))
             left_out = self._update(begins.number)
-        lost = left_out is not None and left_out.lost
-        self.done += not lost
-        self.run.after_step(self._facts(batch, loss, left_out))
+        facts = self._facts(batch, loss, left_out)
+        self.done += facts.made
+        self.run.after_step(facts)
         return loss if left_out is None else None
 
     def _passes(self, batch: Any) -> Tensor:
@@ -126,7 +126,7 @@ class TrainingSteps:
 
     def _facts(self, batch: Any, loss: Tensor, left_out: SkipStep | None) -> StepFacts:
         lost = left_out is not None and left_out.lost
-        number, mean = self.done + lost, None
+        number, mean = self.done + 1, None
         if self._by_loss and not lost and number % self._interval == 0:
             mean = float(self.world.all_reduce(loss.float()) / self.world.size)
         return StepFacts(number, made=not lost, skipped=left_out is not None and not lost,

@@ -145,7 +145,7 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
     for node in members:  # grows as it goes
         for other in beside[node]:
             if other not in index:
-                if other < counted.ranks:  # a rank of another part: this one is no graph alone
+                if other < counted.ranks:  # a rank of another part: not a graph alone
                     return None
                 index[other] = len(members)
                 members.append(other)

@@ -86,11 +86,11 @@ class Router(BuffersKeepDtype, RouterModule):
         self.score: ScoreFunction = score_functions.get(self.score_name)()
         self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
         self.divides = self.config.normalize in ("auto", "before_drop")
-        self.loss_names = [name for name, weight in config.losses.items() if weight > 0]
-        self.losses = {name: losses.get(name) for name in self.loss_names}
+        self.losses = {name: losses.get(name)
+                       for name, weight in config.losses.items() if weight > 0}
         self._check_losses()
         self.needs = self.needs | {
-            NEEDS_OF_LOSSES[name] for name in self.loss_names if name in NEEDS_OF_LOSSES
+            NEEDS_OF_LOSSES[name] for name in self.losses if name in NEEDS_OF_LOSSES
         }
         self.register_parameter("weight_ED", None)
         if self.config.fp32:
@@ -114,7 +114,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.comm if self.host.batch_comm is None else self.host.batch_comm
 
     def _check_losses(self) -> None:
-        for name in self.loss_names:
+        for name in self.losses:
             if name in Router.only_noisy and name not in self.own_losses:
                 raise ValueError(
                     f"losses.{name} cannot be used with this router ({type(self).__name__}): must "
@@ -131,7 +131,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def _build(self, dtype: torch.dtype | None, device: Any) -> None:
         penalty_E = link_penalties(self.layer_config, self.comm) \
-            if "ta_moe" in self.loss_names else None
+            if "ta_moe" in self.losses else None
         self.register_buffer("penalty_E", None if penalty_E is None else penalty_E.to(device),
                              persistent=False)
         self.register_buffer("step_load_E",
@@ -169,7 +169,7 @@ class Router(BuffersKeepDtype, RouterModule):
             mask_T=mask_T, k=self.top_k if top_k is None else self._checked(top_k),
             info=info or TokenInfo(), noise=self.noise if self.training else 0.0,
             score=self.score, divides=self.divides, one_pass=self.one_pass(),
-            reads_z="z" in self.loss_names, leaves_none=self.leaves_none,
+            reads_z="z" in self.losses, leaves_none=self.leaves_none,
             replays_whole=type(self).leaves_none,
             comm=self.host.loss_comm, penalty_E=self.penalty_E)
         if self.needs:
@@ -189,7 +189,7 @@ class Router(BuffersKeepDtype, RouterModule):
                                                shape=(x_TD.shape[0], choices))
         weights_TK = self.weigh(call, call.ids_TK)
         # recorded, because a recomputation must see the same load
-        if "global_batch" in self.loss_names:
+        if "global_batch" in self.losses:
             call.step_load_E = self.replayed(
                 lambda: self._count_step(call),
                 "load of the step" if self.training else "load of the call",

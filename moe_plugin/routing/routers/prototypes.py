@@ -85,7 +85,7 @@ class PrototypeRouter(Router):
         tokens, k = chosen_TK.shape
         real = tokens if mask_T is None else mask_T.sum(dtype=rows.p_log_p.dtype)
         importance_E = logits_NP.new_zeros(self.num_experts)  # where no loss reads it
-        if not {"z"}.issuperset(self.loss_names):
+        if not {"z"}.issuperset(self.losses):
             scores_TE = F.softmax(logits_NP, dim=1).view(tokens, self.num_experts)
             scores_TE = scores_TE if mask_T is None else scores_TE * mask_T[:, None]
             importance_E = scores_TE.sum(0) / k
@@ -95,7 +95,7 @@ class PrototypeRouter(Router):
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
         """The mean over prototypes of each loss."""
-        if not self.loss_names:
+        if not self.losses:
             return {}
         parts: list[dict[str, Tensor]] = []
         for i in range(call.k):

@@ -12,7 +12,7 @@ from moe_plugin.lab.bench.host import HostReport
 from moe_plugin.lab.bench.options import add_problem, problem_of
 
 ABOUT = """Processor time of one call on tiny tensors, forward, and forward and backward, and the
-ATen operations that it launches, views included: what a layer costs the host whatever the device
+ATen operations that it launches, views included: what a layer costs the host on any device
 computes. Equal weights and tokens, outputs compared; candidates alternate, ten calls at a time, in
 the same process. Times are medians of the rounds on rank 0, `least` is the smallest; with several
 ranks they hold the work of gloo's threads, and no waiting. Megatron-core's layer runs on a CPU

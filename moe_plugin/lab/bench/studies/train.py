@@ -1,6 +1,6 @@
 """Whole training steps (forward, backward, optimizer) of models with our layer, with the
 framework's own and with dense layers of equal active width: equal weights and data, the same ranks
-and processes, steps in turn. Starts its ranks itself, or runs on those that torchrun started.
+and processes, steps alternately. Starts its ranks itself, or runs on those that torchrun started.
 """
 
 from __future__ import annotations

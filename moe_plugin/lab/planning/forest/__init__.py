@@ -1,1 +1,1 @@
-"""Schedules of collectives, beside others: simulated, explained, exported."""
+"""Schedules of collectives, compared with others: simulated, explained, exported."""
