@@ -15,13 +15,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from moe_plugin.planner.wiring import round_shares
+from fractions import Fraction
 
 LEAST_GAIN = 0.05  # of the modelled time of a call that a plan must save
 
 Counts = Sequence[Sequence[int]]  # rows by source rank and expert
 Amounts = dict[int, list[int]]  # of lent experts: rows by the rank that computes them
+
+
+def round_shares(shares: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in proportion to `shares` with the sum `total` (Hagenbach-Bischoff).
+
+    Quota total + 1: each gets the whole part of share / (sum / (total + 1)); what is left goes one
+    by one to the largest share / (number + 1), the first of equal ones. Exact: floats are taken as
+    the fractions they are.
+
+    Raises: ValueError: a share < 0, none > 0, or total < 0.
+    """
+    exact = [Fraction(share) for share in shares]
+    if total < 0 or not exact or min(exact) < 0 or not sum(exact):
+        raise ValueError(f"shares {list(shares)[:8]} of {total} must be >= 0, one of them and the "
+                         "total's sum > 0")
+    quota = sum(exact) / (total + 1)
+    given = [int(share / quota) for share in exact]
+    while sum(given) > total:  # only where quotas are met exactly: the last takes one back
+        met = [i for i, share in enumerate(exact) if given[i] and share == given[i] * quota]
+        given[met[-1]] -= 1
+    while sum(given) < total:
+        first = max(range(len(exact)), key=lambda i: (exact[i] / (given[i] + 1), -i))
+        given[first] += 1
+    return given
 
 
 @dataclass(frozen=True)

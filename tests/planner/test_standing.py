@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.planner.replicas import host_replicas
-from moe_plugin.planner.spill import SpillCosts
-from moe_plugin.planner.standing import TASKS, StandingReplicas, wired_shares
+from moe_plugin.planner.spill import SpillCosts, round_shares
+from moe_plugin.planner.standing import TASKS, StandingReplicas, Throughput, wired_shares
 
 pytestmark = pytest.mark.fast
 
@@ -112,3 +112,31 @@ def test_a_resumed_run_goes_on() -> None:
     other = StandingReplicas(2, FREE, 1, 3)
     other.load_state(replicas.state())
     assert other.plan(HOT) is None
+
+
+def test_the_average_has_no_bias_of_its_start() -> None:
+    mean = Throughput()
+    assert mean.value is None
+    mean.add(2.0, 0.5)
+    assert mean.value == pytest.approx(4.0)
+    mean.add(1.0, 1.0)
+    assert mean.value == pytest.approx((0.9 * 0.1 * 4 + 0.1 * 1) / 0.19)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(any), st.integers(0, 500))
+def test_rounded_shares_have_the_sum_and_keep_their_quota(shares: list[float],
+                                                          total: int) -> None:
+    got = round_shares(shares, total)
+    assert sum(got) == total
+    assert all(n >= int(total * share / sum(shares) * (1 - 1e-12))
+               for n, share in zip(got, shares, strict=True))
+
+
+def test_rounding_by_hand() -> None:
+    """Quota 100 / 11: 5, 3, 1; the tenth goes to the largest of 50/6, 34/4, 16/2."""
+    assert round_shares([50, 34, 16], 10) == [5, 4, 1]
+    assert round_shares([1, 1], 1) == [1, 0] and round_shares([0, 5], 3) == [0, 3]
+    for bad in (([], 1), ([-1, 2], 1), ([0, 0], 1), ([1], -1)):
+        with pytest.raises(ValueError, match="must be >= 0"):
+            round_shares(*bad)
