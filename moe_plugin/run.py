@@ -24,12 +24,9 @@ Result = TypeVar("Result")
 
 
 class SkipStep(OverflowError):
-    """All ranks leave this step out: no parameter changes.
+    """All ranks leave this step out: no parameter changes."""
 
-    Attributes: `lost`: nothing of the step counts, and it is made again.
-    """
-
-    lost = False
+    lost = False  # nothing of the step counts, and it is made again
 
 
 class LostStep(SkipStep):
@@ -136,16 +133,10 @@ class RunFeature:
         return None
 
     def after_passes(self) -> None:
-        """All passes are done.
-
-        Raises: StepRepeat.
-        """
+        """All passes are done. Raises `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Gradients are complete, and no parameter has changed.
-
-        Raises: SkipStep.
-        """
+        """Gradients are complete, and no parameter has changed. Raises `SkipStep`."""
 
     def after_step(self, facts: StepFacts) -> None:
         """The step is over."""
@@ -153,13 +144,8 @@ class RunFeature:
     def after_log(self, facts: StepFacts) -> None:
         """The host knows more of the step: `dropped` or `logged`."""
 
-    def after_evaluation(self, number: int, dropped: float | None) -> None:
-        """A validation is over.
-
-        Args:
-            number: steps done.
-            dropped: share of its choices, if known.
-        """
+    def after_evaluation(self, number: int, dropped: float | None = None) -> None:
+        """A validation is over, after so many steps. dropped: share of its choices, if known."""
 
     def numbers(self) -> dict[str, float]:
         """For the host's log, by name."""
@@ -167,6 +153,16 @@ class RunFeature:
 
     def close(self) -> None:
         """The run ends."""
+
+
+def _of_each(name: str) -> Any:
+    """The method of `Run` that calls the features' of this name, in their order."""
+
+    def call(run: Run, *facts: Any) -> None:
+        for feature in run.features:
+            getattr(feature, name)(*facts)
+
+    return call
 
 
 class Run(RunFeature):
@@ -180,6 +176,12 @@ class Run(RunFeature):
         left_out: why it changes no parameter; None: it does.
     """
 
+    after_passes = _of_each("after_passes")
+    after_step = _of_each("after_step")
+    after_log = _of_each("after_log")
+    after_evaluation = _of_each("after_evaluation")
+    close = _of_each("close")
+
     def __init__(self, features: Iterable[RunFeature | None] = ()) -> None:
         self.features = [feature for feature in features if feature is not None]
         self.number, self.left_out = 0, None  # type: int, SkipStep | None
@@ -187,17 +189,14 @@ class Run(RunFeature):
 
     @property
     def reduces(self) -> bool:  # type: ignore[override]
-        """See `RunFeature`."""
         return any(feature.reduces for feature in self.features)
 
     @property
     def copies(self) -> int:  # type: ignore[override]
-        """See `RunFeature`."""
         return max((feature.copies for feature in self.features), default=1)
 
     @property
     def replaced(self) -> bool:  # type: ignore[override]
-        """See `RunFeature`."""
         return any(feature.replaced for feature in self.features)
 
     def find(self, kind: type[Feature]) -> Feature | None:
@@ -206,25 +205,22 @@ class Run(RunFeature):
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """See `RunFeature`."""
         self.number, self.left_out = step.number, None
-        if not self._begun:
-            self._begun = True
-            for feature in self.features:
-                feature.begin()
         with ExitStack() as stack:
+            if not self._begun:
+                self._begun = True
+                for feature in self.features:
+                    feature.begin()
             for feature in self.features:
                 stack.enter_context(feature.around_step(step))
             yield
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """See `RunFeature`."""
         for feature in self.features:
             own = feature.batches(own)
         return own
 
     def before_passes(self) -> Callable[[], None]:
-        """See `RunFeature`."""
         resets = [reset for each in self.features if (reset := each.before_passes()) is not None]
 
         def back() -> None:
@@ -250,13 +246,7 @@ class Run(RunFeature):
                 undo()
                 reset()
 
-    def after_passes(self) -> None:
-        """See `RunFeature`."""
-        for feature in self.features:
-            feature.after_passes()
-
     def after_backward(self, gradients: StepGradients) -> None:
-        """See `RunFeature`."""
         try:
             for feature in self.features:
                 feature.after_backward(gradients)
@@ -264,26 +254,5 @@ class Run(RunFeature):
             self.left_out = reason
             raise
 
-    def after_step(self, facts: StepFacts) -> None:
-        """See `RunFeature`."""
-        for feature in self.features:
-            feature.after_step(facts)
-
-    def after_log(self, facts: StepFacts) -> None:
-        """See `RunFeature`."""
-        for feature in self.features:
-            feature.after_log(facts)
-
-    def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """See `RunFeature`."""
-        for feature in self.features:
-            feature.after_evaluation(number, dropped)
-
     def numbers(self) -> dict[str, float]:
-        """See `RunFeature`."""
         return {name: value for each in self.features for name, value in each.numbers().items()}
-
-    def close(self) -> None:
-        """See `RunFeature`."""
-        for feature in self.features:
-            feature.close()

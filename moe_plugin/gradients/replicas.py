@@ -68,7 +68,6 @@ class Bucket:
 
     @property
     def started(self) -> bool:
-        """See the class."""
         return self._wait is not None
 
     def ready(self, passes: int) -> bool:

@@ -100,18 +100,15 @@ class HostTier(Tier):
         self.pinned = torch.device(device).type == "cuda"
 
     def put(self, x: Tensor) -> TierTensor:
-        """See `Tier`."""
         held = self._room(x)
         held.tensor.copy_(x.detach())
         return held
 
     def put_later(self, copier: Copier, x: Tensor) -> tuple[TierTensor, Ticket]:
-        """See `Tier`."""
         held = self._room(x)
         return held, copier.start([(held.tensor, x.detach())])
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """See `Tier`."""
         with torch.no_grad():
             target.copy_(held.tensor)
 
@@ -149,13 +146,11 @@ class DiskTier(Tier):
         self.end, self._free = 0, {}
 
     def put(self, x: Tensor) -> TierTensor:
-        """See `Tier`."""
         held = self._room(x)
         self._write(held, x)
         return held
 
     def put_later(self, copier: Copier, x: Tensor) -> tuple[TierTensor, Ticket]:
-        """See `Tier`."""
         held = self._room(x)
         return held, copier.start_call(lambda: self._write(held, x), held.nbytes)
 

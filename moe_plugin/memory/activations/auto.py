@@ -252,11 +252,9 @@ class _Measured(Probe):
         return len(self.sizes) == len(self._forward) == blocks and bool(self._backward)
 
     def forward_begins(self, one: Pass) -> None:
-        """See `Probe`."""
         self._begun["forward", one.number] = self._now()
 
     def forward_ends(self, one: Pass) -> None:
-        """See `Probe`."""
         spent = self._now() - self._begun.pop(("forward", one.number))
         if one.saved is not None:
             known = self.sizes.get(one.index)
@@ -267,11 +265,9 @@ class _Measured(Probe):
             self._forward[one.index].append(spent)
 
     def backward_begins(self, one: Pass) -> None:
-        """See `Probe`."""
         self._begun["backward", one.number] = self._now()
 
     def backward_ends(self, one: Pass) -> None:
-        """See `Probe`."""
         began = self._begun.pop(("backward", one.number), None)
         if began is not None and self.step == len(MEASURING) - 1:
             self._backward[one.index].append(self._now() - began)

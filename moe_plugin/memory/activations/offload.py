@@ -191,7 +191,6 @@ class Activations(RunFeature):
 
     @property
     def ledger(self) -> Ledger:
-        """See the class."""
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:

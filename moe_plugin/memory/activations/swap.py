@@ -260,7 +260,6 @@ class Saved:
 
     @property
     def stayed(self) -> int:
-        """See the class."""
         return sum(self._kept.values())
 
     def hooks(self) -> Any:

@@ -37,16 +37,13 @@ class LeastRecentlyUsed(CachePolicy):
         self._uses, self._last = 0, {}
 
     def used(self, key: Key) -> None:
-        """See `CachePolicy`."""
         self._uses += 1
         self._last[key] = self._uses
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """See `CachePolicy`."""
         return min(keys, key=self._last.__getitem__)
 
     def left(self, key: Key) -> None:
-        """See `CachePolicy`."""
         del self._last[key]
 
 
@@ -62,12 +59,10 @@ class LeastFrequentlyUsed(LeastRecentlyUsed):
         self._counts: Counter[Key] = Counter()
 
     def used(self, key: Key) -> None:
-        """See `CachePolicy`."""
         super().used(key)
         self._counts[key] += 1
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """See `CachePolicy`."""
         return min(keys, key=lambda key: (self._counts[key], self._last[key]))
 
 
@@ -79,5 +74,4 @@ class NextLayer(LeastRecentlyUsed):
     """
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """See `CachePolicy`."""
         return min(keys, key=lambda key: (-((key[0] - layer - 1) % layers), self._last[key]))

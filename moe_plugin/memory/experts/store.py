@@ -42,7 +42,6 @@ class HostWeights(Weights):
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """See `Weights`."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -74,7 +73,6 @@ class FileWeights(Weights):
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """See `Weights`."""
         parts, file, written = list(parts), self.file, self.written  # of now
         self._read = True
 

@@ -70,7 +70,6 @@ class StoredExperts(Experts):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Experts`."""
         return self._probe.dtype
 
     @property
@@ -153,7 +152,6 @@ class StoredExperts(Experts):
 
     @property
     def stored(self) -> bool:
-        """See `Experts`."""
         return True
 
     def prefetch(self, ids_TK: Tensor) -> None:

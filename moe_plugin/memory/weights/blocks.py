@@ -205,7 +205,6 @@ class ResidentBlock(StreamedBlock):
         self._optimize(self.params)
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """See `StreamedBlock`."""
         scale_gradients(self.params, scale)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -213,11 +212,9 @@ class ResidentBlock(StreamedBlock):
         return True
 
     def read(self) -> list[Tensor]:
-        """See `StreamedBlock`."""
         return [p.detach().to("cpu", copy=True) for p in self.params]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """See `StreamedBlock`."""
         with torch.no_grad():
             for p, x in zip(self.params, weights, strict=True):
                 p.copy_(x)
@@ -247,11 +244,9 @@ class HostBlock(StreamedBlock):
         return sum(self.params[i].numel() * self.params[i].element_size() for i in self.trained)
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """See `StreamedBlock`."""
         return self.tier.fetch(copier, [(flat_N, self.held)])
 
     def keep_gradients(self, copier: Copier) -> None:
-        """See `StreamedBlock`."""
         pairs = []
         for i in self.trained:
             p, master = self.params[i], self.masters[i]
@@ -262,7 +257,6 @@ class HostBlock(StreamedBlock):
         self._leaving = copier.start(pairs) if pairs else None
 
     def wait_kept(self) -> None:
-        """See `StreamedBlock`."""
         if self._leaving is not None:
             self._leaving.wait()
             if self.tier.pinned:  # the optimizer is no work of the GPU's stream
@@ -270,7 +264,6 @@ class HostBlock(StreamedBlock):
         self._leaving = None
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """See `StreamedBlock`."""
         if scale is None:
             self.keep_gradients(copier)
         self.wait_kept()
@@ -281,16 +274,13 @@ class HostBlock(StreamedBlock):
         return False
 
     def forget_gradients(self) -> None:
-        """See `StreamedBlock`."""
         self._leaving = None
         drop_gradients([*self.params, *self.masters])
 
     def read(self) -> list[Tensor]:
-        """See `StreamedBlock`."""
         return [master.detach().clone() for master in self.masters]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """See `StreamedBlock`."""
         self.layout.fill(self.held.tensor, weights)
 
 

@@ -48,28 +48,23 @@ class DiskBlock(StreamedBlock):
         return (self.layout.nbytes if self.trained else 0) + 2 * self._state_layout.nbytes
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """See `StreamedBlock`."""
         return self._weights.fetch(copier, flat_N)
 
     def attach(self, flat_N: Tensor | None) -> None:
-        """See `StreamedBlock`."""
         self._weights.settle()  # what was read is what was to be written before
         super().attach(flat_N)
         self._flat_N = flat_N
 
     def detach(self) -> None:
-        """See `StreamedBlock`."""
         super().detach()
         self._flat_N = None
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """See `StreamedBlock`."""
         if self._state.held is not None and self._state_ticket is None:
             self._state_N = room.of(self._state_layout.nbytes)
             self._state_ticket = self._state.fetch(copier, self._state_N)
 
     def keep_gradients(self, copier: Copier) -> None:
-        """See `StreamedBlock`."""
         self._gradients = {}
         for i in self.trained:  # one by one: what began is known where a later one fails
             if self.params[i].grad is not None:
@@ -77,7 +72,6 @@ class DiskBlock(StreamedBlock):
         drop_gradients(self.params)
 
     def wait_kept(self) -> None:
-        """See `StreamedBlock`."""
         for _, ticket in self._gradients.values():
             ticket.wait()
 
@@ -94,7 +88,6 @@ class DiskBlock(StreamedBlock):
         self._gradients = {}
 
     def forget_gradients(self) -> None:
-        """See `StreamedBlock`."""
         for i, (_, ticket) in list(self._gradients.items()):
             try:
                 ticket.wait()
@@ -150,13 +143,11 @@ class DiskBlock(StreamedBlock):
         set_state(self.optimizer, {key: absent(x) for key, x in state.items()})
 
     def read(self) -> list[Tensor]:
-        """See `StreamedBlock`."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self._weights.read(flat_N)
         return self.layout.views(flat_N)
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """See `StreamedBlock`."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.layout.fill(flat_N, weights)
         self._weights.put(flat_N)
@@ -167,7 +158,6 @@ class DiskBlock(StreamedBlock):
         return self._weights.stage(flat_N)
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """See `StreamedBlock`."""
         state = state_of(self.optimizer)
         if not state:
             return {}
@@ -176,7 +166,6 @@ class DiskBlock(StreamedBlock):
         return dict(zip(sorted(state), self._state_layout.views(flat_N), strict=True))
 
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
-        """See `StreamedBlock`."""
         tensors = [state[key] for key in sorted(state)]
         self._state_layout = FlatLayout.of(tensors)
         if tensors:
@@ -186,6 +175,5 @@ class DiskBlock(StreamedBlock):
         super().load_state({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
-        """See `StreamedBlock`."""
         self._weights.settle()
         self._state.settle()

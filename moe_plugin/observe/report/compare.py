@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moe_plugin.observe.findings import findings
-from moe_plugin.observe.history import LayerRecord, RunRecord, StepRecord
+from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.history.settings import comparable
-from moe_plugin.observe.report.content import summary
+from moe_plugin.observe.report.content import LAYER_CHARTS, STEP_CHARTS, over_steps, summary
 from moe_plugin.observe.report.figure_records import (
     Figure,
-    Line,
     ReportSection,
     Table,
     chart,
@@ -23,6 +22,14 @@ from moe_plugin.observe.report.figure_records import (
 )
 
 MOST_RUNS = 8  # colours that can be told apart
+# of `LAYER_CHARTS`, and what a comparison says of them
+EXPERTS = {
+    "max-mean": "Mean over layers; 1 is perfect balance.",
+    "drops": "Share of the routed choices, mean over layers.",
+    "unused": "Mean over layers.",
+    "entropy": "Mean over tokens and layers, in nats.",
+    "bytes": "By one forward pass of one layer on one rank, mean over layers.",
+}
 
 
 def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -76,40 +83,22 @@ def _findings(runs: Sequence[RunRecord]) -> list[Figure]:
 
 
 def _training(runs: Sequence[RunRecord]) -> list[Figure]:
-    def of(value: Callable[[StepRecord], float | None], note: str = "",
-           **style: bool) -> list[Line | None]:
-        return [line(run.name + note, [(r.step, v) for r in run.steps
-                                       if (v := value(r)) is not None], **style) for run in runs]
-
-    return [
-        *chart("loss", "Loss", "Nats per token, without the balance loss where the log separates "
-               "them.", of(lambda r: r.loss), floor=None),
-        *chart("valid-loss", "Validation loss", "Nats per token.",
-               of(lambda r: r.valid_loss), floor=None),
-        *chart("speed", "Tokens per second", "Of all ranks together, over each logged interval.",
-               of(lambda r: r.tokens_per_s), unit="count"),
-        *chart("grad-norm", "Gradient norm", "Before clipping.", of(lambda r: r.grad_norm)),
-        *chart("rate", "Learning rate", "As scheduled.", of(lambda r: r.learning_rate)),
-    ]
+    loss, *others = STEP_CHARTS
+    valid = ("valid-loss", "Validation loss", "Nats per token.", "valid_loss", "", {"floor": None})
+    return [figure for id, title, about, field, _, options in (loss, valid, *others)
+            for figure in chart(id, title, about, [over_steps(run, field, run.name)
+                                                   for run in runs], **options)]
 
 
 def _experts(runs: Sequence[RunRecord]) -> list[Figure]:
-    def of(value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
-        return [line(run.name, _over_layers(run, value)) for run in runs]
-
-    return [
-        *chart("max-mean", "Busiest expert over mean load", "Mean over layers; 1 is perfect "
-               "balance.", of(lambda r: r.max_over_mean), floor=1.0),
-        *chart("drops", "Dropped choices", "Share of the routed choices, mean over layers.",
-               of(lambda r: r.drop_fraction), unit="%"),
-        *chart("unused", "Unused experts", "Mean over layers.", of(lambda r: r.unused_experts)),
-        *chart("entropy", "Router entropy", "Mean over tokens and layers, in nats.",
-               of(lambda r: r.entropy)),
-        *chart("bytes", "Bytes sent to other ranks", "By one forward pass of one layer on one "
-               "rank, mean over layers.", of(lambda r: r.bytes_sent / r.calls
-                                             if r.bytes_sent is not None and r.calls else None),
-               unit="B"),
-    ]
+    found: list[Figure] = []
+    for id, about in EXPERTS.items():
+        title, _, value, options = LAYER_CHARTS[id]
+        if options.get("unit") == "count":  # a mean is none
+            options = {}
+        found += chart(id, title, about, [line(run.name, _over_layers(run, value))
+                                          for run in runs], **options)
+    return found
 
 
 def _over_layers(run: RunRecord, value: Callable[[LayerRecord], float | None]

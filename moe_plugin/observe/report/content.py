@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord, StepRecord
+from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.history.records import DROPS
 from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figure_records import (
@@ -15,12 +16,12 @@ from moe_plugin.observe.report.figure_records import (
     Figure,
     HeatMap,
     Line,
+    LineChart,
     ReportSection,
     Table,
     chart,
+    heat_map,
     line,
-    mean_known,
-    over_columns,
     settled,
 )
 from moe_plugin.observe.report.text import HOSTS, number
@@ -28,6 +29,69 @@ from moe_plugin.observe.report.text import HOSTS, number
 LINES = 6  # layers drawn one by one; of more: the highest, the middle and the lowest
 COLUMNS, CELLS = 120, 200_000  # of heat maps: columns at most, cells of all of them together
 DECISIONS, SPANS, TIMELINES = 200, 1500, 8
+
+Options = dict[str, Any]  # of `chart`
+# of the training log: id, title, about, field of `StepRecord`, name of its curve
+STEP_CHARTS: tuple[tuple[str, str, str, str, str, Options], ...] = (
+    ("loss", "Loss", "Nats per token, without the balance loss where the log separates them.",
+     "loss", "training", {"floor": None}),
+    ("speed", "Tokens per second", "Of all ranks together, over each logged interval.",
+     "tokens_per_s", "tokens/s", {"unit": "count"}),
+    ("grad-norm", "Gradient norm", "Before clipping.", "grad_norm", "norm", {}),
+    ("rate", "Learning rate", "As scheduled.", "learning_rate", "rate", {}),
+)
+
+
+def _bytes_per_call(r: LayerRecord) -> float | None:
+    return None if r.bytes_sent is None or not r.calls else r.bytes_sent / r.calls
+
+
+def _of_store(name: str) -> Callable[[LayerRecord], float | None]:
+    """A count of the store by call."""
+    return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
+
+
+# of the layers, by id: title, about, the number
+LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], Options]] = {
+    "max-mean": ("Busiest expert over mean load",
+                 "The largest load over the mean load of each record; 1 is perfect balance.",
+                 lambda r: r.max_over_mean, {"floor": 1.0}),
+    "drops": ("Dropped choices", "Share of the routed choices beyond the capacity.",
+              lambda r: r.drop_fraction, {"unit": "%"}),
+    "unused": ("Unused experts", "Experts without any token in the whole record.",
+               lambda r: r.unused_experts, {"unit": "count"}),
+    "entropy": ("Router entropy", "Mean over tokens, in nats; low: the router is sure of each "
+                "token's experts.", lambda r: r.entropy, {}),
+    "bytes": ("Bytes sent to other ranks",
+              "By one forward pass on one rank, mean over each record.",
+              _bytes_per_call, {"unit": "B"}),
+    "store-hits": ("Experts found on the device",
+                   "Share of the experts that a call needed; fetched ahead counts as found.",
+                   lambda r: r.hit_rate, {"unit": "%"}),
+    "store-stalls": ("Calls that waited for experts", "Share of the calls on one rank.",
+                     _of_store("stalls"), {"unit": "%"}),
+    "store-bytes": ("Experts copied to the device", "Bytes of a call on one rank.",
+                    _of_store("bytes"), {"unit": "B"}),
+    "store-resident": ("Experts on the device", "Bytes of the experts in the slots of a rank, "
+                       "which layers share; mean over calls.",
+                       _of_store("resident_bytes"), {"unit": "B"}),
+    "store-wasted": ("Experts fetched in vain",
+                     "Brought ahead by a call and gone without being used.",
+                     _of_store("wasted"), {}),
+}
+# curves of the training log, where no layer has the number: name, key, factor
+FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 1)],
+            "entropy": [("mean over layers", "entropy_gating", 1.0)]}
+# fields of `LayerRecord` of which the most frequent name is drawn: title, about
+MOST_FREQUENT = {
+    "layouts": ("Layout of each layer", "The most frequent layout of each record: slices r, pieces "
+                "d, all-to-all, expert kernel."),
+    "exchanges": ("All-to-all of each layer", "The algorithm of most exchanges of each record."),
+    "routers": ("Router of each layer",
+                "With several routers, the one of most calls of each record."),
+    "collectives": ("Collectives of each layer",
+                    "What gathers and sums its data (`comm.collectives`)."),
+}
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
@@ -39,29 +103,35 @@ def sections(run: RunRecord) -> list[ReportSection]:
         ReportSection("Load by layer and by expert", heat_maps(run)),
         ReportSection("Router", router(run)),
         ReportSection("Exchange and layouts", [*exchange(run), *layouts(run)]),
-        ReportSection("Experts outside the device", store(run)),
+        ReportSection("Experts outside the device", [
+            figure for id in LAYER_CHARTS if id.startswith("store-")
+            for figure in of_layers(run, id)]),
         ReportSection("Activations and weights outside the device", copies(run)),
         ReportSection("Time of a step", timelines(run)),
     ]
     return [settled(section) for section in found if section.figures]
 
 
+def over_steps(run: RunRecord, field: str, name: str, **style: bool) -> Line | None:
+    """A field of the training log."""
+    return line(name, [(r.step, v) for r in run.steps if (v := getattr(r, field)) is not None],
+                **style)
+
+
 def training(run: RunRecord) -> list[Figure]:
     """Loss, throughput, gradient norm, learning rate."""
+    more = {"loss": [over_steps(run, "valid_loss", "validation", marks=True)]}
+    return [figure for id, title, about, field, name, options in STEP_CHARTS for figure in chart(
+        id, title, about, [over_steps(run, field, name), *more.get(id, ())], **options)]
 
-    def of(name: str, value: Callable[[StepRecord], float | None], **style: bool) -> Line | None:
-        return line(name, [(r.step, v) for r in run.steps if (v := value(r)) is not None], **style)
 
-    return [
-        *chart("loss", "Loss", "Nats per token, without the balance loss where the log separates "
-               "them.", [of("training", lambda r: r.loss),
-                         of("validation", lambda r: r.valid_loss, marks=True)], floor=None),
-        *chart("speed", "Tokens per second", "Of all ranks together, over each logged interval.",
-               [of("tokens/s", lambda r: r.tokens_per_s)], unit="count"),
-        *chart("grad-norm", "Gradient norm", "Before clipping.",
-               [of("norm", lambda r: r.grad_norm)]),
-        *chart("rate", "Learning rate", "As scheduled.", [of("rate", lambda r: r.learning_rate)]),
-    ]
+def of_layers(run: RunRecord, id: str, *more: Line | None) -> list[LineChart]:
+    """A chart of `LAYER_CHARTS`, with more curves."""
+    title, about, value, options = LAYER_CHARTS[id]
+    lines = by_layer(run, value)
+    if not any(lines):
+        lines = [_extra(run, *one) for one in FROM_LOG.get(id, ())]
+    return chart(id, title, about, [*lines, *more], **options)
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
@@ -89,29 +159,20 @@ def _extra(run: RunRecord, name: str, key: str, factor: float = 1.0) -> Line | N
 
 def balance(run: RunRecord) -> list[Figure]:
     """Load imbalance and drops by layer."""
-    drops = by_layer(run, lambda r: r.drop_fraction)
-    if not any(drops):
-        drops = [_extra(run, f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 1)]
     valid = [(r.step, v) for r in run.steps if (v := r.dropped("valid ")) is not None]
     return [
-        *chart("max-mean", "Busiest expert over mean load",
-               "The largest load over the mean load of each record; 1 is perfect balance.",
-               [*by_layer(run, lambda r: r.max_over_mean),
-                _reference(run, "perfect balance", 1.0)], floor=1.0),
-        *chart("drops", "Dropped choices", "Share of the routed choices beyond the capacity.",
-               drops, unit="%"),
+        *of_layers(run, "max-mean", _reference(run, "perfect balance", 1.0)),
+        *of_layers(run, "drops"),
         *chart("drops-valid", "Dropped choices in validation", "Mean over layers, from the "
                "training log.", [line("validation", valid, marks=True)], unit="%"),
-        *chart("unused", "Unused experts", "Experts without any token in the whole record.",
-               by_layer(run, lambda r: r.unused_experts), unit="count"),
+        *of_layers(run, "unused"),
     ]
 
 
-def heat_maps(run: RunRecord) -> list[Figure]:
+def heat_maps(run: RunRecord) -> list[HeatMap]:
     """Load by layer, and for each layer by expert."""
-    known = {name: [r for r in records if r.load] if any(any(r.load) for r in records) else []
-             for name, records in run.layers.items()}
-    known = {name: records for name, records in known.items() if records}
+    known = {name: found for name, records in run.layers.items()
+             if any(any(r.load) for r in records) and (found := [r for r in records if r.load])}
     rows = sum(len(records[-1].load) for records in known.values())
     columns = max(20, min(COLUMNS, CELLS // rows)) if rows else COLUMNS
     return [*_layers_map(run, columns),
@@ -125,38 +186,26 @@ def _layers_map(run: RunRecord, columns: int) -> list[HeatMap]:
     if len(at) < 2 or not any(at.values()):
         return []
     steps = sorted({r.step for r in run.layer_records})
-    parts = over_columns(steps, columns)
-    values = tuple(
-        tuple(mean_known([row.get(s, math.nan) for s in steps[a:b]]) for a, b in parts)
-        for row in at.values())
-    return [HeatMap("layers", "Busiest expert over mean load, by layer",
-                    "One row per layer, time to the right.", "layer", tuple(at),
-                    tuple(steps[b - 1] for _, b in parts), values)]
+    cells = {name: [row.get(s, math.nan) for s in steps] for name, row in at.items()}
+    return [heat_map("layers", "Busiest expert over mean load, by layer",
+                     "One row per layer, time to the right.", "layer", cells, steps, columns)]
 
 
 def _experts_map(id: str, name: str, records: list[LayerRecord], columns: int) -> HeatMap:
     experts = len(records[-1].load)
     records = [r for r in records if len(r.load) == experts]
-    shares = [r.shares for r in records]
-    parts = over_columns([r.step for r in records], columns)
-    values = tuple(
-        tuple(mean_known([s[e] for s in shares[a:b]]) for a, b in parts) for e in range(experts))
-    return HeatMap(id, f"Load of each expert: {name}",
-                   "One row per expert, time to the right; load over the mean load.", "expert",
-                   tuple(map(str, range(experts))), tuple(records[b - 1].step for _, b in parts),
-                   values)
+    cells = dict(zip(map(str, range(experts)), zip(*(r.shares for r in records), strict=True),
+                     strict=True))
+    return heat_map(id, f"Load of each expert: {name}",
+                    "One row per expert, time to the right; load over the mean load.", "expert",
+                    cells, [r.step for r in records], columns)
 
 
 def router(run: RunRecord) -> list[Figure]:
     """Entropy and losses by name."""
-    lines = by_layer(run, lambda r: r.entropy)
-    if not any(lines):
-        lines = [_extra(run, "mean over layers", "entropy_gating")]
-    if run.experts > 1:
-        lines.append(_reference(run, f"uniform over {run.experts}", math.log(run.experts)))
-    entropy = chart("entropy", "Router entropy", "Mean over tokens, in nats; low: the router is "
-                    "sure of each token's experts.", lines)
-    return [*entropy, *(_layer_losses(run) or _logged_losses(run))]
+    even = _reference(run, f"uniform over {run.experts}", math.log(run.experts)
+                      ) if run.experts > 1 else None
+    return [*of_layers(run, "entropy", even), *(_layer_losses(run) or _logged_losses(run))]
 
 
 def _layer_losses(run: RunRecord) -> list[Figure]:
@@ -176,92 +225,69 @@ def _logged_losses(run: RunRecord) -> list[Figure]:
 
 def exchange(run: RunRecord) -> list[Figure]:
     """Bytes and time of exchanges."""
-
-    def bytes_per_call(r: LayerRecord) -> float | None:
-        return None if r.bytes_sent is None or not r.calls else r.bytes_sent / r.calls
-
     times = [_extra(run, "on the host", "all_to_all_cpu_time_ms")]
     if any(r.extra.get("all_to_all_cuda_time_ms") for r in run.steps):  # without a GPU all are 0
         times.append(_extra(run, "on the GPU", "all_to_all_cuda_time_ms"))
     return [
-        *chart("bytes", "Bytes sent to other ranks",
-               "By one forward pass on one rank, mean over each record.",
-               by_layer(run, bytes_per_call), unit="B"),
+        *of_layers(run, "bytes"),
         *chart("exchange-time", "Time in exchanges",
                "All-to-all of one layer, forward and backward, from the training log.",
                times, unit="ms"),
     ]
 
 
-def store(run: RunRecord) -> list[Figure]:
-    """Experts in host memory or in a file: what calls found, and waited for."""
-
-    def per_call(name: str) -> Callable[[LayerRecord], float | None]:
-        return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
-
-    return [
-        *chart("store-hits", "Experts found on the device",
-               "Share of the experts that a call needed; fetched ahead counts as found.",
-               by_layer(run, lambda r: r.hit_rate), unit="%"),
-        *chart("store-stalls", "Calls that waited for experts", "Share of the calls on one rank.",
-               by_layer(run, per_call("stalls")), unit="%"),
-        *chart("store-bytes", "Experts copied to the device", "Bytes of a call on one rank.",
-               by_layer(run, per_call("bytes")), unit="B"),
-        *chart("store-resident", "Experts on the device",
-               "Bytes of the experts in the slots of a rank, which layers share; mean over calls.",
-               by_layer(run, per_call("resident_bytes")), unit="B"),
-        *chart("store-wasted", "Experts fetched in vain",
-               "Brought ahead by a call and gone without being used.",
-               by_layer(run, per_call("wasted"))),
-    ]
-
-
 def copies(run: RunRecord) -> list[Figure]:
     """What was copied to and from the device, and what that cost."""
 
-    def of(value: Callable[[CopyRecord], float]) -> list[Line | None]:
-        return [line(name, [(r.step, value(r) / r.ranks) for r in records])
-                for name, records in run.copies.items()]
+    def of(field: str, records: Iterable[CopyRecord], name: str,
+           value: Callable[[float], float | None] = float) -> Line | None:
+        return line(name, [(r.step, value(getattr(r, field) / r.ranks)) for r in records])
 
-    def resident(r: CopyRecord) -> float | None:
-        return r.resident_bytes / r.ranks or None
+    def each(field: str, **how: Any) -> list[Line | None]:
+        return [of(field, records, name, **how) for name, records in run.copies.items()]
 
     policies = [record for records in run.copies.values() for record in records
                 if record.keep or record.recompute or record.swap]
     return [
         *chart("copied-resident", "Bytes on the device",
                "Of one rank, the most of a step: activations that were counted; the places for "
-               "weights.", [line(name, [(r.step, resident(r)) for r in records])
-                            for name, records in run.copies.items()], unit="B"),
-        *chart("copied-policies", "Activations kept, recomputed, swapped",
-               "Blocks of one rank.",
-               [line(name, [(r.step, vars(r)[field] / r.ranks) for r in policies])
-                for field, name in (("keep", "kept"), ("recompute", "recomputed"),
-                                    ("swap", "swapped"))]),
+               "weights.", each("resident_bytes", value=lambda v: v or None), unit="B"),
+        *chart("copied-policies", "Activations kept, recomputed, swapped", "Blocks of one rank.",
+               [of("keep", policies, "kept"), of("recompute", policies, "recomputed"),
+                of("swap", policies, "swapped")]),
         *chart("copied-bytes", "Copied to and from the device",
-               "Bytes of one rank between two records.", of(lambda r: r.bytes), unit="B"),
+               "Bytes of one rank between two records.", each("bytes"), unit="B"),
         *chart("copied-stalls", "Waiting for copies",
                "Seconds of one rank between two records in which computation waited.",
-               of(lambda r: r.stalled_s), unit="s"),
+               each("stalled_s"), unit="s"),
         *chart("copied-waits", "Copies that came too late",
-               "Waits of one rank between two records.", of(lambda r: r.waits)),
+               "Waits of one rank between two records.", each("waits")),
     ]
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Layouts over steps, and the tuner's decisions."""
-    return [
-        *_mostly(run, "layouts", "Layout of each layer", lambda r: r.layouts,
-                 "The most frequent layout of each record: slices r, pieces d, all-to-all, expert "
-                 "kernel."),
-        *_mostly(run, "exchanges", "All-to-all of each layer", lambda r: r.exchanges,
-                 "The algorithm of most exchanges of each record."),
-        *_mostly(run, "routers", "Router of each layer", lambda r: r.routers,
-                 "With several routers, the one of most calls of each record."),
-        *_mostly(run, "collectives", "Collectives of each layer", lambda r: r.collectives,
-                 "What gathers and sums its data (`comm.collectives`)."),
-        *_decisions(run),
-    ]
+    """What each layer mostly used over steps, where that changes, and the tuner's decisions."""
+    found: list[Figure] = []
+    for id, (title, about) in MOST_FREQUENT.items():
+        bands = [band for i, records in enumerate(run.layers.values())
+                 for band in _most_frequent(i, records, id)]
+        if len({b.kind for b in bands}) > 1:
+            found.append(Bands(id, title, about, tuple(run.layers), tuple(bands)))
+    return [*found, *_decisions(run)]
+
+
+def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list[Band]:
+    bands: list[Band] = []
+    before = 0
+    for r in records:
+        found = getattr(r, field)
+        if found:
+            kind, start = max(found, key=lambda name: found[name]), before
+            if bands and bands[-1].kind == kind and bands[-1].end == before:
+                start = bands.pop().start
+            bands.append(Band(row, start, r.step, kind, kind))
+        before = r.step
+    return bands
 
 
 def _decisions(run: RunRecord) -> list[Table]:
@@ -277,31 +303,6 @@ def _decisions(run: RunRecord) -> list[Table]:
                   f"{cut}Times are of one layer's forward and backward.",
                   ("step", "layer", "call", "event", "layout", "predicted", "measured", "why"),
                   rows)]
-
-
-def _mostly(run: RunRecord, id: str, title: str,
-            counts: Callable[[LayerRecord], Mapping[str, float]],
-            about: str) -> list[Bands]:
-    """The most frequent name over steps; nothing if it never changes."""
-    bands = [band for i, records in enumerate(run.layers.values())
-             for band in _most_frequent(i, records, counts)]
-    varied = len({b.kind for b in bands}) > 1
-    return [Bands(id, title, about, tuple(run.layers), tuple(bands))] if varied else []
-
-
-def _most_frequent(row: int, records: Iterable[LayerRecord],
-                   counts: Callable[[LayerRecord], Mapping[str, float]]) -> list[Band]:
-    bands: list[Band] = []
-    before = 0
-    for r in records:
-        found = counts(r)
-        if found:
-            kind, start = max(found, key=lambda name: found[name]), before
-            if bands and bands[-1].kind == kind and bands[-1].end == before:
-                start = bands.pop().start
-            bands.append(Band(row, start, r.step, kind, kind))
-        before = r.step
-    return bands
 
 
 def timelines(run: RunRecord) -> list[Figure]:

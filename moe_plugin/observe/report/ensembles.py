@@ -8,11 +8,9 @@ from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.figure_records import (
     Figure,
     HeatMap,
-    Line,
     chart,
+    heat_map,
     line,
-    mean_known,
-    over_columns,
 )
 
 ERRORS = {"oracle_error": "oracle", "top1_error": "top-1", "member_error": "mean member"}
@@ -26,9 +24,10 @@ _SHOWN = {
 
 def ensemble(run: RunRecord) -> list[Figure]:
     """Errors in training and validation, and histograms of confidences over steps."""
-    lines = [_errors(run, key, text) for key, text in [
-        *ERRORS.items(),
-        *((f"valid {key}", f"{text}, validation") for key, text in ERRORS.items())]]
+    lines = [line(text + note, [(r.step, r.extra[kind + key]) for r in run.steps
+                                if kind + key in r.extra], marks=bool(kind))
+             for kind, note in (("", ""), ("valid ", ", validation"))
+             for key, text in ERRORS.items()]
     return [
         *chart("ensemble-errors", "Errors of the ensemble",
                "Oracle: no member is right, or the best one of a unit; top-1: the mean of the "
@@ -37,26 +36,18 @@ def ensemble(run: RunRecord) -> list[Figure]:
     ]
 
 
-def _errors(run: RunRecord, key: str, text: str) -> Line | None:
-    return line(text, [(r.step, r.extra[key]) for r in run.steps if key in r.extra],
-                marks=key.startswith("valid "))
-
-
 def _confidence(run: RunRecord, name: str, text: str) -> list[HeatMap]:
     found = [(r.step, r.confidence[name]) for r in run.steps if r.confidence.get(name)]
     if not found:
         return []
     bins = len(found[-1][1])
     found = [(step, counts) for step, counts in found if len(counts) == bins]
-    parts = over_columns([step for step, _ in found], COLUMNS)
-    values = tuple(
-        tuple(mean_known([_density(counts, row) for _, counts in found[a:b]]) for a, b in parts)
-        for row in reversed(range(bins)))
-    rows = tuple(f"{row / bins:.2g} to {(row + 1) / bins:.2g}" for row in reversed(range(bins)))
-    return [HeatMap(f"confidence-{name}", f"Confidence of {text}",
-                    "Validation, time to the right. One row per range of the largest probability; "
-                    f"1: a {bins}th of the predictions is in it, {bins}: all are.", "confidence",
-                    rows, tuple(found[b - 1][0] for _, b in parts), values)]
+    cells = {f"{row / bins:.2g} to {(row + 1) / bins:.2g}":
+             [_density(counts, row) for _, counts in found] for row in reversed(range(bins))}
+    return [heat_map(f"confidence-{name}", f"Confidence of {text}",
+                     "Validation, time to the right. One row per range of the largest probability; "
+                     f"1: a {bins}th of the predictions is in it, {bins}: all are.", "confidence",
+                     cells, [step for step, _ in found], COLUMNS)]
 
 
 def _density(counts: tuple[float, ...], row: int) -> float:

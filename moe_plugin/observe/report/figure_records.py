@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from moe_plugin.observe.report.text import number
 
@@ -180,10 +181,15 @@ def thinned(points: list[tuple[float, float]], limit: int = POINTS
     return [*kept, (*points[-1], points[-1][1])]
 
 
-def over_columns(steps: Sequence[int], columns: int) -> list[tuple[int, int]]:
-    """[begin, end) of at most `columns` stretches of the records."""
+def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
+             steps: Sequence[int], columns: int) -> HeatMap:
+    """At most so many columns, each the mean of a stretch of steps. cells: by row and step."""
     count = min(columns, len(steps))
-    return [(i * len(steps) // count, (i + 1) * len(steps) // count) for i in range(count)]
+    ends = [i * len(steps) // count for i in range(count + 1)]
+    values = tuple(tuple(mean_known(of_row[a:b]) for a, b in pairwise(ends))
+                   for of_row in cells.values())
+    return HeatMap(id, title, about, row, tuple(cells), tuple(steps[b - 1] for b in ends[1:]),
+                   values)
 
 
 def mean_known(values: Sequence[float]) -> float:
