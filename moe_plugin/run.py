@@ -206,11 +206,11 @@ class Run(RunFeature):
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
         self.number, self.left_out = step.number, None
+        if not self._begun:
+            self._begun = True
+            for feature in self.features:
+                feature.begin()
         with ExitStack() as stack:
-            if not self._begun:
-                self._begun = True
-                for feature in self.features:
-                    feature.begin()
             for feature in self.features:
                 stack.enter_context(feature.around_step(step))
             yield

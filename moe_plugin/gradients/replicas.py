@@ -8,6 +8,7 @@ adds to it, or once after the last.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
@@ -118,16 +119,6 @@ class Bucket:
         self._passes.clear()
 
 
-class _Pass:
-    """One backward pass: autograd keeps it until the pass ends, or fails."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-
-    def __call__(self) -> None:
-        self.finish()
-
-
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
     """Parameters of one dtype and device in lists of at most `size` bytes (or one parameter), in
     their order.
@@ -163,7 +154,8 @@ class ReplicaReducer:
         self.comm, self.passes = comm, 1
         # the last backward pass that is to call `finish`: one that failed has not, and never will
         self._at_end, self._queued = at_end_of_backward, -1
-        self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        # autograd keeps a callback until its pass ends, or fails
+        self._open: weakref.WeakSet[functools.partial[None]] = weakref.WeakSet()
         # backward reaches the last layer first
         self._buckets = [Bucket(each)
                          for each in in_buckets(reversed(list(parameters)), bucket_bytes)]
@@ -188,7 +180,7 @@ class ReplicaReducer:
         """
         if self._queued != -1 and not self._open:
             self.forget()
-        self._queued, begun = task, _Pass(self.finish)
+        self._queued, begun = task, functools.partial(self.finish)
         self._open.add(begun)
         torch.autograd.Variable._execution_engine.queue_callback(begun)
 

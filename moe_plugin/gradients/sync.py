@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
@@ -112,19 +110,20 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     reducers = []
     for layers in by_group.values():
         experts = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
-        for parameter in experts if layers[0].comm.size > 1 else []:
-            parameter.register_hook(_divided(layers[0].comm.size))
+        shared = layers[0].comm.size > 1
+        for parameter in experts if shared else []:
+            parameter.register_hook(lambda gradient, ranks=layers[0].comm.size: gradient / ranks)
         replicas = replica_comm(layers[0].comm, world)
         if replicas is not None:
             _start_alike(experts, replicas)
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
-        if layers[0].comm.size > 1:  # last: what stands before sees plain gradients
+        if shared:  # last: what stands before sees plain gradients
             keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
             layer.layouts.experts.seed_comm = world
-            layer.layouts.experts.reduced = replicas is not None or layer.comm.size > 1
+            layer.layouts.experts.reduced = replicas is not None or shared
             for parameter in layer.experts.parameters():
                 parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
@@ -164,13 +163,6 @@ def refuse_same_tokens(layer: MoELayer) -> None:
             f"dispatch.name={name!r} with parallel.replicas={replicas} is for ranks that have the "
             "same tokens, data-parallel ranks have different ones; use dispatch.name='ragged' or "
             "'padded', and parallel.replicas=1")
-
-
-def _divided(ranks: int) -> Callable[[Tensor], Tensor]:
-    def divide(gradient: Tensor) -> Tensor:
-        return gradient / ranks
-
-    return divide
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ class DropWarning(RunFeature):
         if facts.dropped is not None:
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
-    def after_evaluation(self, number: int, dropped: float | None) -> None:
+    def after_evaluation(self, number: int, dropped: float | None = None) -> None:
         """Look at all choices of a validation."""
         if self._speaks:
             dropped = self.validation.take() if dropped is None else dropped

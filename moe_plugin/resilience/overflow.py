@@ -5,7 +5,7 @@ same once more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -18,32 +18,18 @@ from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch.overflow import Limit, overflowed
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.recorder import marks
-from moe_plugin.run import RunFeature, StepRepeat
+from moe_plugin.run import Run, RunFeature, StepRepeat
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Whether any rank has something to ask for, and whether any rank's limit repeats."""
-
-    active: bool
-    repeats: bool
-
-    @classmethod
-    def by(cls, limits: list[Limit], world: Comm) -> _Asked:
-        """Collective."""
-        here = [bool(limits), any(limit.repeats for limit in limits)]
-        flags_2 = torch.tensor(here, dtype=torch.int64, device=world.device)
-        return cls(*map(bool, world.all_reduce(flags_2, "max").tolist()))
 
 
 @dataclass
 class _AskedBefore:
     """Kept with a group (`comm.state`): what its ranks agreed on, by model. Both may go."""
 
-    models: WeakKeyDictionary[nn.Module, _Asked] = field(default_factory=WeakKeyDictionary)
+    models: WeakKeyDictionary[nn.Module, Sequence[bool]] = field(
+        default_factory=WeakKeyDictionary)
 
 
 class RowsCheck:
@@ -59,17 +45,20 @@ class RowsCheck:
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
-                 asked: _Asked | None = None) -> None:
+                 asked: Sequence[bool] | None = None) -> None:
         self.limits, self.world = limits_of(models), world
-        self.asked = _Asked.by(self.limits, world) if asked is None else asked
-        self.active, self.repeats = self.asked.active, self.asked.repeats
+        if asked is None:
+            here = [bool(self.limits), any(limit.repeats for limit in self.limits)]
+            flags_2 = torch.tensor(here, dtype=torch.int64, device=world.device)
+            asked = [bool(flag) for flag in world.all_reduce(flags_2, "max").tolist()]
+        self.active, self.repeats = asked
 
     @classmethod
     def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
         """As it is now; collective at the first use in this group."""
         known = world.state.get(_AskedBefore).models
         check = cls([model], world, known.get(model))
-        known[model] = check.asked
+        known[model] = check.active, check.repeats
         return check
 
     def forget(self) -> None:
@@ -112,18 +101,19 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     Raises:
         RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
     """
-    check = RowsCheck.of(model, default_comm() if world is None else world)
-    if not check.active:
+    world = default_comm() if world is None else world
+    rows = RowsFit([model], world, check=RowsCheck.of(model, world))
+    if not rows.check.active:
         return step()
-    start = StepStart([model]) if check.repeats else None
-    check.forget()
-    while True:
+
+    def passes() -> Result:
         if torch.is_grad_enabled():
             model.zero_grad()
         result = step()
-        if not check.overflowed():
-            return result
-        start.rewind()
+        rows.after_passes()
+        return result
+
+    return Run([rows]).compute(passes)
 
 
 class StepStart:
@@ -169,12 +159,14 @@ class RowsFit(RunFeature):
         models: this rank's parts of the model; a pipeline stage may have no MoE layer.
         world: all ranks of the models.
         start: what keeps the state that passes change, made with the models.
+        check: made before; None: one of these models.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
-                 start: Callable[[list[nn.Module]], StepStart] | None = None) -> None:
-        self.models, self.start = list(models), start or StepStart
-        self.check = RowsCheck(self.models, world)
+                 start: Callable[[list[nn.Module]], StepStart] = StepStart,
+                 check: RowsCheck | None = None) -> None:
+        self.models, self.start = list(models), start
+        self.check = RowsCheck(self.models, world) if check is None else check
 
     def before_passes(self) -> Callable[[], None] | None:
         """What the passes change is kept where they may be repeated."""
@@ -192,26 +184,16 @@ class RowsFit(RunFeature):
             raise StepRepeat
 
 
-class RowsWarning(RunFeature):
+class RowsWarning(RowsFit):
     """Rows of steps and evaluations that a host cannot begin again: its optimizer skips a step of
-    such rows, whose gradients are NaN. Made by all ranks; collective.
-
-    Args: see `RowsFit`.
+    such rows, whose gradients are NaN. Every rank says it.
     """
 
-    def __init__(self, models: Iterable[nn.Module], world: Comm) -> None:
-        self.check = RowsCheck(models, world)
-
     def before_passes(self) -> None:
-        """What follows is a step or an evaluation of its own."""
         self.check.forget()
 
     def after_passes(self) -> None:
-        """Say it on every rank.
-
-        Raises:
-            RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
-        """
+        """Raises `RowsOverflow` on all ranks, where `dispatch.on_overflow` is error."""
         if self.check.overflowed():
             logger.warning("rows did not fit: the step was skipped, or the loss of the evaluation "
                            "is NaN, and the bound is larger now")

@@ -16,7 +16,7 @@ from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.layer import MoELayer
 from moe_plugin.resilience.overflow import StepStart
 from moe_plugin.resilience.twins import alike
-from moe_plugin.resilience.vote import Ballots, flat_gradients
+from moe_plugin.resilience.vote import Ballots, flat_gradients, set_gradients
 from moe_plugin.run import RunFeature, StepInput
 
 logger = logging.getLogger(__name__)
@@ -147,13 +147,7 @@ class StepVotes(RunFeature):
         self._answers += [torch.zeros_like(self._answers[0])] * missing
         result_N = self.ballots.result(torch.stack(self._answers)).mul_(scale)
         self._answers.clear()
-        for p, part_N in zip(self.parameters, result_N.split([p.numel() for p in self.parameters]),
-                             strict=True):
-            gradient = self.gradient_of(p)
-            if gradient is None:
-                p.grad = part_N.view_as(p).to(p.dtype)
-            else:
-                gradient.copy_(part_N.view_as(gradient))
+        set_gradients(self.parameters, result_N, self.gradient_of)
         self._report()
 
     def _report(self) -> None:

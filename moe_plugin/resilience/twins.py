@@ -11,7 +11,6 @@ made it. Of three twins the one is named that differs from the others; of two, b
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import socket
 from collections import Counter
@@ -61,7 +60,7 @@ class WrongResultError(RuntimeError):
                 "written before the last check without an error")
 
 
-class TwinCheck:
+class TwinCheck(RunFeature):
     """See the module. Off unless one is made:
 
         check = TwinCheck(model, every=1000)
@@ -79,13 +78,15 @@ class TwinCheck:
         world: all data-parallel ranks; None: those of the default group.
         every: steps from one check to the next.
         start: what keeps the state that the check must not change, made with the models.
+        kept: around a check in the steps of a run: what passes change in the host is as before.
     Raises:
         ValueError: `every` < 1, or this rank has no twin.
     """
 
     def __init__(self, model: nn.Module, world: Comm | None = None, *, every: int,
-                 start: Callable[[list[nn.Module]], StepStart] = StepStart) -> None:
-        self.model, self.every, self.start = model, every, start
+                 start: Callable[[list[nn.Module]], StepStart] = StepStart,
+                 kept: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.model, self.every, self.start, self.kept = model, every, start, kept
         self.world = default_comm() if world is None else world
         self.layers = [each for each in model.modules() if isinstance(each, MoELayer)]
         experts = self.layers[0].comm if self.layers else LocalComm()
@@ -104,6 +105,14 @@ class TwinCheck:
     def due(self, step: int) -> bool:
         """Whether the check is to run before this step (from 1)."""
         return step % self.every == 0
+
+    def around_step(self, step: StepInput) -> AbstractContextManager[None]:
+        """Check before the step, if it is due. Raises `WrongResultError` on all ranks."""
+        assert step.batch is not None and step.loss_of is not None
+        if self.due(step.number):
+            with self.kept():
+                self(step.number, step.batch(), step.loss_of)
+        return nullcontext()
 
     def __call__(self, step: int, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
         """Compute one of the twins' micro-batches on all of them and compare. Collective.
@@ -163,38 +172,6 @@ class TwinCheck:
         mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self.world.device)
         names = self.world.all_gather(mine).view(self.world.size, -1).cpu().tolist()
         return [bytes(each).decode(errors="replace").strip() for each in names]
-
-
-class TwinSteps(RunFeature):
-    """`TwinCheck` before the steps of a run that are due; collective.
-
-    Args:
-        model, world, every, start: see `TwinCheck`.
-        kept: around a check: what passes change in the host is as before.
-    """
-
-    def __init__(self, model: nn.Module, world: Comm, every: int,
-                 start: Callable[[list[nn.Module]], StepStart] = StepStart,
-                 kept: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.check: TwinCheck | None = None
-        self._make = functools.partial(TwinCheck, model, world, every=every, start=start)
-        self._kept = kept
-
-    def begin(self) -> None:
-        """The model is as it trains."""
-        self.check = self._make()
-
-    def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Check before the step, if it is due.
-
-        Raises:
-            WrongResultError: on all ranks.
-        """
-        assert self.check is not None and step.batch is not None and step.loss_of is not None
-        if self.check.due(step.number):
-            with self._kept():
-                self.check(step.number, step.batch(), step.loss_of)
-        return nullcontext()
 
 
 def _first_difference(sums: Sequence[Sequence[Any]],

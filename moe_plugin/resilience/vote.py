@@ -136,6 +136,19 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
                       for p, g in zip(parameters, gradients, strict=True)])
 
 
+@torch.no_grad()
+def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
+                  gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+    """Give parameters the parts of a vector that `flat_gradients` made, in their dtypes."""
+    parts = gradient_N.split([p.numel() for p in parameters])
+    for parameter, part_N in zip(parameters, parts, strict=True):
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            parameter.grad = part_N.view_as(parameter).to(parameter.dtype, copy=True)
+        else:
+            gradient.copy_(part_N.view_as(gradient))
+
+
 class VotedGradients:
     """Gradients of a model that every rank has entirely, by vote.
 
@@ -175,18 +188,12 @@ class VotedGradients:
         Returns: the same on all ranks.
         """
         mine_LN = torch.stack([self._gradient(loss_of(file)) for file in self.files])
-        self._set(self.ballots.result(mine_LN))
+        set_gradients(self.parameters, self.ballots.result(mine_LN), lambda _: None)
         return self.ballots.verdict()
 
     def _gradient(self, loss: Tensor) -> Tensor:
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return flat_gradients(self.parameters, found)
-
-    @torch.no_grad()
-    def _set(self, gradient_N: Tensor) -> None:
-        parts = gradient_N.split([p.numel() for p in self.parameters])
-        for parameter, part_N in zip(self.parameters, parts, strict=True):
-            parameter.grad = part_N.view_as(parameter).to(parameter.dtype, copy=True)
 
 
 def refuse_spread_experts(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_setti
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
-from moe_plugin.resilience.twins import TwinSteps
+from moe_plugin.resilience.twins import TwinCheck
 from moe_plugin.resilience.unfit import refuse_unfit
 from moe_plugin.resilience.vote import Ballots, refuse_reported_loads, refuse_spread_experts
 from moe_plugin.routing.steps import RouterSteps
@@ -117,7 +117,7 @@ def run_of(trainer: Any) -> Run:
 
 
 def _twins(guard: GuardConfig, model: nn.Module, world: Any) -> RunFeature | None:
-    return TwinSteps(model, world, guard.twins) if guard.twins else None
+    return TwinCheck(model, world, every=guard.twins) if guard.twins else None
 
 
 def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> RunFeature | None:

@@ -19,7 +19,7 @@ from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.output import MoEOutput
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
-from moe_plugin.resilience.twins import TwinSteps
+from moe_plugin.resilience.twins import TwinCheck
 from moe_plugin.routing.replay import replaying
 from moe_plugin.routing.steps import RouterSteps
 from moe_plugin.run import Run, RunFeature, SkipStep, StepFacts, StepGradients, StepInput
@@ -70,7 +70,7 @@ class TrainingSteps:
         records = self._records(observe, layers, has_log) if observe.writes else None
         self._interval = observe.interval
         self.run = Run([
-            FirstStepLine(), TwinSteps(self.bare, self.world, twins) if twins else None, *features,
+            FirstStepLine(), TwinCheck(self.bare, self.world, every=twins) if twins else None, *features,
             records, RowsFit([self.bare], self.world), FiniteSteps(), RouterSteps([self.bare])])
 
     def _records(self, observe: ObserveConfig, layers: Mapping[str, MoELayer] | None,
@@ -86,7 +86,7 @@ class TrainingSteps:
 
         Raises:
             FloatingPointError: too many steps in a row were not finite.
-            RowsOverflow, WrongResultError: see `RowsFit`, `TwinSteps`; on all ranks.
+            RowsOverflow, WrongResultError: see `RowsFit`, `TwinCheck`; on all ranks.
         """
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch))

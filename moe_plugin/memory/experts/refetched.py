@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_plugin.experts import FFNExperts
-from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
-from moe_plugin.memory.experts.rows import counts_of, parts
-from moe_plugin.memory.experts.store import ExpertStore
+from moe_plugin.memory.experts.rows import counts_of, parts, with_counts
 from moe_plugin.records import ExpertRows, RowCounts, RowPlan
 
-
-class Fetching(Protocol):
-    """What backward needs of `moe_plugin.memory.experts.stored.StoredExperts`."""
-
-    training: bool
-    shapes: Mapping[str, tuple[int, ...]]
-    store: ExpertStore
-
-    @property
-    def template(self) -> FFNExperts:
-        """Experts that compute with parameters that they are given."""
-
-    def compute(self, work: ExpertRows) -> Tensor:
-        """The result without gradients."""
-
-    def call(self, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
-             strategy: Strategy | None) -> Tensor:
-        """The result with given parameters."""
-
-    def fetched(self, experts: Sequence[int]) -> AbstractContextManager[dict[str, Tensor]]:
-        """Copies of experts' parameters on the device, by name, [A, ...]."""
+if TYPE_CHECKING:
+    from moe_plugin.memory.experts.stored import StoredExperts
 
 
 class Refetched(torch.autograd.Function):
     """Experts' rows; in backward their weights are fetched, and the result computed, again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: Fetching,
+    def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: StoredExperts,
                 work: ExpertRows, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x, gates_TK)
         device = x.device.type
@@ -73,11 +50,8 @@ class Refetched(torch.autograd.Function):
             grad_x = torch.zeros_like(x)
             grad_gates = None if gates_TK is None else torch.zeros_like(gates_TK)
         elif len(active) <= room:
-            if isinstance(rows, RowPlan):
-                kept = dataclasses.replace(rows, counts=RowCounts([counts[e] for e in active]))
-            else:
-                kept = RowCounts([counts[e] for e in active])
-            grad_x, grad_gates = call(x, gates_TK, grad, rows=kept, active=active)
+            grad_x, grad_gates = call(x, gates_TK, grad, active=active,
+                                      rows=with_counts(rows, [counts[e] for e in active]))
         else:  # rows, not tokens
             both = zip(parts(x, rows, room), parts(grad, rows, room), strict=True)
             grad_x, grad_gates = torch.cat([
@@ -93,7 +67,7 @@ def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Of x and gates; those of active experts' parameters are put into `sums`."""
-    experts: Fetching = ctx.experts
+    experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()
         inputs = [x]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,20 +20,7 @@ from moe_plugin.memory.tiers import HostTier, TierTensor, read_values
 Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, where its parameters go by name
 
 
-class Weights(ABC):
-    """Where a layer's experts are."""
-
-    @abstractmethod
-    def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots."""
-
-    @property
-    def version(self) -> object:
-        """Differs when values have changed."""
-        return None
-
-
-class HostWeights(Weights):
+class HostWeights:
     """Parameters in host memory, [L, ...] by name; None: there is none of this name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None],
@@ -42,6 +28,7 @@ class HostWeights(Weights):
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
+        """Start to copy experts into slots."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -51,12 +38,12 @@ class HostWeights(Weights):
 
     @property
     def version(self) -> object:
-        """Of all parameters, as autograd counts changes, and where they are."""
+        """Differs when values have changed: as autograd counts that, and where they are."""
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 
 
-class FileWeights(Weights):
+class FileWeights:
     """Experts in a file; those that nothing was loaded for are drawn when they are first needed.
 
     Args:
@@ -73,6 +60,7 @@ class FileWeights(Weights):
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
+        """Start to copy experts into slots."""
         parts, file, written = list(parts), self.file, self.written  # of now
         self._read = True
 
@@ -138,21 +126,24 @@ class FileWeights(Weights):
         return copy
 
     def _values(self, expert: int) -> dict[str, Tensor]:
-        made = {name: torch.empty(shape, dtype=self.file.dtype)
-                for name, shape in self._shapes.items()}
-        if expert in self.written:
-            for name, held in self.file.held(expert).items():
-                read_values(held, made[name], self.file.name)
-        else:
-            self._draw(expert, made)
+        if expert not in self.written:
+            return self._drawn(expert, self.file.dtype)
+        made = self._empty(self.file.dtype)
+        for name, held in self.file.held(expert).items():
+            read_values(held, made[name], self.file.name)
+        return made
+
+    def _empty(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: torch.empty(shape, dtype=dtype) for name, shape in self._shapes.items()}
+
+    def _drawn(self, expert: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        made = self._empty(dtype)
+        self._draw(expert, made)
         return made
 
     def _ensure(self, expert: int, file: ExpertFile, written: set[int]) -> None:
         if expert not in written:
-            made = {name: torch.empty(shape, dtype=file.dtype)
-                    for name, shape in self._shapes.items()}
-            self._draw(expert, made)
-            for name, x in made.items():
+            for name, x in self._drawn(expert, file.dtype).items():
                 file.write(expert, name, x)
             written.add(expert)
 
@@ -168,7 +159,8 @@ class ExpertStore:
         counters: of this layer. cache: its slots.
     """
 
-    def __init__(self, weights: Weights, spec: CacheSpec, first: int, local: int) -> None:
+    def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,
+                 local: int) -> None:
         self.weights, self.first, self.local = weights, first, local
         self.counters = StoreCounters()
         self._join(spec)
@@ -217,10 +209,6 @@ class ExpertStore:
     def forget(self) -> None:
         """Copy again what is in slots: values have changed."""
         self.cache.forget(self.number)
-
-    def resident(self) -> list[int]:
-        """Local experts that are in slots, or on their way."""
-        return self.cache.resident(self.number)
 
     def _follow(self) -> None:
         version = self.weights.version

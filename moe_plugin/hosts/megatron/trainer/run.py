@@ -26,7 +26,7 @@ from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.stopping import RUN
-from moe_plugin.resilience.twins import TwinSteps
+from moe_plugin.resilience.twins import TwinCheck
 from moe_plugin.resilience.unfit import refuse_unfit
 from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
 from moe_plugin.routing.steps import RouterSteps
@@ -114,8 +114,8 @@ def _twins(guard: GuardConfig, training: Any) -> RunFeature | None:
         yield
         core.set_logged_losses(losses)
 
-    return TwinSteps(training.bare()[0], comm_of(ps.get_data_parallel_group()), guard.twins,
-                     MegatronStart, kept)
+    return TwinCheck(training.bare()[0], comm_of(ps.get_data_parallel_group()),
+                     every=guard.twins, start=MegatronStart, kept=kept)
 
 
 def _replicas(loop: Any, settings: Mapping[str, Any]) -> RunFeature | None:
