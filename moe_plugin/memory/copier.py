@@ -243,6 +243,3 @@ class Copier:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._make()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Copier:
-        return Copier(self.device, self.throttle, sleep=self._sleep)

@@ -81,32 +81,24 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
     return name if last.begins else f"{name} since step {last.first:,}"
 
 
-def _worst(found: Found) -> tuple[str, Episode]:
-    return max(((name, e) for name, stretches in found.items() for e in stretches),
-               key=lambda item: item[1].value)
-
-
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
     """(the layer where it is worst, with steps; the worst episode)."""
-    name, worst = _worst(found)
+    name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
+                      key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst
 
 
-def _known(values: Iterable[Any]) -> list[float]:
-    return [v for v in values if v is not None and math.isfinite(v)]
-
-
 def _mean(values: Iterable[Any]) -> float | None:
-    known = _known(values)
+    known = [v for v in values if v is not None and math.isfinite(v)]
     return sum(known) / len(known) if known else None
 
 
-def _mean_from(bound: float) -> Judge:
-    """Holds where the mean is at least the bound."""
+def _mean_is(bad: Callable[[float], bool]) -> Judge:
+    """Holds where the mean is bad."""
 
     def judge(values: Sequence[Any]) -> float | None:
         mean = _mean(values)
-        return mean if mean is not None and mean >= bound else None
+        return mean if mean is not None and bad(mean) else None
 
     return judge
 
@@ -181,11 +173,6 @@ def _collapse_title(found: Found, past: bool) -> str:
             f"{_against(worst)}")
 
 
-def _no_balance_title(found: Found, past: bool) -> str:
-    return (f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, and no balance "
-            "loss is set")
-
-
 def _uneven_title(found: Found, past: bool) -> str:
     where, worst = _at(found, past)
     others = f", uneven in {len(found)} layers" if len(found) > 1 else ""
@@ -225,11 +212,6 @@ def _dead_title(found: Found, past: bool) -> str:
     return f"no token {'had' if past else 'has'} chosen {count} experts {when}: {named(parts)}"
 
 
-def _dropped(values: Sequence[Any]) -> float | None:
-    mean = _mean(values)
-    return mean if mean is not None and mean > DROPPED else None
-
-
 def _drops_title(found: Found, past: bool) -> str:
     where, worst = _at(found, past)
     others = f", more than {100 * DROPPED:.0f} % in {len(found)} layers" if len(found) > 1 else ""
@@ -242,15 +224,6 @@ def _sureness(record: LayerRecord) -> float | None:
     k, experts = _per_token(record) or 0.0, len(record.load)
     known = record.entropy is not None and experts > 1 and k > 1 + PART
     return (record.entropy or 0.0) / math.log(experts) if known else None
-
-
-def _sure(values: Sequence[Any]) -> float | None:
-    mean = _mean(values)
-    return mean if mean is not None and 0 <= mean < SURE else None
-
-
-def _sure_title(found: Found, past: bool) -> str:
-    return f"the router's entropy {'was' if past else 'is'} nearly 0 in {_where(found, past)}"
 
 
 def _stalled(values: Sequence[tuple[float, float]]) -> float | None:
@@ -266,7 +239,7 @@ def _waits_title(found: Found, past: bool) -> str:
 
 LAYER_RULES = (
     LayerRule(
-        "collapse", _concentration, _mean_from(COLLAPSED_WAY), _collapse_title,
+        "collapse", _concentration, _mean_is(lambda way: way >= COLLAPSED_WAY), _collapse_title,
         "The other experts learn nothing, and ranks wait for the one with the busy experts.",
         "set or raise a balance loss (--moe-losses switch=0.01), or use --moe-router sigmoid_bias; "
         "a collapsed router seldom recovers: go back to an earlier checkpoint", lasted=0.0),
@@ -276,31 +249,36 @@ LAYER_RULES = (
         "raise the balance loss (--moe-losses), add --moe-router-noise 1.0 or "
         "--moe-router-jitter 0.01 while training begins, or use fewer experts"),
     LayerRule(
-        "drops", lambda r: r.drop_fraction, _dropped, _drops_title,
+        "drops", lambda r: r.drop_fraction, _mean_is(lambda share: share > DROPPED), _drops_title,
         "A dropped choice gives zeros for that expert: tokens at the end of a batch learn less "
         "than others.",
         "--moe-capacity-factor none drops nothing; or raise --moe-capacity-factor, or balance more "
         "(--moe-losses)"),
     LayerRule(
-        "no_balance", _without_loss, _mean_from(1.0), _no_balance_title,
+        "no_balance", _without_loss, _mean_is(lambda over: over >= 1),
+        lambda found, past: f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, "
+                            "and no balance loss is set",
         "Nothing keeps tokens from choosing the same experts.",
         "--moe-losses switch=0.01 (in Megatron also --moe-aux-loss-coeff 0.01), or a router that "
         "balances by itself, --moe-router sigmoid_bias"),
     LayerRule(
-        "uneven", _with_loss, _mean_from(1.0), _uneven_title,
+        "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
         "With experts on several ranks the others wait for it; with a capacity its tokens are "
         "dropped.",
         "raise the balance loss (--moe-losses), or let other ranks compute its rows: "
         "--moe-spill least_loaded"),
     LayerRule(
-        "sure_router", _sureness, _sure, _sure_title,
+        "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
+        lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "
+                            f"{_where(found, past)}",
         "Its scores are 1 for one expert and 0 for the others: the other chosen experts get no "
         "weight and no gradient.",
         "add a z-loss (--moe-losses switch=0.01,z=0.001), a lower learning rate, or "
         "--moe-router-fp32 true in a 16-bit model"),
     LayerRule(
         "waits_for_experts", lambda r: (r.calls or 0.0, r.store.get("stalls", 0.0)), _stalled,
-        _waits_title, "They are copied while nothing else runs.",
+        _waits_title,
+        "They are copied while nothing else runs.",
         "raise --moe-experts-cache, or let the next block's experts be fetched while this one "
         "computes: --moe-predict-experts true, or a model trained with --moe-pre-gate 1"),
 )

@@ -192,13 +192,10 @@ class StatsRecorder:
         self._copiers: dict[str, _Copies] = {}
         self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
         self.health = HealthLog(skip)
-        self.sinks: list[Sink] = []
-        if self.comm.rank == 0 and config.jsonl:
-            self.sinks.append(JsonlSink(config.jsonl))
-        if self.comm.rank == 0 and config.tensorboard:
-            self.sinks.append(TensorBoardSink(config.tensorboard))
-        if self.comm.rank == 0 and config.wandb:
-            self.sinks.append(WandbSink(config.wandb))
+        kinds = ((JsonlSink, config.jsonl), (TensorBoardSink, config.tensorboard),
+                 (WandbSink, config.wandb))
+        self.sinks: list[Sink] = [kind(place) for kind, place in kinds
+                                  if place and self.comm.rank == 0]
         _of_this_thread().add(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:

@@ -176,7 +176,8 @@ class StreamedPeer:
 
     def _spread_counts(self, number: int) -> None:
         """Send a block's buffers that are not floating-point numbers, which a newcomer takes."""
-        buffers = self.trainer.blocks[number].other_buffers()
+        buffers = [x for x in self.trainer.blocks[number].saved_buffers().values()
+                   if not x.is_floating_point()]
         copies = [x.detach().cpu().contiguous().clone() for x in buffers]
         if copies:  # as bytes: any dtype can be sent
             self.replica.spread([x.view(-1).view(torch.uint8) for x in copies])

@@ -14,7 +14,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
-from moe_plugin.memory.activations.offload import POLICIES, Probe
+from moe_plugin.memory.activations.offload import POLICIES
 from moe_plugin.memory.activations.swap import SwapError
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.planner.offload import karma
@@ -147,14 +147,15 @@ def test_small_tensors_stay(tmp_path):
     assert activations.swapper.copier.counters.copies == 0
 
 
-class Moved(Probe):
+class Moved:
     """The bytes that each pass swaps."""
 
     def __init__(self):
         self.of = []
 
-    def forward_ends(self, one):
-        self.of.append(one.saved.moved)
+    def __call__(self, what, begins, one):
+        if what == "forward" and not begins:
+            self.of.append(one.saved.moved)
 
 
 def test_memory_is_that_of_two_blocks(tmp_path):
@@ -164,7 +165,7 @@ def test_memory_is_that_of_two_blocks(tmp_path):
     for throttle in (None, 3e6, 1e7):  # bytes/s
         blocks = make(8)
         activations = manage(blocks, "swap", folder=tmp_path, smallest=0)
-        activations.probe = moved = Moved()
+        activations.tell = moved = Moved()
         activations.swapper.copier.throttle = throttle
         train(blocks, steps=1)
         assert len(moved.of) == 8 and max(moved.of) < 1.1 * min(moved.of)

@@ -70,8 +70,9 @@ class TrainingSteps:
         records = self._records(observe, layers, has_log) if observe.writes else None
         self._interval = observe.interval
         self.run = Run([
-            FirstStepLine(), TwinCheck(self.bare, self.world, every=twins) if twins else None, *features,
-            records, RowsFit([self.bare], self.world), FiniteSteps(), RouterSteps([self.bare])])
+            FirstStepLine(), TwinCheck(self.bare, self.world, every=twins) if twins else None,
+            *features, records, RowsFit([self.bare], self.world), FiniteSteps(),
+            RouterSteps([self.bare])])
 
     def _records(self, observe: ObserveConfig, layers: Mapping[str, MoELayer] | None,
                  has_log: bool) -> LayerRecords:

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from moe_plugin.comm import Comm
+from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.agreement import agree
 from moe_plugin.machine import wait_for_device
 from moe_plugin.memory.activations.offload import (
@@ -27,7 +27,7 @@ from moe_plugin.memory.activations.offload import (
     Contexts,
     Order,
     Pass,
-    Probe,
+    no_probe,
 )
 from moe_plugin.memory.activations.swap import SMALLEST, Swapper
 from moe_plugin.memory.copier import Copier
@@ -110,16 +110,15 @@ class AutoActivations(Activations):
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], swapper: Swapper,
                  contexts: Sequence[Contexts], limit: int, comm: Comm | None,
                  profile: str | Path | None) -> None:
-        self.limit, self.comm, self._file = limit, comm, profile
+        self.limit, self.comm, self._file = limit, LocalComm() if comm is None else comm, profile
         self.profile: ModelProfile | None = None
         self.decision: karma.SwapPlan | None = None
         self.planned = False
         self._steps, self._margin, self._in_flight, self._waited = 0, 1.0, 1, 0
-        if comm is not None:
-            agree(comm, {"blocks whose activations are managed": tuple(names),
-                         "their memory": limit})
+        agree(self.comm, {"blocks whose activations are managed": tuple(names),
+                          "their memory": limit})
         super().__init__(blocks, names, [MEASURING[0]] * len(blocks), swapper, contexts)
-        self.probe = self._measured = _Measured(swapper.copier.device)
+        self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
         """See `Activations`; after the measuring steps it plans. Collective."""
@@ -129,7 +128,7 @@ class AutoActivations(Activations):
         elif self.planned:
             pass
         elif self._steps < len(MEASURING):
-            self._measured.next_step(self._steps)
+            self._measured.step = self._steps
             self.use([MEASURING[self._steps]] * len(self.blocks))
         elif self._all_complete():
             self._plan_first()
@@ -139,10 +138,7 @@ class AutoActivations(Activations):
 
     def _all_complete(self) -> bool:
         """Whether all ranks have measured all blocks: they plan together."""
-        missing = float(not self._measured.complete(len(self.blocks)))
-        if self.comm is not None and self.comm.size > 1:
-            [missing] = self.comm.agree_max([missing])
-        return not missing
+        return not self.comm.agree_max([float(not self._measured.complete(len(self.blocks)))])[0]
 
     def _wait_for_blocks(self) -> None:
         """A step in which not all blocks ran is made again."""
@@ -158,16 +154,13 @@ class AutoActivations(Activations):
                 if self._measured.complete(len(self.blocks)) else "no block had a backward pass")
 
     def _plan_first(self) -> None:
-        self.probe = Probe()
+        self.tell = no_probe
         self.profile = self._agreed(self._measured.profile(self.names, self.swapper.copier))
         self.sizes = {i: BlockSizes(block.activation_bytes, block.kept_bytes)
                       for i, block in enumerate(self.profile.blocks)}
-        if self._file is not None and (self.comm is None or self.comm.rank == 0):
+        if self._file is not None and self.comm.rank == 0:
             self.profile.save(self._file)
-        if self.comm is not None and self.comm.size > 1:
-            self._in_flight = int(self.comm.agree_max([float(self.in_flight)])[0])
-        else:
-            self._in_flight = self.in_flight
+        self._in_flight = int(self.comm.agree_max([float(self.in_flight)])[0])
         try:
             self._plan()
         except ValueError as error:
@@ -181,7 +174,7 @@ class AutoActivations(Activations):
 
     def _agreed(self, mine: ModelProfile) -> ModelProfile:
         """The slowest and largest of all ranks, so that they decide alike."""
-        if self.comm is None or self.comm.size == 1:
+        if self.comm.size == 1:
             return mine
         keys = ("forward_s", "backward_s", "activation_bytes", "kept_bytes")
         numbers = [float(getattr(block, key)) for block in mine.blocks for key in keys]
@@ -207,9 +200,7 @@ class AutoActivations(Activations):
 
     def _check_peak(self) -> None:
         """A step that took more than the limit is said, and planned anew with a margin."""
-        peak = self.ledger.peak
-        if self.comm is not None and self.comm.size > 1:
-            peak = int(self.comm.agree_max([float(peak)])[0])
+        peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return
         self._margin *= MARGIN * self.limit / peak
@@ -233,57 +224,47 @@ def order_of(plan: karma.SwapPlan) -> Order:
     return Order(dict(enumerate(waits.forward)), dict(enumerate(waits.backward)), fetches)
 
 
-class _Measured(Probe):
-    """Seconds and bytes of each block, as passes tell."""
+class _Measured:
+    """Seconds and bytes of each block, as a `Probe` that it is.
+
+    Attributes: `step`: the present one, from 0.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.step = device, 0
         self.sizes: dict[int, BlockSizes] = {}
         self._begun: dict[tuple[str, int], float] = {}
-        self._forward: dict[int, list[float]] = defaultdict(list)
-        self._backward: dict[int, list[float]] = defaultdict(list)
-
-    def next_step(self, number: int) -> None:
-        """What follows is of this step."""
-        self.step = number
+        self._seconds: dict[str, dict[int, list[float]]] = {
+            "forward": defaultdict(list), "backward": defaultdict(list)}
 
     def complete(self, blocks: int) -> bool:
         """Whether all blocks were measured; those that are frozen have no backward pass."""
-        return len(self.sizes) == len(self._forward) == blocks and bool(self._backward)
+        return (len(self.sizes) == len(self._seconds["forward"]) == blocks
+                and bool(self._seconds["backward"]))
 
-    def forward_begins(self, one: Pass) -> None:
-        self._begun["forward", one.number] = self._now()
-
-    def forward_ends(self, one: Pass) -> None:
-        spent = self._now() - self._begun.pop(("forward", one.number))
-        if one.saved is not None:
+    def __call__(self, what: str, begins: bool, one: Pass) -> None:
+        wait_for_device(self.device)
+        now = time.perf_counter()
+        if begins:
+            self._begun[what, one.number] = now
+            return
+        began = self._begun.pop((what, one.number), None)
+        if what == "forward" and one.saved is not None:
             known = self.sizes.get(one.index)
             needed = max(one.saved.moved + one.saved.stayed, one.input_bytes)
             if known is None or needed > known.activations:
                 self.sizes[one.index] = BlockSizes(needed, one.input_bytes)
-        elif self.step == len(MEASURING) - 1:
-            self._forward[one.index].append(spent)
-
-    def backward_begins(self, one: Pass) -> None:
-        self._begun["backward", one.number] = self._now()
-
-    def backward_ends(self, one: Pass) -> None:
-        began = self._begun.pop(("backward", one.number), None)
-        if began is not None and self.step == len(MEASURING) - 1:
-            self._backward[one.index].append(self._now() - began)
+        elif began is not None and self.step == len(MEASURING) - 1:
+            self._seconds[what][one.index].append(now - began)
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
         """What the steps measured; backward without the forward pass inside it."""
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks = []
         for i, name in enumerate(names):
-            forward = median(self._forward[i])
-            both = median(self._backward.get(i, [0.0]))
+            forward = median(self._seconds["forward"][i])
+            both = median(self._seconds["backward"].get(i, [0.0]))
             blocks.append(BlockProfile(
                 name=name, forward_s=forward, backward_s=max(0.0, both - forward),
                 activation_bytes=self.sizes[i].activations, kept_bytes=self.sizes[i].inputs))
         return ModelProfile(blocks=blocks, in_bytes_s=speed, out_bytes_s=speed, duplex=False)
-
-    def _now(self) -> float:
-        wait_for_device(self.device)
-        return time.perf_counter()

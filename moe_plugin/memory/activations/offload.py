@@ -76,20 +76,9 @@ class BlockSizes:
     inputs: int
 
 
-class Probe:
-    """What is told of each pass; the base ignores it."""
-
-    def forward_begins(self, one: Pass) -> None:
-        """Before a block's forward."""
-
-    def forward_ends(self, one: Pass) -> None:
-        """After it."""
-
-    def backward_begins(self, one: Pass) -> None:
-        """When the gradient of a block's output is there."""
-
-    def backward_ends(self, one: Pass) -> None:
-        """When the gradient of its input is there."""
+# told of each pass: forward or backward, whether that begins (forward: when it is called; backward:
+# when the gradient of the output is there) or ends (backward: that of the input), the pass
+Probe = Callable[[str, bool, "Pass"], None]
 
 
 class Pass:
@@ -152,7 +141,7 @@ class Pass:
             if self.hook is not None:
                 self.hook.remove()
             self.count(0)
-            self.owner._backward_ends(self)
+            self.owner.tell("backward", False, self)
 
     def __del__(self) -> None:
         self.count(0)
@@ -169,7 +158,7 @@ class Activations(RunFeature):
     Attributes:
         ledger: bytes of activations on the device. Those of blocks that keep or recompute are known
             once `sizes` are, and scale with the block's input.
-        order: of copies. sizes: by block, as measured. probe: is told of each pass.
+        order: of copies. sizes: by block, as measured. tell: see `Probe`.
         in_flight: the most micro-batches that were between forward and backward at a time.
     """
 
@@ -179,7 +168,7 @@ class Activations(RunFeature):
         self.blocks, self.names, self.swapper = list(blocks), tuple(names), swapper
         self.contexts = (routing_replay, *contexts)
         self.sizes: dict[int, BlockSizes] = {}
-        self.probe = Probe()
+        self.tell: Probe = no_probe
         self.use(policies)
         self._number, self._latest, self._step_peak = 0, None, 0
         self._passes_before, self._said = 0, False  # of the steps before; whether it was warned
@@ -235,9 +224,9 @@ class Activations(RunFeature):
         run = {"keep": self._keep, "recompute": self._recompute, "swap": self._swap}[one.policy]
         try:
             self._wait(one, self.order.waits)
-            self.probe.forward_begins(one)
+            self.tell("forward", True, one)
             output = run(one, forward, args, kwargs)
-            self.probe.forward_ends(one)
+            self.tell("forward", False, one)
         except BaseException:
             self._latest = None
             self.swapper.forget()
@@ -303,7 +292,7 @@ class Activations(RunFeature):
         return sizes.activations * one.input_bytes // max(1, sizes.inputs)
 
     def _backward_begins(self, one: Pass) -> None:
-        self.probe.backward_begins(one)
+        self.tell("backward", True, one)
         self._wait(one, self.order.backward_waits)
         if one.policy == "recompute":
             one.count(max(one.input_bytes, self._activation_bytes(one)))
@@ -312,8 +301,9 @@ class Activations(RunFeature):
             if other is not None and other.saved is not None:
                 other.saved.fetch()
 
-    def _backward_ends(self, one: Pass) -> None:
-        self.probe.backward_ends(one)
+
+def no_probe(what: str, begins: bool, one: Pass) -> None:
+    """A `Probe` that ignores what it is told."""
 
 
 def _call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ class StreamedBlock(ABC):
                 p.data = absent(p)
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer's state to where it steps."""
+        """Start to copy the optimizer's state to where it steps, where it is elsewhere."""
 
     @abstractmethod
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
@@ -117,11 +117,10 @@ class StreamedBlock(ABC):
         """The module's buffers of floating-point numbers, which are always on the device."""
         return [x for x in self.module.buffers() if x.is_floating_point()]
 
-    def other_buffers(self) -> list[Tensor]:
-        """Its other buffers that checkpoints have: counts, steps, tables."""
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Those that checkpoints have, of any dtype."""
         saved = self.module.state_dict(keep_vars=True)
-        return [x for name, x in self.module.named_buffers()
-                if name in saved and not x.is_floating_point()]
+        return {name: x for name, x in self.module.named_buffers() if name in saved}
 
     def stage(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]
               ) -> Callable[[bool], None]:
@@ -149,18 +148,6 @@ class StreamedBlock(ABC):
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
         """Take such tensors."""
         set_state(self.optimizer, state)
-
-    def numbers(self) -> dict[tuple[int, str], Tensor]:
-        """The single numbers of the optimizer's state (steps) by parameter and name."""
-        if self.optimizer is None:
-            return {}
-        return {(i, name): x for i, p in enumerate(params_of(self.optimizer))
-                for name, x in self.optimizer.state.get(p, {}).items()
-                if isinstance(x, Tensor) and x.dim() == 0}
-
-    def load_numbers(self, numbers: dict[tuple[int, str], Tensor]) -> None:
-        """Take such numbers."""
-        set_state(self.optimizer, numbers)
 
     def settle(self) -> None:
         """Wait for what is being written; raise what went wrong."""
@@ -289,13 +276,17 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def state_of(optimizer: torch.optim.Optimizer | None) -> dict[tuple[int, str], Tensor]:
-    """Tensors that are not single numbers, by number of the parameter and name."""
+def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
+             ) -> dict[tuple[int, str], Tensor]:
+    """Tensors of its state by number of the parameter and name.
+
+    numbers: the single numbers among them, such as counts of steps; else all others.
+    """
     if optimizer is None:
         return {}
     return {(i, name): x for i, p in enumerate(params_of(optimizer))
             for name, x in optimizer.state.get(p, {}).items()
-            if isinstance(x, Tensor) and x.dim() > 0}
+            if isinstance(x, Tensor) and (x.dim() == 0) == numbers}
 
 
 def set_state(optimizer: torch.optim.Optimizer | None, state: dict[tuple[int, str], Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.memory.safetensors_file import SafetensorsFile
-from moe_plugin.memory.weights.blocks import StreamedBlock
+from moe_plugin.memory.weights.blocks import StreamedBlock, set_state, state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, make_folder, write_remedy
@@ -83,10 +83,11 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
             numbers = file.metadata
         block.write([read[_WEIGHT + name] for name in block.names])
         with torch.no_grad():
-            for name, buffer in _buffers(block).items():
+            for name, buffer in block.saved_buffers().items():
                 buffer.copy_(read[_BUFFER + name])
         block.load_state({_key(name): x for name, x in read.items() if name.startswith(_STATE)})
-        _load_numbers(block, numbers)
+        set_state(block.optimizer, {_key(name): torch.tensor(float(text))
+                                    for name, text in numbers.items() if name.startswith(_STATE)})
         trainer.steps = int(numbers[_STEP])
     trainer.forget_places()
 
@@ -128,16 +129,11 @@ def _name(block: StreamedBlock) -> str:
     return f"block_{block.number:05d}.safetensors"
 
 
-def _buffers(block: StreamedBlock) -> dict[str, Tensor]:
-    """Those that a module saves."""
-    saved = block.module.state_dict(keep_vars=True)
-    return {name: x for name, x in block.module.named_buffers() if name in saved}
-
-
 def _tensors(block: StreamedBlock) -> dict[str, Tensor]:
     tensors = {_WEIGHT + name: x for name, x in zip(block.names, block.read(), strict=True)}
     # files hold no two tensors in one storage
-    tensors |= {_BUFFER + name: x.detach().cpu().clone() for name, x in _buffers(block).items()}
+    tensors |= {_BUFFER + name: x.detach().cpu().clone()
+                for name, x in block.saved_buffers().items()}
     tensors |= {f"{_STATE}{i}.{name}": x for (i, name), x in block.state_tensors().items()}
     return {name: x.contiguous() for name, x in tensors.items()}
 
@@ -149,19 +145,14 @@ def _key(name: str) -> tuple[int, str]:
 
 def _numbers(block: StreamedBlock) -> dict[str, str]:
     """Single numbers of the optimizer's state, as text."""
-    return {f"{_STATE}{i}.{name}": repr(float(x)) for (i, name), x in block.numbers().items()}
-
-
-def _load_numbers(block: StreamedBlock, given: dict[str, str]) -> None:
-    numbers = {_key(name): torch.tensor(float(text)) for name, text in given.items()
-               if name.startswith(_STATE)}
-    block.load_numbers(numbers)
+    return {f"{_STATE}{i}.{name}": repr(float(x))
+            for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 
 
 def _check(block: StreamedBlock, path: Path) -> None:
     check_input(path, "weights")
     wanted = {_WEIGHT + name: p.shape for name, p in zip(block.names, block.params, strict=True)}
-    wanted |= {_BUFFER + name: x.shape for name, x in _buffers(block).items()}
+    wanted |= {_BUFFER + name: x.shape for name, x in block.saved_buffers().items()}
     with _open(path) as file:
         found = {name: held.shape for name, held in file.held.items()}
     kinds = {name.split(".")[1] for name in found if name.startswith(_BESIDE)}

@@ -1,17 +1,17 @@
 """Our own JSON lines: layer statistics, the Megatron host's training log, settings, timelines.
 
-The kinds of line are recognised by their keys. A field of the wrong type raises `ValueError`.
+A field of the wrong type raises `ValueError`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from moe_plugin.messages import short
 from moe_plugin.observe.history.records import (
-    COPIES,
     CopyRecord,
     DecisionRecord,
     LayerRecord,
@@ -19,59 +19,24 @@ from moe_plugin.observe.history.records import (
     StepRecord,
 )
 
+Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
 ERRORS = "oracle_error", "top1_error", "member_error"  # of an ensemble
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
-def is_layer(row: Mapping[str, Any]) -> bool:
-    """Whether it is a record of `observe.jsonl`."""
-    return "layer" in row and "step" in row and "load" in row
-
-
-def is_copies(row: Mapping[str, Any]) -> bool:
-    """Whether it is a record of what a copier did."""
-    return "copier" in row and "step" in row
-
-
-def is_step(row: Mapping[str, Any]) -> bool:
-    """Whether it is a record of the Megatron host's training log."""
-    return "iteration" in row and ("lm_loss" in row or "valid_loss" in row)
-
-
-def is_training(row: Mapping[str, Any]) -> bool:
-    """Whether it is a record of `StatsRecorder.training`."""
-    return "training" in row and "step" in row
-
-
-def is_timeline(row: Mapping[str, Any]) -> bool:
-    """Whether it is a timeline of a step."""
-    return "timeline" in row and "step" in row
-
-
 def layer_record(row: Mapping[str, Any]) -> LayerRecord:
     """A record of one layer."""
     step, layer = _step(row, "step"), str(row["layer"])
-    return LayerRecord(
-        step=step, layer=layer, load=tuple(_number(n, "load") for n in _list(row, "load")),
-        **_floats(row, "time", "tokens", "bytes_sent", "calls", *_BALANCE),
-        losses=_numbers(row, "losses"), layouts=_numbers(row, "layouts"),
-        exchanges=_numbers(row, "exchanges"), routers=_numbers(row, "routers"),
-        collectives=_numbers(row, "collectives"), store=_numbers(row, "store"),
-        decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
-
-
-def host(row: Mapping[str, Any]) -> str | None:
-    """The host that a record of a layer names."""
-    name = row.get("host")
-    return name if isinstance(name, str) else None
+    return _filled(LayerRecord, row, step=step, layer=layer,
+                   load=tuple(_number(n, "load") for n in _list(row, "load")),
+                   decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
     """A record of one copier."""
-    counts = {name: _maybe(row, name) or 0.0 for name in COPIES}
-    return CopyRecord(step=_step(row, "step"), copier=str(row["copier"]),
-                      ranks=max(1.0, _maybe(row, "ranks") or 1.0), **counts)
+    return _filled(CopyRecord, row, step=_step(row, "step"), copier=str(row["copier"]),
+                   ranks=max(1.0, _maybe(row, "ranks") or 1.0))
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
@@ -80,11 +45,11 @@ def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
     The latter have no loads: they are used for layers without other records.
     """
     step = _step(row, "iteration")
-    record = StepRecord(step=step, loss=_maybe(row, "lm_loss"), learning_rate=_maybe(row, "lr"),
-                        **_floats(row, "valid_loss", "tokens_per_s", "grad_norm", "seconds",
-                                  "not_finite"), extra={**_mean_losses(row), **_errors(row)},
-                        confidence={str(name): tuple(_number(n, "confidence") for n in counts)
-                                    for name, counts in _lists(row, "confidence").items()})
+    record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
+                     learning_rate=_maybe(row, "lr"), elapsed_s=None,
+                     extra={**_mean_losses(row), **_errors(row)},
+                     confidence={str(name): tuple(_number(n, "confidence") for n in counts)
+                                 for name, counts in _lists(row, "confidence").items()})
     layers = [LayerRecord(step=step, layer=str(name), **_floats(balance, *_BALANCE))
               for name, balance in _dict(row, "balance").items() if isinstance(balance, dict)]
     return record, layers
@@ -96,8 +61,7 @@ TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
     """A record of a training loop that has no log of its own."""
-    return StepRecord(step=_step(row, "step"), **_floats(
-        _dict(row, "training"), *TRAINING))
+    return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 
 
 def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
@@ -149,6 +113,19 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
     return DecisionRecord(step=step, layer=layer, call=None if call is None else int(call),
                           **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
                           **_floats(row, "predicted_s", "measured_s"))
+
+
+def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
+    """A record of a line: given fields, numbers, and numbers by name, each known by its default."""
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name in given:
+            continue
+        if field.default_factory is dict:
+            given[field.name] = _numbers(row, field.name)
+        else:
+            value = _maybe(row, field.name)
+            given[field.name] = field.default if value is None else value
+    return kind(**given)
 
 
 def _number(value: Any, name: str) -> float:

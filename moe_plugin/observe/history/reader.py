@@ -162,19 +162,21 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
+    """The kind of a line is known by its keys."""
     row = json.loads(text)
-    if json_lines.is_layer(row):
+    if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))
-        source.writer = json_lines.host(row) or source.writer
-    elif json_lines.is_copies(row):
+        if isinstance(row.get("host"), str):
+            source.writer = row["host"]
+    elif "copier" in row and "step" in row:
         copied = json_lines.copy_record(row)
         source.copies[copied.copier, copied.step] = copied
-    elif json_lines.is_timeline(row):
+    elif "timeline" in row and "step" in row:
         source.timelines.append(json_lines.timeline(row))
-    elif json_lines.is_training(row):
+    elif "training" in row and "step" in row:  # of `StatsRecorder.training`
         source.steps.append(("training", json_lines.training_record(row)))
         source.writer = "pytorch"  # hosts have logs of their own
-    elif json_lines.is_step(row):
+    elif "iteration" in row and ("lm_loss" in row or "valid_loss" in row):  # Megatron's
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))
         source.brief += brief
