@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_plugin.lab.planning.pipeline import trace
-from moe_plugin.planner.pipeline.one_f_one_b import MODES, Pipeline
+from moe_plugin.planner.pipeline.schedules import MODES, Pipeline, idle, order
 
 pytestmark = pytest.mark.fast
 
@@ -49,8 +49,8 @@ def test_each_pass_runs_once_and_after_what_it_needs(line: Pipeline, mode: str) 
         if 0 <= other < line.stages:
             assert this.start >= spans[f"send {kind} {other} {batch}"].end
         if kind == "backward":
-            assert line.order(stage, mode).index(("forward", batch)) < line.order(
-                stage, mode).index(("backward", batch))
+            passes = order(line.stages, stage, line.micro_batches, mode)
+            assert passes.index(("forward", batch, 0)) < passes.index(("backward", batch, 0))
             late = spans.pop(f"weights {stage} {batch}", this)
             assert late is this or late.start >= this.end
     assert all(name.startswith("send ") for name in spans)
@@ -60,7 +60,7 @@ def test_each_pass_runs_once_and_after_what_it_needs(line: Pipeline, mode: str) 
 @given(LINES)
 def test_pairs_wait_at_least_as_long_as_senders_alone(line: Pipeline) -> None:
     assert line.simulate("paired").seconds >= line.simulate("overlapped").seconds - 1e-9 \
-        - line.delayed_s * line.micro_batches
+        - line.delayed_s[0] * line.micro_batches
 
 
 def test_pairs_of_two_stages_by_hand() -> None:
@@ -79,8 +79,9 @@ def test_activations_alive_are_those_of_the_first_forwards(line: Pipeline, mode:
     depth = {"eager": lambda behind: 2 * behind - 1}.get(mode, lambda behind: behind)
     assert line.peak_activations(mode) == [
         min(line.micro_batches, depth(line.stages - stage)) for stage in range(line.stages)]
-    assert line.simulate(mode).seconds >= line.ideal_s - line.delayed_s * line.stages - 1e-9
-    assert -1e-9 <= line.bubble(mode) <= 1
+    timeline = line.simulate(mode)
+    assert timeline.seconds >= line.ideal_s - sum(line.delayed_s) - 1e-9
+    assert -1e-9 <= idle(timeline, line.stages) <= 1
 
 
 def test_delayed_gradients_of_weights_hide_sending() -> None:

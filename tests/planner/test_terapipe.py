@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_plugin.planner.pipeline.choice import StageProfile, predict
+from moe_plugin.planner.pipeline.schedules import Pipeline, equal_slices, order
 from moe_plugin.planner.pipeline.slice_choice import SliceProfile
 from moe_plugin.planner.pipeline.slice_times import fit
-from moe_plugin.planner.pipeline.slices import SlicePipeline, equal_slices, order
 from moe_plugin.planner.pipeline.terapipe import cut, cut_batch, latency, slice_seconds
 
 pytestmark = pytest.mark.fast
@@ -97,31 +97,30 @@ def test_the_formula_is_the_makespan_of_equal_stages() -> None:
         stages, count = chance.randint(1, 6), chance.randint(1, 7)
         seconds = tuple(chance.random() for _ in range(count))
         none = (0.0,) * count
-        forward = SlicePipeline(stages=stages, micro_batches=1, forward_s=seconds, backward_s=none)
-        back = SlicePipeline(stages=stages, micro_batches=1, forward_s=none, backward_s=seconds)
+        given = {"stages": stages, "micro_batches": 1, "slices": count}
+        forward = Pipeline(**given, forward_s=seconds, backward_s=none)
+        back = Pipeline(**given, forward_s=none, backward_s=seconds)
         for pipeline in (forward, back):
             assert pipeline.simulate().seconds == pytest.approx(latency(seconds, stages))
 
 
 def test_one_slice_is_1f1b_and_slices_keep_less_alive() -> None:
-    one = [SlicePipeline(stages=4, micro_batches=8, forward_s=(1.0,), backward_s=(2.0,),
-                         send_s=(send,)) for send in (0.0, 0.5)]
+    one = [Pipeline(stages=4, micro_batches=8, slices=1, send_s=send) for send in (0.0, 0.5)]
     assert one[0].simulate().seconds == (8 + 4 - 1) * 3
     assert one[1].simulate().seconds > one[0].simulate().seconds
-    assert one[0].live_tokens([64]) == [256, 192, 128, 64] and one[0].live_batches() == [4, 3, 2, 1]
-    four = SlicePipeline(stages=4, micro_batches=8, forward_s=(0.25,) * 4, backward_s=(0.5,) * 4)
+    assert one[0].peak_activations(sizes=[64]) == [256, 192, 128, 64]
+    four = Pipeline(stages=4, micro_batches=8, slices=4, forward_s=0.25, backward_s=0.5)
     assert four.simulate().seconds < 0.85 * one[0].simulate().seconds
-    assert four.live_tokens([16] * 4) == [112, 96, 80, 64]
-    assert four.live_batches() == [3, 3, 2, 2]  # a slice of the next one precedes the last backward
-    with pytest.raises(ValueError, match="for each slice"):
-        SlicePipeline(stages=2, micro_batches=1, forward_s=(1.0,), backward_s=(1.0, 2.0))
+    assert four.peak_activations(sizes=[16] * 4) == [112, 96, 80, 64]
+    with pytest.raises(ValueError, match="one for each of 1 slices"):
+        Pipeline(stages=2, micro_batches=1, slices=1, backward_s=(1.0, 2.0))
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 def test_every_slice_once_and_backward_after_the_later_slices(stages: int, batches: int,
                                                               slices: int) -> None:
     for stage in range(stages):
-        units = order(stages, stage, batches, slices)
+        units = order(stages, stage, batches, slices=slices)
         assert len(set(units)) == len(units) == 2 * batches * slices
         place = {unit: number for number, unit in enumerate(units)}
         for batch in range(batches):

@@ -8,9 +8,8 @@ from typing import Any
 
 from moe_plugin.planner.events import Timeline
 from moe_plugin.planner.files import load_record
-from moe_plugin.planner.pipeline.one_f_one_b import Pipeline, idle
+from moe_plugin.planner.pipeline.schedules import Pipeline, idle
 from moe_plugin.planner.pipeline.slice_times import fit
-from moe_plugin.planner.pipeline.slices import SlicePipeline
 from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds
 
 SCHEDULES = ("1f1b", "eager-1f1b", "terapipe")
@@ -148,10 +147,10 @@ def _sliced(profile: StageProfile) -> Predicted:
         gap_s=times(length, 0) / GAPS).slices
     forward = slice_seconds(times, slices)
     ratio = max(profile.backward_s) / max(profile.forward_s)
-    line = SlicePipeline(stages=stages, micro_batches=profile.micro_batches, forward_s=forward,
-                         backward_s=tuple(ratio * s for s in forward),
-                         send_s=tuple(profile.transfer_s * part / length for part in slices))
-    alive = tuple(tokens / length for tokens in line.live_tokens(slices))
+    line = Pipeline(stages=stages, micro_batches=profile.micro_batches, slices=len(slices),
+                    forward_s=forward, backward_s=tuple(ratio * s for s in forward),
+                    send_s=tuple(profile.transfer_s * part / length for part in slices))
+    alive = tuple(tokens / length for tokens in line.peak_activations(sizes=slices))
     return Predicted("terapipe", line.simulate(), alive, _fits(profile, alive), slices)
 
 

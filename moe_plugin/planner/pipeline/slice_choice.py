@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.pipeline.slice_times import SliceTimes
-from moe_plugin.planner.pipeline.slices import SlicePipeline
 from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds
 
 MOST_PIECES = 128  # a sequence's; with more the dynamic program takes seconds
@@ -39,12 +39,12 @@ class SliceProfile:
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_PIECES)
 
-    def pipeline(self, slices: tuple[int, ...]) -> SlicePipeline:
+    def pipeline(self, slices: tuple[int, ...]) -> Pipeline:
         """For the simulator."""
-        return SlicePipeline(stages=self.stages, micro_batches=self.micro_batches,
-                             forward_s=slice_seconds(self.forward, slices),
-                             backward_s=slice_seconds(self.backward, slices),
-                             send_s=tuple(self.send_s + n * self.token_s for n in slices))
+        return Pipeline(stages=self.stages, micro_batches=self.micro_batches, slices=len(slices),
+                        forward_s=slice_seconds(self.forward, slices),
+                        backward_s=slice_seconds(self.backward, slices),
+                        send_s=tuple(self.send_s + n * self.token_s for n in slices))
 
     def best(self) -> tuple[tuple[int, ...], float]:
         """(slices, seconds of a step): the fastest simulated one of the whole sequence and of what

@@ -22,8 +22,7 @@ from moe_plugin.lab.bench.report import paragraph, table
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.emulate.networks import chain
-from moe_plugin.planner.pipeline.one_f_one_b import Pipeline
-from moe_plugin.planner.pipeline.slices import SlicePipeline
+from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds
 from moe_plugin.planner.units import show_time
 
@@ -212,8 +211,8 @@ def slice_row(rate_mbit_s: float, rounds: int) -> dict[str, Any]:
                                   send_s=whole_s).simulate("paired").seconds}
     for name, lengths in slices.items():
         seconds = slice_seconds(slice_s, lengths)
-        predicted[name] = SlicePipeline(
-            stages=STAGES, micro_batches=FEW, forward_s=seconds,
+        predicted[name] = Pipeline(
+            stages=STAGES, micro_batches=FEW, slices=len(lengths), forward_s=seconds,
             backward_s=tuple(2 * s for s in seconds),
             send_s=tuple(small_s + token_s * (n - 64) for n in lengths)).simulate().seconds
     found: dict[str, Any] = {"rate_mbit_s": rate_mbit_s, "send_s": whole_s, "slices": slices}
@@ -229,7 +228,7 @@ def _overlapped(**passes: Any) -> None:
     from megatron.core import parallel_state as ps
 
     from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
-    from moe_plugin.planner.pipeline.one_f_one_b import order
+    from moe_plugin.planner.pipeline.schedules import order
 
     group = ps.get_pipeline_model_parallel_group()
     Step(passes, passes["model"].config, group, group, STAGES).run(

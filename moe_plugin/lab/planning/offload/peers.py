@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from moe_plugin.planner.offload.atom import StreamPlan
-from moe_plugin.planner.pipeline.one_f_one_b import MODES, Pipeline
+from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

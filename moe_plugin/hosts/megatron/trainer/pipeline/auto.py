@@ -76,7 +76,7 @@ class AutoSchedule:
         from moe_plugin.hosts.megatron.compat.names import get_model_config
         from moe_plugin.hosts.megatron.trainer.pipeline.executor import check_config
         from moe_plugin.hosts.megatron.trainer.pipeline.measuring import MeasuredStep, agreed
-        from moe_plugin.planner.pipeline.one_f_one_b import order, warm_up
+        from moe_plugin.planner.pipeline.schedules import order, warm_up
 
         model = passes["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)

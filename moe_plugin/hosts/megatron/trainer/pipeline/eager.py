@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, refuse, schedules
-from moe_plugin.planner.pipeline.one_f_one_b import order, warm_up
+from moe_plugin.planner.pipeline.schedules import order, warm_up
 
 NAME = "eager-1f1b"
 

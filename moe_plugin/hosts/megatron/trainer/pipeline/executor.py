@@ -20,8 +20,8 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
 from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
 from moe_plugin.hosts.megatron.trainer.pipeline.links import Links
+from moe_plugin.planner.pipeline.schedules import Pass
 
-Order = Sequence[tuple[str, int]]
 Shape = tuple[int, ...]
 # settings of Megatron that its own schedules read and this one does not
 _REFUSED = ("overlap_moe_expert_parallel_comm", "use_ring_exchange_p2p", "variable_seq_lengths",
@@ -104,10 +104,10 @@ class Step:
         received, sent = (shapes, shapes) if adjust is None else adjust(shapes, shapes)
         return tuple(received[0]), tuple(sent[0])
 
-    def run(self, order: Order) -> list[Any]:
+    def run(self, order: Sequence[Pass]) -> list[Any]:
         """All passes in this order, each once; what the loss function logged, on the last stage."""
         held_back = self.hold_back()
-        for kind, batch in order:
+        for kind, batch, _ in order:
             if kind == "forward":
                 self.forward(batch)
             else:

@@ -29,7 +29,7 @@ from moe_plugin.hosts.megatron.trainer.pipeline.cutting import (
 from moe_plugin.hosts.megatron.trainer.pipeline.executor import Shape, Step
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import wait_for_device
-from moe_plugin.planner.pipeline.slices import Unit
+from moe_plugin.planner.pipeline.schedules import Pass
 
 Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
 
@@ -66,7 +66,7 @@ class SliceStep(Step):
         return ([(part, *received) for part in lengths] * self.batches,
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
-    def run_slices(self, units: Sequence[Unit]) -> list[Any]:
+    def run_slices(self, units: Sequence[Pass]) -> list[Any]:
         """All passes in this order, each once; what the loss function logged, on the last stage."""
         held_back = self.hold_back()
         try:

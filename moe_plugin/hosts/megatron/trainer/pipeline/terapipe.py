@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, refuse, schedules
-from moe_plugin.planner.pipeline.slices import equal_slices, order
+from moe_plugin.planner.pipeline.schedules import equal_slices, order
 
 NAME = "terapipe"
 
@@ -59,7 +59,7 @@ class SlicedSteps:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         step = SliceStep(passes, config, self.group, self.gradients, slices, timed)
         logged = step.run_slices(order(self.group.size(), self.group.rank(), step.batches,
-                                       len(slices)))
+                                       slices=len(slices)))
         step.finish_gradients()
         if timers is not None:
             timers("forward-backward").stop()
