@@ -22,7 +22,7 @@ from moe_plugin.comm.trees import Trees
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.forest import Network, Schedule
 from moe_plugin.planner.forest.forest import plan
-from moe_plugin.planner.forest.part import part_of
+from moe_plugin.planner.forest.network import part_of
 
 log = logging.getLogger(__name__)
 FEW = 4  # trees of a root that are executed as they are

@@ -16,7 +16,7 @@ from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster, load_cluster
 from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, reduce_scatter_s
 from moe_plugin.planner.forest import Network
-from moe_plugin.planner.forest.part import part_of
+from moe_plugin.planner.forest.network import part_of
 from moe_plugin.planner.forest.source import find_network
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
 from moe_plugin.tuning.engine import Tuner, TunerSettings

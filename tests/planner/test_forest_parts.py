@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner import Cluster, Link
 from moe_plugin.planner.forest import Network, plan
-from moe_plugin.planner.forest.by_parts import trees_by_parts
-from moe_plugin.planner.forest.few_trees import whole
-from moe_plugin.planner.forest.optimum import Graph, optimum, whole_trees
+from moe_plugin.planner.forest.by_parts import find_parts, trees_by_parts
+from moe_plugin.planner.forest.optimum import Graph, optimum, whole, whole_trees
 from moe_plugin.planner.forest.presets import preset
-from moe_plugin.planner.forest.symmetry import find_parts
 from tests.planner.networks import verify
 
 

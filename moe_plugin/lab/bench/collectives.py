@@ -18,8 +18,7 @@ from moe_plugin.comm.chunks import ring_reduce_scatter
 from moe_plugin.comm.collectives import Collectives
 from moe_plugin.comm.forest import Forest
 from moe_plugin.lab.emulate import EmulatedCluster
-from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.part import shortest_paths
+from moe_plugin.planner.forest.network import Network, shortest_paths
 from moe_plugin.tuning.collectives import AutoCollectives, Choices
 from moe_plugin.tuning.trials import RULES
 

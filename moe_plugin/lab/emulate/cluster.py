@@ -23,8 +23,7 @@ from moe_plugin.lab.emulate.ranks import (
     serve_store,
     stop,
 )
-from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.part import shortest_paths
+from moe_plugin.planner.forest.network import Network, shortest_paths
 
 MAX_NODES, MAX_PER_NODE = 64, 256
 FASTEST_BIT_S = 1e12  # of a node's own link, where a network's wires say how fast it is

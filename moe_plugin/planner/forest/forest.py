@@ -7,22 +7,19 @@ it in integers and fractions, so that the trees reach the bound exactly.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 
 from moe_plugin.messages import short
-from moe_plugin.planner.forest.by_parts import trees_by_parts
-from moe_plugin.planner.forest.few_trees import best_unit, whole
+from moe_plugin.planner.forest.by_parts import find_parts, trees_by_parts
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.optimum import Graph, optimum, whole_trees
+from moe_plugin.planner.forest.optimum import Graph, best_unit, optimum, whole, whole_trees
 from moe_plugin.planner.forest.overlap import best_shares
 from moe_plugin.planner.forest.packing import pack
-from moe_plugin.planner.forest.pairing import paired
-from moe_plugin.planner.forest.schedule import COLLECTIVES, Edge, Schedule, Tree
+from moe_plugin.planner.forest.schedule import COLLECTIVES, Edge, Paths, Schedule, Tree
 from moe_plugin.planner.forest.splitting import Path, Splitting, take
-from moe_plugin.planner.forest.symmetry import find_parts
 
 MAX_TREES = 1 << 20
 
@@ -113,7 +110,7 @@ def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
         made = outward if same and outward else _trees(turned, network, roots, symmetry)
         inward = [tree.reversed() for tree in made]
     if inward and outward and not same:
-        inward, outward = paired(inward, outward)
+        inward, outward = _paired(inward, outward)
     return (*inward, *outward)
 
 
@@ -171,3 +168,52 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
     for source, target in edges:
         depth[target] = depth[source] + 1
     return iter(sorted(edges, key=lambda edge: depth[edge[0]]))
+
+
+# -- all-reduce: an outward tree for each inward one
+
+
+def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """Trees of which the i-th of both have the same root and weight: split where they have not.
+
+    The weights of each root have the same sum in both.
+    """
+    waiting: dict[int, list[Tree]] = defaultdict(list)
+    for tree in reversed(outward):
+        waiting[tree.root].append(tree)
+    found: tuple[list[Tree], list[Tree]] = [], []
+    for tree in inward:
+        while tree is not None:
+            other = waiting[tree.root].pop()
+            weight = min(tree.weight, other.weight)
+            first, tree = _split(tree, weight)
+            second, rest = _split(other, weight)
+            if rest is not None:
+                waiting[rest.root].append(rest)
+            found[0].append(first)
+            found[1].append(second)
+    return found
+
+
+def _split(tree: Tree, weight: int) -> tuple[Tree, Tree | None]:
+    """`weight` of a tree, and what is left of it."""
+    if tree.weight == weight:
+        return tree, None
+    halves: tuple[list[Edge], list[Edge]] = [], []
+    for edge in tree.edges:
+        for half, paths in zip(halves, _divided(edge.paths, weight)):
+            half.append(Edge(edge.source, edge.target, paths))
+    return (Tree(tree.root, weight, tuple(halves[0]), tree.inward),
+            Tree(tree.root, tree.weight - weight, tuple(halves[1]), tree.inward))
+
+
+def _divided(paths: Paths, count: int) -> tuple[Paths, Paths]:
+    first, second = [], []
+    for path, times in paths:
+        part = min(times, count)
+        count -= part
+        if part:
+            first.append((path, part))
+        if times > part:
+            second.append((path, times - part))
+    return tuple(first), tuple(second)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -172,6 +172,41 @@ class Network:
         return cls(cluster.name, tuple(ranks), tuple(switches), tuple(wires))
 
 
+def part_of(network: Network, ranks: Sequence[int]) -> Network:
+    """The network of these ranks alone (indices), in this order, with all switches that they reach.
+
+    Other ranks forward nothing, so their wires are left out.
+
+    Raises: ValueError: what is left is not connected, or not balanced.
+    """
+    kept = tuple(network.ranks[rank] for rank in ranks)
+    if kept == network.ranks:
+        return network
+    nodes = {*kept, *network.switches}
+    wires = [w for w in network.wires if w.source in nodes and w.target in nodes]
+    reached = _reached(wires, kept[0])
+    return Network(f"{network.name}, {len(kept)} of {len(network.ranks)} ranks", kept,
+                   tuple(s for s in network.switches if s in reached),
+                   tuple(w for w in wires if w.source in reached or w.source in kept))
+
+
+def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
+    """A path of fewest wires from a node to each other one, by its end; among equal ones that whose
+    wires come first in the network.
+    """
+    after: dict[str, list[str]] = {name: [] for name in network.nodes}
+    for wire in network.wires:
+        after[wire.source].append(wire.target)
+    paths, border = {node: (node,)}, deque([node])
+    while border:
+        here = border.popleft()
+        for there in after[here]:
+            if there not in paths:
+                paths[there] = (*paths[here], there)
+                border.append(there)
+    return paths
+
+
 def parse_fraction(value: Any, where: str) -> Fraction:
     """An exact number from an integer, a float as written, or a text such as "25/2".
 
@@ -266,17 +301,22 @@ def _check_balance(network: Network, where: str) -> None:
 
 def _check_connected(network: Network, where: str) -> None:
     # where each node sends as much as it receives, a path one way means a path back
-    beside: dict[str, list[str]] = {node: [] for node in network.nodes}
-    for wire in network.wires:
-        beside[wire.source].append(wire.target)
     first = network.nodes[0]
-    reached, border = {first}, [first]
-    while border:
-        for node in beside[border.pop()]:
-            if node not in reached:
-                reached.add(node)
-                border.append(node)
+    reached = _reached(network.wires, first)
     for node in network.nodes:
         if node not in reached:
             raise ValueError(f"{where}: nothing connects {short(first)} with {short(node)}; add "
                              "wires or leave the node out")
+
+
+def _reached(wires: Iterable[Wire], first: str) -> set[str]:
+    """Nodes that wires lead to from one, itself included."""
+    beside: dict[str, list[str]] = defaultdict(list)
+    for wire in wires:
+        beside[wire.source].append(wire.target)
+    reached, border = {first}, [first]
+    while border:
+        fresh = set(beside[border.pop()]) - reached
+        reached |= fresh
+        border.extend(fresh)
+    return reached

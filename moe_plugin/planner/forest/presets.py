@@ -8,9 +8,10 @@ GB200 user guides; AMD Instinct MI250 in the ROCm documentation; for graphs, the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -19,12 +20,6 @@ from moe_plugin.planner.forest.network import Network, Wire
 
 MAX_NODES = 8192
 # GB/s in one direction
-NVLINK_A100 = 300  # 12 NVLink 3 of 25 per GPU, all to the node's NVSwitches
-NVLINK_H100 = 450  # 18 NVLink 4 of 25 per GPU
-NVLINK_GB200 = 900  # 18 NVLink 5 of 50 per GPU
-NIC_A100 = 25  # ConnectX-6, HDR InfiniBand (200 Gbit/s), one per GPU
-NIC_H100 = 50  # ConnectX-7, NDR InfiniBand (400 Gbit/s), one per GPU
-NIC_GB200 = 50  # ConnectX-7, NDR, one per GPU
 XGMI = 50  # one Infinity Fabric link: 16 lanes of 25 GT/s
 NIC_MI250 = 16  # per GCD, the value of ForestColl's published evaluation
 # Between the 16 GCDs of eight MI250, by numbers in the node: links of XGMI each. GCDs 2i and 2i + 1
@@ -63,26 +58,18 @@ class Builder:
                        wires=tuple(Wire(*ends, rate) for ends, rate in self.wires.items()))
 
 
-# -- graphs. scale: GB/s of a link of weight 1
+# -- graphs: into a builder, with the GB/s of a link of weight 1
 
 
-def ring(ranks: int, scale: Fraction = Fraction(1)) -> Network:
-    """Ranks in a circle, linked to both neighbours."""
-    return torus(ranks, scale=scale, name=f"ring:{ranks}")
-
-
-def star(ranks: int, scale: Fraction = Fraction(1)) -> Network:
+def star(b: Builder, scale: Fraction, ranks: int) -> None:
     """All ranks at one switch."""
-    b = Builder()
     switch = b.switch("switch")
     for i in range(ranks):
         b.link(b.rank(f"r{i}"), switch, scale)
-    return b.network(f"star:{ranks}")
 
 
-def clusters(count: int, size: int, scale: Fraction = Fraction(1)) -> Network:
+def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
     """Clusters with a switch each (10 per rank), and one switch for all (1 per rank)."""
-    b = Builder()
     everyone = b.switch("global")
     for c in range(count):
         switch = b.switch(f"c{c}.switch")
@@ -90,21 +77,13 @@ def clusters(count: int, size: int, scale: Fraction = Fraction(1)) -> Network:
             rank = b.rank(f"c{c}.r{i}")
             b.link(rank, switch, 10 * scale)
             b.link(rank, everyone, scale)
-    return b.network(f"clusters:{count}x{size}")
 
 
-def mesh(*sizes: int, scale: Fraction = Fraction(1)) -> Network:
-    """A grid of any number of dimensions, linked to the neighbours in each."""
-    return _grid(sizes, scale, f"mesh:{_dims(sizes)}", wraps=False)
+def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
+    """A grid of any number of dimensions, linked to the neighbours in each.
 
-
-def torus(*sizes: int, scale: Fraction = Fraction(1), name: str = "") -> Network:
-    """A grid whose ends are linked; a dimension of 2 has one link, not two."""
-    return _grid(sizes, scale, name or f"torus:{_dims(sizes)}", wraps=True)
-
-
-def _grid(sizes: Sequence[int], scale: Fraction, name: str, wraps: bool) -> Network:
-    b = Builder()
+    wraps: its ends are linked, too: a torus; a dimension of 2 has one link, not two.
+    """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
     for at, here in names.items():
         for axis, size in enumerate(sizes):
@@ -112,15 +91,14 @@ def _grid(sizes: Sequence[int], scale: Fraction, name: str, wraps: bool) -> Netw
             if following < size or (wraps and size > 2):
                 there = (*at[:axis], following % size, *at[axis + 1 :])
                 b.link(here, names[there], scale)
-    return b.network(name)
 
 
-def hypercube(dimensions: int, scale: Fraction = Fraction(1)) -> Network:
+def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
     """2 to the power of `dimensions` ranks; linked are those that differ in one bit."""
-    return _grid((2,) * dimensions, scale, f"hypercube:{dimensions}", wraps=False)
+    mesh(b, scale, *(2,) * dimensions)
 
 
-def fat_tree(ports: int, scale: Fraction = Fraction(1)) -> Network:
+def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
     """The three-level fat tree of switches with an even number of ports (Al-Fares et al., 2008):
     ports ** 3 / 4 ranks, full bisection bandwidth.
 
@@ -129,7 +107,7 @@ def fat_tree(ports: int, scale: Fraction = Fraction(1)) -> Network:
     if ports % 2:
         raise ValueError(f"fat-tree:{ports}: a fat tree's switches have an even number of ports; "
                          f"use {ports + 1}")
-    b, half = Builder(), ports // 2
+    half = ports // 2
     cores = [[b.switch(f"core{i}.{j}") for j in range(half)] for i in range(half)]
     for pod in range(ports):
         upper = [b.switch(f"p{pod}.up{i}") for i in range(half)]
@@ -142,14 +120,13 @@ def fat_tree(ports: int, scale: Fraction = Fraction(1)) -> Network:
                 b.link(edge, switch, scale)
             for h in range(half):
                 b.link(b.rank(f"p{pod}.{e}.{h}"), edge, scale)
-    return b.network(f"fat-tree:{ports}")
 
 
-def dragonfly(routers: int, hosts: int, links: int, scale: Fraction = Fraction(1)) -> Network:
+def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int) -> None:
     """Groups of `routers`, linked with each other, with `hosts` ranks and `links` links to other
     groups each; every two of the routers * links + 1 groups share a link (Kim et al., 2008).
     """
-    b, groups = Builder(), routers * links + 1
+    groups = routers * links + 1
     names = [[b.switch(f"g{g}.s{r}") for r in range(routers)] for g in range(groups)]
     for g in range(groups):
         for r in range(routers):
@@ -161,48 +138,30 @@ def dragonfly(routers: int, hosts: int, links: int, scale: Fraction = Fraction(1
             # port p of group g leads to group g + 1 + p
             here, there = other - g - 1, g - other - 1 + groups
             b.link(names[g][here // links], names[other][there // links], scale)
-    return b.network(f"dragonfly:{routers}x{hosts}x{links}")
 
 
 # -- machines
 
 
-def dgx_a100(nodes: int, scale: Fraction = Fraction(1)) -> Network:
-    """DGX A100: 8 GPUs at NVSwitches (300 GB/s), a 200 Gbit/s network card each."""
-    return switched(f"dgx-a100:{nodes}", nodes, 8, NVLINK_A100 * scale, NIC_A100 * scale)
-
-
-def dgx_h100(nodes: int, scale: Fraction = Fraction(1)) -> Network:
-    """DGX H100: 8 GPUs at NVSwitches (450 GB/s), a 400 Gbit/s network card each."""
-    return switched(f"dgx-h100:{nodes}", nodes, 8, NVLINK_H100 * scale, NIC_H100 * scale)
-
-
-def gb200_nvl72(racks: int, scale: Fraction = Fraction(1)) -> Network:
-    """GB200 NVL72: 72 GPUs at NVSwitches (900 GB/s), a 400 Gbit/s network card each."""
-    return switched(f"gb200-nvl72:{racks}", racks, 72, NVLINK_GB200 * scale, NIC_GB200 * scale)
-
-
-def switched(name: str, nodes: int, size: int, inner: Fraction, outer: Fraction) -> Network:
+def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
+             outer: int) -> None:
     """Nodes of `size` GPUs at a switch (`inner` GB/s each); several nodes share a network without
     a bottleneck of its own, which every GPU reaches through a card (`outer` GB/s).
     """
-    b = Builder()
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
         switch = b.switch(f"n{n}.nvswitch")
         for g in range(size):
             rank = b.rank(f"n{n}.gpu{g}")
-            b.link(rank, switch, inner)
+            b.link(rank, switch, inner * scale)
             if fabric:
-                b.link(rank, fabric, outer)
-    return b.network(name)
+                b.link(rank, fabric, outer * scale)
 
 
-def mi250(nodes: int, scale: Fraction = Fraction(1)) -> Network:
+def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
     """Nodes of eight AMD MI250 (16 GCDs, seven Infinity Fabric links of 50 GB/s each); 16 GB/s per
     GCD between nodes.
     """
-    b = Builder()
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
         gcds = [b.rank(f"n{n}.gcd{g}") for g in range(16)]
@@ -216,7 +175,6 @@ def mi250(nodes: int, scale: Fraction = Fraction(1)) -> Network:
         if fabric:
             for gcd in gcds:
                 b.link(gcd, fabric, NIC_MI250 * scale)
-    return b.network(f"mi250:{nodes}")
 
 
 # -- by name
@@ -227,7 +185,8 @@ class Preset:
     """A network by name.
 
     Attributes:
-        make: called with the numbers after the colon, and `scale`.
+        make: called with a builder, the GB/s of a link of weight 1, and the numbers after the
+            colon.
         numbers: what they are.
         count: of them; None: any.
         example: as users write it.
@@ -235,7 +194,7 @@ class Preset:
         least: of each number.
     """
 
-    make: Callable[..., Network]
+    make: Callable[..., None]
     numbers: str
     count: int | None
     example: str
@@ -243,23 +202,31 @@ class Preset:
     least: int = 1
 
 
+def _machine(example: str, size: int, inner: int, outer: int, numbers: str) -> Preset:
+    return Preset(partial(switched, size=size, inner=inner, outer=outer), numbers, 1, example,
+                  lambda n: size * n)
+
+
+TORUS = partial(mesh, wraps=True)
 PRESETS = {
-    "ring": Preset(ring, "the number of ranks", 1, "ring:8", lambda n: n, least=2),
+    "ring": Preset(TORUS, "the number of ranks", 1, "ring:8", lambda n: n, least=2),
     "star": Preset(star, "the number of ranks", 1, "star:8", lambda n: n),
     "clusters": Preset(clusters, "clusters x ranks of each", 2, "clusters:2x4",
                        lambda c, n: c * n),
     "mesh": Preset(mesh, "its size in each dimension", None, "mesh:3x3", lambda *n: prod(n)),
-    "torus": Preset(torus, "its size in each dimension", None, "torus:4x4x4", lambda *n: prod(n)),
+    "torus": Preset(TORUS, "its size in each dimension", None, "torus:4x4x4", lambda *n: prod(n)),
     "hypercube": Preset(hypercube, "the number of dimensions", 1, "hypercube:3",
                         lambda d: 1 << min(d, 64)),
     "fat-tree": Preset(fat_tree, "the number of ports of a switch", 1, "fat-tree:4",
                        lambda p: p**3 // 4, least=2),
     "dragonfly": Preset(dragonfly, "routers of a group x ranks and links of a router", 3,
                         "dragonfly:2x2x1", lambda a, p, h: a * p * (a * h + 1)),
-    "dgx-a100": Preset(dgx_a100, "the number of nodes", 1, "dgx-a100:2", lambda n: 8 * n),
-    "dgx-h100": Preset(dgx_h100, "the number of nodes", 1, "dgx-h100:2", lambda n: 8 * n),
-    "gb200-nvl72": Preset(gb200_nvl72, "the number of racks", 1, "gb200-nvl72:1",
-                          lambda n: 72 * n),
+    # 12 NVLink 3 of 25 GB/s per GPU, HDR InfiniBand (200 Gbit/s)
+    "dgx-a100": _machine("dgx-a100:2", 8, 300, 25, "the number of nodes"),
+    # 18 NVLink 4 of 25 GB/s per GPU, NDR (400 Gbit/s)
+    "dgx-h100": _machine("dgx-h100:2", 8, 450, 50, "the number of nodes"),
+    # 18 NVLink 5 of 50 GB/s per GPU, NDR
+    "gb200-nvl72": _machine("gb200-nvl72:1", 72, 900, 50, "the number of racks"),
     "mi250": Preset(mi250, "the number of nodes", 1, "mi250:2", lambda n: 16 * n),
 }
 
@@ -288,9 +255,7 @@ def preset(text: str) -> Network:
                          f"1 to {MAX_NODES}")
     if scale == 0:
         raise ValueError(f"{short(text)}: a bandwidth (after @) must be > 0; leave it out for 1")
-    found = kind.make(*sizes, scale=scale)
-    return found if scale == 1 else replace(found, name=f"{found.name}@{match[3]}")
-
-
-def _dims(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes))
+    builder = Builder()
+    kind.make(builder, scale, *sizes)
+    return builder.network(f"{match[1]}:{'x'.join(map(str, sizes))}"
+                           + (f"@{match[3]}" if scale != 1 else ""))
