@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
     from moe_plugin.lab.planning.offload.explain import as_dict, explain
-    from moe_plugin.planner.offload.karma import blocks_of, plan
+    from moe_plugin.planner.offload.activation_plan import plan
+    from moe_plugin.planner.offload.activation_problem import blocks_of
 
     base = profile.base_bytes + sum(b.parameter_bytes + b.gradient_bytes for b in profile.blocks)
     made = plan(blocks_of(profile), limit, base, profile.duplex)
@@ -74,7 +75,7 @@ def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
     from moe_plugin.lab.planning.offload.explain import explain_stream, stream_as_dict
-    from moe_plugin.planner.offload.atom import fewest_batches, layers_of, plan
+    from moe_plugin.planner.offload.weight_streaming import fewest_batches, layers_of, plan
 
     layers, base, made = layers_of(profile), profile.base_bytes, None
     if args.accumulate is None:

@@ -17,7 +17,8 @@ from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.memory.activations.offload import POLICIES
 from moe_plugin.memory.activations.swap import SwapError
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
-from moe_plugin.planner.offload import karma
+from moe_plugin.planner.offload.activation_plan import plan
+from moe_plugin.planner.offload.activation_problem import blocks_of
 from moe_plugin.planner.offload.profile import load_profile
 from tests.distributed import run_gloo
 
@@ -325,8 +326,8 @@ def test_auto_stays_within_its_memory_and_computes_the_same(share, tmp_path):
     assert max(seen[len(MEASURING):]) <= share * everything
     assert (set(activations.policies) == {"keep"}) == (share > 1)
     profile = load_profile(tmp_path / "profile.json")
-    assert karma.plan(karma.blocks_of(profile), int(share * everything),
-                      duplex=profile.duplex).decisions == activations.policies
+    assert plan(blocks_of(profile), int(share * everything),
+                duplex=profile.duplex).decisions == activations.policies
 
 
 def activation_bytes(folder):

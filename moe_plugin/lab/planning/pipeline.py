@@ -58,11 +58,4 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """A pipeline's timeline in the trace format of Chrome and Perfetto: stages, then links."""
     rows = sorted({span.task.resource for span in timeline.spans},
                   key=lambda name: (name.startswith("link"), *map(int, name.split()[1:])))
-    events: list[dict[str, Any]] = [{
-        "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
-        "tid": rows.index(span.task.resource), "ts": 1e6 * span.start,
-        "dur": 1e6 * span.task.seconds
-    } for span in timeline.spans]
-    events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": number,
-                "args": {"name": name}} for number, name in enumerate(rows)]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return timeline.trace(rows)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from moe_plugin.lab.planning.model import ModelShape
 from moe_plugin.lab.planning.model_cost import ACTIVATION_BYTES, BACKWARD, PlanCost
-from moe_plugin.planner.offload.karma import KEEP, SwapBlock, SwapPlan
-from moe_plugin.planner.offload.karma import plan as karma_plan
+from moe_plugin.planner.offload.activation_plan import SwapPlan
+from moe_plugin.planner.offload.activation_plan import plan as plan_activations
+from moe_plugin.planner.offload.activation_problem import KEEP, SwapBlock
 
 RECOMPUTED = "recomputed layers"  # the part of a step
 # the other parts of a rank's memory are of parameters
@@ -61,7 +62,7 @@ def _again_s(made: SwapPlan) -> float:
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
     """A plan for each pipeline stage; stages with the same layers have the same one."""
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
-    made = {row: karma_plan(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
+    made = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [made[row] for row in rows]
 
 

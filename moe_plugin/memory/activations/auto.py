@@ -2,7 +2,8 @@
 
 Three steps measure: one swaps everything (bytes of each block, bandwidth of the tier), two compute
 everything again (seconds of each block). All stay far below a limit that the plan can keep, and all
-compute the bits of any other policy. Then the planner chooses (`moe_plugin.planner.offload.karma`).
+compute the bits of any other policy. Then the planner chooses
+(`moe_plugin.planner.offload.activation_plan`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from moe_plugin.memory.activations.swap import SMALLEST, Swapper
 from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.tiers import Tier, tier_of
 from moe_plugin.messages import short
-from moe_plugin.planner.offload import karma
+from moe_plugin.planner.offload.activation_plan import SwapPlan
+from moe_plugin.planner.offload.activation_plan import plan as plan_activations
+from moe_plugin.planner.offload.activation_problem import SWAP, blocks_of
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 from moe_plugin.planner.units import parse_size, show_size
 from moe_plugin.run import StepFacts
@@ -112,7 +115,7 @@ class AutoActivations(Activations):
                  profile: str | Path | None) -> None:
         self.limit, self.comm, self._file = limit, LocalComm() if comm is None else comm, profile
         self.profile: ModelProfile | None = None
-        self.decision: karma.SwapPlan | None = None
+        self.decision: SwapPlan | None = None
         self.planned = False
         self._steps, self._margin, self._in_flight, self._waited = 0, 1.0, 1, 0
         agree(self.comm, {"blocks whose activations are managed": tuple(names),
@@ -169,7 +172,7 @@ class AutoActivations(Activations):
             logger.warning("activations: all blocks swap, because of %d micro-batches in flight "
                            "each has a share of %s, and %s", self._in_flight,
                            show_size(self.limit), error)
-            self.use([karma.SWAP] * len(self.blocks))
+            self.use([SWAP] * len(self.blocks))
             self.decision, self.planned = None, True
 
     def _agreed(self, mine: ModelProfile) -> ModelProfile:
@@ -187,8 +190,8 @@ class AutoActivations(Activations):
     def _plan(self) -> None:
         limit = int(self.limit * self._margin) // self._in_flight
         self.planned = True
-        self.decision = karma.plan(karma.blocks_of(self.profile), limit,
-                                   duplex=self.profile.duplex)
+        self.decision = plan_activations(blocks_of(self.profile), limit,
+                                         duplex=self.profile.duplex)
         self.use(self.decision.decisions, order_of(self.decision))
         counts = Counter(self.policies)
         logger.info(
@@ -213,12 +216,12 @@ class AutoActivations(Activations):
             logger.warning("no plan takes less: %s", error)
 
 
-def order_of(plan: karma.SwapPlan) -> Order:
+def order_of(plan: SwapPlan) -> Order:
     """When a plan's copies start, and what waits for them."""
     waits = plan.problem.waits(plan.decisions)
     fetches: dict[int, tuple[int, ...]] = {}
     for i in reversed(range(len(plan.decisions))):
-        if plan.decisions[i] == karma.SWAP:
+        if plan.decisions[i] == SWAP:
             turn = waits.start[i]
             fetches[turn] = (*fetches.get(turn, ()), i)
     return Order(dict(enumerate(waits.forward)), dict(enumerate(waits.backward)), fetches)

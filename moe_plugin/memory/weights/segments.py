@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.planner.offload.atom import StreamPlan, plan
-from moe_plugin.planner.offload.atom_stages import Layer
+from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan, plan
 
 
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:

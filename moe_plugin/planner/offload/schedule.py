@@ -109,16 +109,10 @@ class Outcome:
 
     def trace(self) -> dict[str, Any]:
         """The timeline in the trace format of Chrome and Perfetto, with a counter of bytes."""
-        events: list[dict[str, Any]] = [{
-            "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
-            "tid": STREAMS.index(span.task.resource), "ts": 1e6 * span.start,
-            "dur": 1e6 * span.task.seconds
-        } for span in self.timeline.spans]
-        events += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": stream}}
-                   for i, stream in enumerate(STREAMS)]
-        events += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
-                    "args": {"bytes": size}} for at, size in self.memory]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        made = self.timeline.trace(STREAMS)
+        made["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
+                                 "args": {"bytes": size}} for at, size in self.memory]
+        return made
 
 
 @dataclass(frozen=True)

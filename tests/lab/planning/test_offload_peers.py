@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moe_plugin.lab.planning.offload.peers import Peers, versus_pipeline
-from moe_plugin.planner.offload.atom import Layer, plan
+from moe_plugin.planner.offload.weight_streaming import Layer, plan
 
 pytestmark = pytest.mark.fast
 

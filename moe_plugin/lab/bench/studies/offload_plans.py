@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.lab.planning.offload.peers import Peers, versus_pipeline
-from moe_plugin.planner.offload.atom import Layer, StreamPlan, plan
+from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan, plan
 from moe_plugin.planner.units import show_time
 
 TOKENS, FLOPS, BYTES_S, LIMIT, BATCHES, PEERS = 2048, 50e12, 12e9, 11 * 2**30, 8, 4

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe_plugin.planner.offload.atom import StreamPlan
-from moe_plugin.planner.offload.karma import DECISIONS, KEEP, SwapPlan, uniform
+from moe_plugin.planner.offload.activation_plan import SwapPlan, uniform
+from moe_plugin.planner.offload.activation_problem import DECISIONS, KEEP
+from moe_plugin.planner.offload.weight_streaming import StreamPlan
 from moe_plugin.planner.units import show_change, show_size, show_time
 
 
@@ -100,7 +101,7 @@ def _change(seconds: float) -> str:
 def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
     """Cuts as plain values for JSON."""
     return {
-        "seconds": plan.seconds, "micro_batches": plan.batches, "segments": list(plan.counts),
+        "seconds": plan.seconds, "micro_batches": plan.model.batches, "segments": list(plan.counts),
         "hides": plan.hides, "fill_s": plan.fill_s, "stall_s": plan.stall_s,
         "peak_bytes": plan.outcome.peak, "limit_bytes": plan.model.limit,
         "edge_bytes": plan.edge_bytes
@@ -113,7 +114,7 @@ def explain_stream(plan: StreamPlan, name: str = "model") -> str:
     whole = model.base + sum(layer.weight_bytes for layer in model.layers)
     lines = [
         f"{name}: {len(model.layers)} layers; with all weights {show_size(whole)}, the limit is "
-        f"{show_size(model.limit)}; {plan.batches} accumulated micro-batches",
+        f"{show_size(model.limit)}; {plan.model.batches} accumulated micro-batches",
         "", "segment         layers     weights     forward     backward       load     gradients"
     ]
     for part in model.segments(plan.ends):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from moe_plugin.planner.offload.atom import StreamPlan
+from moe_plugin.planner.offload.weight_streaming import StreamPlan
 from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 
 
@@ -64,7 +64,7 @@ def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
     at the thinnest edges, keeps activations instead of computing them again, and steps without an
     average. Streaming pays a share of each average, which nothing hides.
     """
-    layers, batches = plan.model.layers, plan.batches * peers.count
+    layers, batches = plan.model.layers, plan.model.batches * peers.count
     if len(layers) < peers.count:
         raise ValueError(f"a pipeline of {peers.count} stages needs as many layers, not "
                          f"{len(layers)}; take fewer peers")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.planner.offload.atom import (
+from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.weight_streaming import (
     Layer,
     Streamed,
     StreamPlan,
@@ -18,7 +19,6 @@ from moe_plugin.planner.offload.atom import (
     layers_of,
     plan,
 )
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 
 pytestmark = pytest.mark.fast
 
@@ -90,11 +90,11 @@ def test_nothing_stalls_if_and_only_if_copies_are_hidden(model: Streamed,
 def test_more_micro_batches_hide_what_one_does_not() -> None:
     layers, limit = even(8), 1000
     plans = [plan(layers, g, limit) for g in range(1, 7)]
-    per_batch = [p.seconds / p.batches for p in plans]
+    per_batch = [p.seconds / p.model.batches for p in plans]
     assert per_batch == sorted(per_batch, reverse=True)
     found = fewest_batches(layers, limit)
     assert found and found.hides and found.stall_s == 0
-    assert not any(p.hides for p in plans[:found.batches - 1])
+    assert not any(p.hides for p in plans[:found.model.batches - 1])
     assert fewest_batches(even(8, load_s=1e6), limit) is None
     roomy = plan(layers, 1, 10**6)
     assert sum(roomy.counts) == 8 and roomy.outcome.peak <= 10**6

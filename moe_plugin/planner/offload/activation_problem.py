@@ -1,4 +1,7 @@
-"""What it costs to keep, recompute or swap the activations of each block, as a schedule.
+"""Keep, recompute or swap the activations of each block, within a limit of memory (KARMA).
+
+Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
+KARMA", SC 2020.
 
 Forward computes the blocks in order; what a swapped block keeps for backward leaves the device
 behind it. Backward computes the last block first: swapped activations come back ahead of their

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.planner.offload.karma import (
+from moe_plugin.planner.offload.activation_plan import improve, lower_bound, plan, seeds, uniform
+from moe_plugin.planner.offload.activation_problem import (
     KEEP,
     RECOMPUTE,
     SWAP,
@@ -18,10 +19,7 @@ from moe_plugin.planner.offload.karma import (
     SwapProblem,
     blocks_of,
     least_bytes,
-    plan,
-    uniform,
 )
-from moe_plugin.planner.offload.karma_search import improve, lower_bound, seeds
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 
 

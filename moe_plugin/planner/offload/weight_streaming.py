@@ -1,18 +1,35 @@
-"""A step of a model whose segments of layers stream through one device, stage by stage (ATOM)."""
+"""A whole model through one device, segment by segment (ATOM).
+
+Source: "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
+Environment", 2024. While one segment computes g micro-batches, the next one's weights come in and
+the gradients of the one before go out; the next stage starts when all of these are done. The last
+two segments stay at the turn from forward to backward. Conditions:
+
+(i) two neighbouring segments with gradients and activations fit into the limit;
+(ii) computing a segment takes at least as long as the copies of its stage: then nothing stalls but
+    the first load;
+(iii) of cuts that take equally long, those through the thinnest edges.
+
+A stage's time depends on three neighbouring segments, so that a dynamic program over the ends of
+two of them finds the best cuts of all.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from moe_plugin.messages import short
 from moe_plugin.planner.offload.profile import ModelProfile
-from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep
+from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
 
 MOST_LAYERS = 128  # the search grows with the fourth power
 MOST_BATCHES = 4096
+TOLERANCE = 1e-9  # relative: paths that are this much above an upper bound are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +191,11 @@ class Streamed:
     def seconds(self, ends: Sequence[int]) -> float:
         """Seconds of a step; inf where it does not fit."""
         stages = list(self.stages(self.segments(ends)))
-        fits = all(self.base + stage.need <= self.limit for stage in stages)
-        return sum(stage.seconds for stage in stages) if fits else math.inf
+        return sum(s.seconds for s in stages) if self.fits(*stages) else math.inf
+
+    def fits(self, *stages: Stage) -> bool:
+        """Whether the device has room for each of these stages."""
+        return all(self.base + stage.need <= self.limit for stage in stages)
 
     def schedule(self, ends: Sequence[int]) -> OffloadSchedule:
         """The cuts as a schedule."""
@@ -194,13 +214,13 @@ class Streamed:
         if stage.compute:
             yield self._compute(stage.compute, stage.backward, before, there)
         if stage.load:
-            way = "again " if stage.backward else ""
-            yield OffloadStep(f"load {way}{self.label(stage.load)}", "in", stage.load.load_s,
-                              before,
-                              takes=stage.load.weights, block=self.label(stage.load))
+            label, way = self.label(stage.load), "again " if stage.backward else ""
+            yield OffloadStep(f"load {way}{label}", "in", stage.load.load_s, before,
+                              takes=stage.load.weights, block=label)
         if stage.out:
-            yield OffloadStep(f"gradients {self.label(stage.out)}", "out", stage.out.out_s, before,
-                              frees=stage.out.gradients, block=self.label(stage.out))
+            label = self.label(stage.out)
+            yield OffloadStep(f"gradients {label}", "out", stage.out.out_s, before,
+                              frees=stage.out.gradients, block=label)
 
     def _compute(self, part: Segment, backward: bool, before: tuple[str, ...],
                  there: set[Segment]) -> OffloadStep:
@@ -208,8 +228,7 @@ class Streamed:
         if backward:
             return OffloadStep(f"backward {label}", "compute", part.backward_s, before,
                                part.gradients + part.workspace,
-                               part.weights + part.kept + part.workspace,
-                               label)
+                               part.weights + part.kept + part.workspace, label)
         left = 0 if part in there else part.weights
         return OffloadStep(f"forward {label}", "compute", part.forward_s, before,
                            part.kept + part.workspace, left + part.workspace, label)
@@ -218,3 +237,169 @@ class Streamed:
         """The names of the first and last layer."""
         first, last = self.layers[part.begin].name, self.layers[part.end - 1].name
         return first if first == last else f"{first}-{last}"
+
+
+# -- the search
+
+
+_Cost = tuple[float, int]  # seconds, bytes of the tensors at the cuts
+_State = tuple[Segment | None, Segment]  # the last two segments
+
+
+def best_ends(model: Streamed) -> tuple[int, ...] | None:
+    """The ends of the segments of the shortest step, and of equally short ones of that with the
+    thinnest edges; None where nothing fits.
+
+    A dynamic program over the last two segments, whose cost is that of the stages before them;
+    paths that cannot come below the best even cut are left out.
+    """
+    size = len(model.layers)
+    even = min(model.seconds([size * (i + 1) // count for i in range(count)])
+               for count in range(1, size + 1))  # of cuts into about as many layers each
+    most = even * (1 + TOLERANCE)
+    both = [model.batches * (x.forward_s + x.backward_s) for x in reversed(model.layers)]
+    rest = [0.0, *accumulate(both)][::-1]  # compute from a layer on
+    costs: dict[_State, _Cost] = {}
+    parents: dict[_State, _State | None] = {}
+    ending: dict[int, list[_State]] = defaultdict(list)
+
+    def reach(state: _State, cost: _Cost, parent: _State | None) -> None:
+        if cost[0] + rest[state[1].begin] > most:
+            return
+        if state not in costs:
+            ending[state[1].end].append(state)
+        elif cost >= costs[state]:
+            return
+        costs[state], parents[state] = cost, parent
+
+    for end in range(1, size + 1):
+        first = model.segment(0, end)
+        reach((None, first), (first.load_s, 0), None)
+    best, found = (math.inf, 0), None
+    for end in range(1, size + 1):
+        for state in ending[end]:
+            if end == size:
+                cost = _added(model, costs[state], state, None)
+                if cost < best:
+                    best, found = cost, state
+                continue
+            for further in range(end + 1, size + 1):
+                following = model.segment(end, further)
+                cost = _added(model, costs[state], state, following)
+                if cost[0] < math.inf:
+                    reach((state[1], following), cost, state)
+    ends = []
+    while found:
+        ends.append(found[1].end)
+        found = parents[found]
+    return tuple(reversed(ends)) or None
+
+
+def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
+    """The cost with both stages of the last segment; inf where they do not fit."""
+    before, here = state
+    stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
+    if not model.fits(*stages):
+        return math.inf, 0
+    seconds = cost[0] + stages[0].seconds + stages[1].seconds
+    drain = here.out_s if before is None else 0.0
+    return seconds + drain, cost[1] + (following.edge_bytes if following else 0)
+
+
+# -- plans
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Cuts of a model.
+
+    Attributes:
+        ends: of the segments. seconds: of a step of g micro-batches.
+    """
+
+    model: Streamed
+    ends: tuple[int, ...]
+    seconds: float
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of each segment."""
+        return tuple(part.end - part.begin for part in self.parts)
+
+    @property
+    def parts(self) -> list[Segment]:
+        """The segments."""
+        return self.model.segments(self.ends)
+
+    @property
+    def fill_s(self) -> float:
+        """Seconds of the first load, which nothing hides."""
+        return self.parts[0].load_s
+
+    @property
+    def hides(self) -> bool:
+        """Condition (ii): computing hides all copies but the first load, and the gradients that go
+        out while and after the first segment, the last to compute, does.
+        """
+        inner = list(self.model.stages(self.parts))[1:-2]
+        return all(stage.seconds <= stage.compute_s for stage in inner)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which computing waits after the first load."""
+        return self.outcome.stall_s - self.fill_s
+
+    @property
+    def edge_bytes(self) -> int:
+        """Bytes of the tensors at the cuts, of one micro-batch."""
+        return sum(part.edge_bytes for part in self.parts)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """The simulated schedule."""
+        return self.model.schedule(self.ends).run()
+
+
+def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> StreamPlan:
+    """The best of all cuts: the shortest step, and of equally short ones the thinnest edges.
+
+    Args:
+        layers, batches, limit, base: see `Streamed`.
+    Raises:
+        ValueError: nothing fits, with what the smallest segments need.
+    """
+    model = Streamed(layers, batches, limit, base)
+    ends = best_ends(model)
+    if ends is None:
+        need = base + max(s.need for s in model.stages(model.segments(range(1, len(layers) + 1))))
+        raise ValueError(f"a limit of {limit} bytes is too little: with a segment for each of "
+                         f"{len(layers)} layers and {batches} micro-batches the step needs {need} "
+                         "bytes; raise it, split layers, or accumulate fewer micro-batches")
+    return StreamPlan(model, ends, model.seconds(ends))
+
+
+def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0,
+                   most: int = 256) -> StreamPlan | None:
+    """The plan with the fewest micro-batches that hides all copies; None: none up to `most` does.
+
+    Found by doubling and halving: more micro-batches hide more, as long as their inputs fit.
+    """
+    low, high, best = 0, 1, None
+    while best is None:
+        if high > most:
+            return None
+        best = _hiding(layers, high, limit, base)
+        low, high = (low, high) if best else (high, 2 * high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        made = _hiding(layers, middle, limit, base)
+        best, low, high = (made, low, middle) if made else (best, middle, high)
+    return best
+
+
+def _hiding(layers: Sequence[Layer], batches: int, limit: int, base: int) -> StreamPlan | None:
+    try:
+        made = plan(layers, batches, limit, base)
+    except ValueError:
+        return None  # the inputs of so many need more room
+    return made if made.hides else None
