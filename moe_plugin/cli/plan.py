@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli import plan_memory, plan_pipeline
-from moe_plugin.lab.planning.write import HOSTS
+from moe_plugin.lab.planning.launch import HOSTS
 from moe_plugin.messages import short
 from moe_plugin.regular_files import make_folder, write_regular
 
@@ -137,8 +137,8 @@ def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> Non
         launch_script,
         launch_text,
         launch_words,
+        plan_yaml,
     )
-    from moe_plugin.lab.planning.write import plan_yaml
     from moe_plugin.planner.units import show_time
 
     note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted "

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_plugin.lab.planning.launch import CONFIG, LINE
-from moe_plugin.lab.planning.write import HOSTS
+from moe_plugin.lab.planning.launch import CONFIG, HOSTS, LINE
 from moe_plugin.messages import short
 from moe_plugin.regular_files import output_folder, write_regular
 
@@ -272,8 +271,8 @@ def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster:
         launch_script,
         launch_text,
         launch_words,
+        plan_yaml,
     )
-    from moe_plugin.lab.planning.write import plan_yaml
     from moe_plugin.planner.units import show_time
 
     note = (f"Written by `moe-plugin recommend`: {best.cost.plan.label}, predicted "

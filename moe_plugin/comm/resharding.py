@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.state import MAX_TAG
-from moe_plugin.planner.relays import Hop, relays
-from moe_plugin.planner.resharding import Slice, TensorLayout, unique_slices
+from moe_plugin.planner.resharding import Hop, Slice, TensorLayout, relays, unique_slices
 
 DEPTHS = 64  # tags of one resharding: more nodes in a chain than a job has
 

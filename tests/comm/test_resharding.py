@@ -10,8 +10,7 @@ import torch
 from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.comm.simulated import run_simulated
-from moe_plugin.planner.relays import relays
-from moe_plugin.planner.resharding import TensorLayout, unique_slices
+from moe_plugin.planner.resharding import TensorLayout, relays, unique_slices
 from tests.distributed import run_gloo
 
 WORLD = 6

@@ -23,7 +23,7 @@ LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
 ONLY_FROM_PYTHON = (
     "checkpoint.resize.change_expert_parallel", "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline", "lab.planning.offload.pregate.compare",
-    "planner.pipeline.terapipe.cut_batch", "planner.prefill.crossovers",
+    "planner.pipeline.slices.cut_batch", "planner.prefill.crossovers",
     "planner.replicas.place_replicas", "resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.

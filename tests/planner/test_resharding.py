@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.planner.relays import relays
-from moe_plugin.planner.resharding import TensorLayout, unique_slices
+from moe_plugin.planner.resharding import TensorLayout, relays, unique_slices
 
 
 @st.composite

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner.pipeline.choice import StageProfile, predict
 from moe_plugin.planner.pipeline.schedules import Pipeline, equal_slices, order
-from moe_plugin.planner.pipeline.slice_choice import SliceProfile
-from moe_plugin.planner.pipeline.slice_times import fit
-from moe_plugin.planner.pipeline.terapipe import cut, cut_batch, latency, slice_seconds
+from moe_plugin.planner.pipeline.slices import (
+    SliceProfile,
+    cut,
+    cut_batch,
+    fit,
+    latency,
+    slice_seconds,
+)
 
 pytestmark = pytest.mark.fast
 

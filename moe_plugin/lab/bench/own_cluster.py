@@ -24,6 +24,7 @@ from moe_plugin.lab.bench.all_to_all import Plan, measure_rank
 from moe_plugin.lab.bench.device import Samples, sample_device
 from moe_plugin.lab.bench.tensor_parallel import TensorParallelBlock, tensor_group, tensor_ranks
 from moe_plugin.lab.planning.fit import Measurement, fit
+from moe_plugin.lab.planning.launch import moe_settings
 from moe_plugin.lab.planning.measured import (
     ALL_REDUCE,
     DENSE,
@@ -37,7 +38,6 @@ from moe_plugin.lab.planning.measured import (
     Timing,
 )
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.write import moe_settings
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import device_name, memory_bytes, wait_for_device
 from moe_plugin.planner.all_to_all import COSTS

@@ -24,25 +24,13 @@ class Space:
     Attributes:
         degrees, algorithms: of the layouts.
         micro_batches: sequences at a time.
-        tp, pp, expert_ranks: allowed sizes; None: all divisors that fit.
         data_parallel_only: for hosts without tensor and pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
     algorithms: tuple[str, ...] = field(default_factory=lambda: tuple(COSTS))
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    tp: tuple[int, ...] | None = None
-    pp: tuple[int, ...] | None = None
-    expert_ranks: tuple[int, ...] | None = None
     data_parallel_only: bool = False
-
-    def allows(self, plan: ModelPlan) -> bool:
-        """Whether the sizes of a plan are in the space."""
-        if self.data_parallel_only and plan.tp * plan.pp > 1:
-            return False
-        return all(allowed is None or size in allowed
-                   for size, allowed in ((plan.tp, self.tp), (plan.pp, self.pp),
-                                         (plan.expert_ranks, self.expert_ranks)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,8 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
         for pp in divisors(cluster.ranks // tp):
             if model.layers % pp:
                 continue
+            if space.data_parallel_only and tp * pp > 1:
+                continue
             for group in divisors(cluster.ranks // pp):
                 yield from _micro_batches(model, cluster, space, tp, pp, group)
 
@@ -89,8 +79,7 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
     for micro in space.micro_batches:
         plan = ModelPlan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro,
                          layout=ANY)
-        fits = model.global_batch % (dp * micro) == 0 and micro * model.sequence % tp == 0
-        if fits and space.allows(plan):
+        if model.global_batch % (dp * micro) == 0 and micro * model.sequence % tp == 0:
             yield plan
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from moe_plugin.planner.events import Timeline
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.pipeline.schedules import Pipeline, idle
-from moe_plugin.planner.pipeline.slice_times import fit
-from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds
+from moe_plugin.planner.pipeline.slices import cut, fit, slice_seconds
 
 SCHEDULES = ("1f1b", "eager-1f1b", "terapipe")
 MOST_TOKENS, MOST_PIECES = 1 << 24, 512

@@ -23,7 +23,7 @@ from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.emulate.networks import chain
 from moe_plugin.planner.pipeline.schedules import Pipeline
-from moe_plugin.planner.pipeline.terapipe import cut, slice_seconds
+from moe_plugin.planner.pipeline.slices import cut, slice_seconds
 from moe_plugin.planner.units import show_time
 
 STAGES, BATCHES = 4, 16

@@ -19,8 +19,7 @@ from moe_plugin.comm.resharding import Resharding
 from moe_plugin.lab.bench.report import paragraph, table
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
-from moe_plugin.planner.relays import CHUNKS, Hop, relays
-from moe_plugin.planner.resharding import TensorLayout, unique_slices
+from moe_plugin.planner.resharding import CHUNKS, Hop, TensorLayout, relays, unique_slices
 
 PER_NODE = 2
 SHAPE = (512, 4, 512)  # [sequence, batch, width] float32: 4 MiB

@@ -19,8 +19,7 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.schedules import equal_slices
-from moe_plugin.planner.pipeline.slice_choice import SliceProfile
-from moe_plugin.planner.pipeline.slice_times import fit
+from moe_plugin.planner.pipeline.slices import SliceProfile, fit
 
 COUNTS = (1, 2, 4, 8)  # equal slices of the trials
 ROUNDS = 2

@@ -9,19 +9,30 @@ tokens after c earlier ones, K stages need
 For a bound on the largest t_i the least sum is a dynamic program over the end of the last slice.
 Bounds are values that t takes, from the smallest one, until (K - 1) times a bound costs more than
 the best found; of values that lie within a gap only the largest one is tried.
+
+Measured seconds are fitted by t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c, base as measured
+without context, linear between measured lengths; without context nothing is added (its latency
+model).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from moe_plugin.planner.pipeline.schedules import Pipeline
+
 Times = Callable[[int, int], float]  # (length of a slice, tokens before it) -> seconds
 BatchTimes = Callable[[int, int, int], float]  # (samples, length, tokens before it) -> seconds
+Sample = tuple[int, int, float]  # length, context, seconds
 MOST_PIECES = 1024
+MOST_MEASURED_PIECES = 128  # a sequence's; with more the dynamic program takes seconds
+GAPS = 200  # bounds that are tried, about
 
 
 @dataclass(frozen=True)
@@ -170,3 +181,119 @@ def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
         pieces.append(int(last[end]))
         end -= int(last[end])
     return float(least[count]), pieces[::-1]
+
+
+# -- times as measured
+
+
+@dataclass(frozen=True)
+class SliceTimes:
+    """t(l, c) in seconds.
+
+    Attributes:
+        base: (length, seconds) without context, lengths ascending.
+        context: a0 to a3.
+    """
+
+    base: tuple[tuple[int, float], ...]
+    context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def __call__(self, length: int, context: int) -> float:
+        """Seconds, >= 0, of a slice of `length` tokens after `context` ones."""
+        seconds = self._base(length)
+        if context:
+            a0, a1, a2, a3 = self.context
+            seconds += a0 + a1 * length + a2 * context + a3 * length * context
+        return max(0.0, seconds)
+
+    def _base(self, length: int) -> float:
+        points = self.base
+        if length <= points[0][0] or len(points) == 1:  # less is not faster than it was measured
+            return points[0][1] * max(1.0, length / points[0][0])
+        i = min(bisect_left(points, (length,)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[i - 1:i + 1]
+        return y0 + (y1 - y0) * (length - x0) / (x1 - x0)
+
+
+def fit(samples: Iterable[Sample]) -> SliceTimes:
+    """Least squares, relative to what was measured; of repeated measurements the median.
+
+    samples: with at least one slice without context. Raises: ValueError: none, or bad numbers.
+    """
+    measured: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for length, context, seconds in samples:
+        if length < 1 or context < 0 or not 0 <= seconds < math.inf:
+            raise ValueError(f"a sample of length {length}, context {context} and {seconds} s is "
+                             "out of bounds: must be >= 1, >= 0 and finite >= 0")
+        measured[length, context].append(seconds)
+    found = {key: float(np.median(seconds)) for key, seconds in measured.items()}
+    base = tuple(sorted((length, s) for (length, context), s in found.items() if not context))
+    if not base:
+        raise ValueError("no slice without context was measured; measure a sequence's first slice")
+    times = SliceTimes(base)
+    rest = [(length, context, s) for (length, context), s in found.items() if context]
+    if not rest:
+        return times
+    weights = np.array([1 / max(s, 1e-9) for *_, s in rest])
+    terms = np.array([[1.0, length, context, length * context] for length, context, _ in rest])
+    added = np.array([s - times(length, 0) for length, _, s in rest])
+    scale = np.abs(terms).max(axis=0)
+    solved = np.linalg.lstsq(terms / scale * weights[:, None], added * weights, rcond=None)[0]
+    a0, a1, a2, a3 = (solved / scale).tolist()
+    return SliceTimes(base, (a0, a1, a2, a3))
+
+
+# -- cuts compared in the simulator, with transfers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceProfile:
+    """What was measured of slices on the slowest stage, and of transfers.
+
+    Attributes:
+        length: of a sequence, in tokens. multiple: of which every slice must be one.
+        stages, micro_batches: of a step.
+        forward, backward: seconds of a slice by length and context.
+        send_s, token_s: seconds of a transfer: fixed, and of each token.
+    """
+
+    length: int
+    multiple: int
+    stages: int
+    micro_batches: int
+    forward: SliceTimes
+    backward: SliceTimes
+    send_s: float = 0.0
+    token_s: float = 0.0
+
+    @property
+    def granularity(self) -> int:
+        """Tokens that are not cut apart."""
+        pieces = self.length // self.multiple
+        return self.multiple * min(n for n in range(1, pieces + 1)
+                                   if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)
+
+    def pipeline(self, slices: tuple[int, ...]) -> Pipeline:
+        """For the simulator."""
+        return Pipeline(stages=self.stages, micro_batches=self.micro_batches, slices=len(slices),
+                        forward_s=slice_seconds(self.forward, slices),
+                        backward_s=slice_seconds(self.backward, slices),
+                        send_s=tuple(self.send_s + n * self.token_s for n in slices))
+
+    def best(self) -> tuple[tuple[int, ...], float]:
+        """(slices, seconds of a step): the fastest simulated one of the whole sequence and of what
+        the dynamic program finds for the stages alone, and with links that count as stages.
+        """
+        candidates = {(self.length,)}
+        for parts in (self.stages, 2 * self.stages - 1):
+            share = 1 + (parts - 1) / self.micro_batches
+            gap = self._seconds(self.length, 0) / GAPS
+            candidates.add(cut(self._seconds, self.length, share, granularity=self.granularity,
+                               gap_s=gap).slices)
+        return min(((slices, self.pipeline(slices).simulate().seconds) for slices in candidates),
+                   key=lambda one: (one[1], len(one[0])))
+
+    def _seconds(self, length: int, context: int) -> float:
+        # a slice's transfers go on while others compute: the slower of both counts
+        compute = self.forward(length, context) + self.backward(length, context)
+        return max(compute, 2 * (self.send_s + length * self.token_s))
