@@ -50,15 +50,28 @@ class TierTensor:
 class Tier(ABC):
     """A place for tensors that is larger and slower than the device."""
 
-    @abstractmethod
     def put(self, x: Tensor) -> TierTensor:
         """Hold a copy of x; the caller waits. `TierError`: there is no room, and x is as it was."""
+        held = self._room(x)
+        self._write([(held, x)])
+        return held
+
+    def put_later(self, copier: Copier, tensors: Sequence[Tensor]
+                  ) -> tuple[list[TierTensor], Ticket]:
+        """The same of several in the background; they must stay as they are, and are only held when
+        the ticket has been waited for, which raises `TierError` where there is no room.
+        """
+        held = [self._room(x) for x in tensors]
+        pairs = list(zip(held, tensors, strict=True))
+        return held, copier.start_call(lambda: self._write(pairs), sum(h.nbytes for h in held))
 
     @abstractmethod
-    def put_later(self, copier: Copier, x: Tensor) -> tuple[TierTensor, Ticket]:
-        """The same in the background; x must stay as it is, and is only held when the ticket has
-        been waited for, which raises `TierError` where there is no room.
-        """
+    def _room(self, x: Tensor) -> TierTensor:
+        """A place for x."""
+
+    @abstractmethod
+    def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
+        """Write tensors to their places; the places of all are free where one does not fit."""
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
@@ -81,7 +94,13 @@ class Tier(ABC):
 
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
-    @abstractmethod
+    def take(self, held: TierTensor) -> Tensor:
+        """What is held, in memory, and no longer here; the caller waits."""
+        made = torch.empty(held.shape, dtype=held.dtype)
+        self.read_into(held, made)
+        self.free(held)
+        return made
+
     def free(self, held: TierTensor) -> None:
         """Give the room back; `held` must not be used any more."""
 
@@ -99,14 +118,15 @@ class HostTier(Tier):
     def __init__(self, device: torch.device | str) -> None:
         self.pinned = torch.device(device).type == "cuda"
 
-    def put(self, x: Tensor) -> TierTensor:
-        held = self._room(x)
-        held.tensor.copy_(x.detach())
-        return held
+    def put_later(self, copier: Copier, tensors: Sequence[Tensor]
+                  ) -> tuple[list[TierTensor], Ticket]:
+        held = [self._room(x) for x in tensors]
+        return held, copier.start([(h.tensor, x.detach()) for h, x in
+                                   zip(held, tensors, strict=True)])
 
-    def put_later(self, copier: Copier, x: Tensor) -> tuple[TierTensor, Ticket]:
-        held = self._room(x)
-        return held, copier.start([(held.tensor, x.detach())])
+    def take(self, held: TierTensor) -> Tensor:
+        """See `Tier`: it is in memory."""
+        return held.tensor
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         with torch.no_grad():
@@ -117,8 +137,9 @@ class HostTier(Tier):
         """See `Tier`: copies into memory that is there do not fail."""
         return copier.start([(target, held.tensor) for target, held in wanted])
 
-    def free(self, held: TierTensor) -> None:
-        """See `Tier`: the memory goes when nothing refers to `held`."""
+    def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
+        for held, x in pairs:
+            held.tensor.copy_(x.detach())
 
     def _room(self, x: Tensor) -> TierTensor:
         try:
@@ -144,15 +165,6 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._file: Any = None
         self.end, self._free = 0, {}
-
-    def put(self, x: Tensor) -> TierTensor:
-        held = self._room(x)
-        self._write(held, x)
-        return held
-
-    def put_later(self, copier: Copier, x: Tensor) -> tuple[TierTensor, Ticket]:
-        held = self._room(x)
-        return held, copier.start_call(lambda: self._write(held, x), held.nbytes)
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         """See `Tier`; `TierError` where the file is shorter than what it held."""
@@ -189,14 +201,16 @@ class DiskTier(Tier):
             raise TierError(error.errno, f"no file can be made in {self.folder} ({error.strerror});"
                             f" {write_remedy(error, self.folder)}") from error
 
-    def _write(self, held: TierTensor, x: Tensor) -> None:
-        try:
-            write_values(held.file, held.offset, x)
-        except OSError as error:
-            self.free(held)
-            raise TierError(
-                error.errno, f"{held.nbytes} bytes do not fit {self.folder} ({error.strerror}); "
-                f"{write_remedy(error, self.folder)}") from error
+    def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
+        for held, x in pairs:
+            try:
+                write_values(held.file, held.offset, x)
+            except OSError as error:
+                for place, _ in pairs:
+                    self.free(place)
+                raise TierError(
+                    error.errno, f"{held.nbytes} bytes do not fit {self.folder} "
+                    f"({error.strerror}); {write_remedy(error, self.folder)}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder}  # a copy has a file of its own
@@ -241,7 +255,7 @@ class TierBuffer:
         """`put` in the background; `settle` ends it."""
         self.settle()
         self._before = self.held
-        self.held, self._ticket = self.tier.put_later(copier, flat_N)
+        [self.held], self._ticket = self.tier.put_later(copier, [flat_N])
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:

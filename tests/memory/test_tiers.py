@@ -43,7 +43,7 @@ def test_targets_of_another_dtype_and_layout_are_filled(tier):
 
 def test_in_the_background_too(tier):
     copier, x, y = Copier("cpu"), torch.randn(5, 2, requires_grad=True), torch.randn(3)
-    held_x, put = tier.put_later(copier, x)
+    [held_x], put = tier.put_later(copier, [x])
     put.wait()
     held_y, a, b = tier.put(y), torch.empty(5, 2), torch.empty(3)
     tier.fetch(copier, [(a, held_x), (b, held_y)]).wait()
@@ -72,7 +72,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):
     try:
         with pytest.raises(TierError, match=f"16384 bytes do not fit {tmp_path}.*free space"):
             tier.put(x)
-        _, ticket = tier.put_later(copier, x)
+        _, ticket = tier.put_later(copier, [x])
         with pytest.raises(TierError, match="16384 bytes do not fit"):
             ticket.wait()
     finally:

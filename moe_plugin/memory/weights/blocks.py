@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,50 +10,78 @@ from torch import Tensor, nn
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
-from moe_plugin.memory.tiers import HostTier, TierTensor
+from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierBuffer, TierError, TierTensor
+from moe_plugin.memory.weights.optimizer_state import (
+    OptimizerStateBuffer,
+    StateInFiles,
+    set_state,
+    state_of,
+)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Scale = Callable[[list[Tensor]], object]
 
 
-class StreamedBlock(ABC):
+class StreamedBlock:
     """A block's module, its optimizer, and where its weights are.
 
     Args:
         number: of the block in its model. module: on the device. make_optimizer: of the parameters
             that train.
+        tier: where weights, gradients and state are. In host memory the optimizer steps there, and
+            the device has a copy of the weights. From files weights and state come to memory, are
+            stepped there, and are written again. None: all stay on the device.
 
     Attributes:
-        layout: of its weights in one buffer. streams: whether its weights come and go; False: they
-            stay on the device.
-        optimizer: None where nothing trains.
+        layout: of its weights in one buffer. streams: whether its weights come and go.
+        stepped: the parameters that the optimizer has; optimizer: None where nothing trains.
     Raises:
         ValueError: a parameter is not contiguous.
     """
 
-    streams = True
-
-    def __init__(self, number: int, module: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.number, self.module = number, module
+    def __init__(self, number: int, module: nn.Module, make_optimizer: MakeOptimizer,
+                 tier: Tier | None) -> None:
+        self.number, self.module, self.tier = number, module, tier
         self.names = [name for name, _ in module.named_parameters()]
-        self.params = list(module.parameters())
+        self.params = self.stepped = list(module.parameters())
         for name, p in zip(self.names, self.params, strict=True):
             if not p.is_contiguous():
                 raise ValueError(f"block {number}: parameter {name} is not contiguous and would "
                                  "come back in another order; make it contiguous()")
         self.layout = FlatLayout.of(self.params)
         self.trained = [i for i, p in enumerate(self.params) if p.requires_grad]
-        self.make_optimizer = make_optimizer
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.streams = tier is not None
+        self._flat_N: Tensor | None = None  # of the device, with the attached weights
+        # gradients that wait for the step: of which parameters, where, and the copy
+        self._aside: tuple[list[int], list[TierTensor], Ticket] | None = None
+        if tier is not None:
+            self._leave_device(tier)
+        self.optimizer = make_optimizer(
+            [self.stepped[i] for i in self.trained]) if self.trained else None
+        self._state = StateInFiles(tier, self.optimizer) if isinstance(tier, DiskTier) else None
 
-    def _optimize(self, params: Sequence[nn.Parameter]) -> None:
-        if self.trained:
-            self.optimizer = self.make_optimizer([params[i] for i in self.trained])
+    def _leave_device(self, tier: Tier) -> None:
+        self._weights = TierBuffer(tier)
+        in_host = isinstance(tier, HostTier)
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu", in_host and tier.pinned)
+        self.layout.fill(flat_N, self.params)
+        if in_host:
+            self._weights.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
+            self.stepped = [nn.Parameter(view, p.requires_grad) for view, p in
+                            zip(self.layout.views(flat_N), self.params, strict=True)]
+        else:
+            self._weights.put(flat_N)
+        self.detach()
 
     @property
     def returned_bytes(self) -> int:
-        """Copied in a step besides the weights that come in."""
-        return 0
+        """Copied in a step besides the weights that come in: gradients, or the new weights and the
+        state, which comes and goes.
+        """
+        if self._state is not None:
+            return (self.layout.nbytes if self.trained else 0) + 2 * self._state.nbytes
+        return sum(self.params[i].numel() * self.params[i].element_size()
+                   for i in self.trained if self.streams)
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -67,26 +94,28 @@ class StreamedBlock(ABC):
             if isinstance(module, FFNExperts):
                 module.memory.clear()
 
-    def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket | None:
-        """Start to copy the weights into a buffer of the device."""
-        return None
+    def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
+        """Start to copy the weights into a buffer of the device; of a block that streams."""
+        return self._weights.fetch(copier, flat_N)
 
-    def attach(self, flat_N: Tensor | None) -> None:
+    def attach(self, flat_N: Tensor) -> None:
         """Compute with the weights in this buffer from now on."""
-        if flat_N is not None:
-            for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
-                p.data = view
+        self._weights.settle()  # what was read is what was to be written before
+        self._flat_N = flat_N
+        for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
+            p.data = view
 
     def detach(self) -> None:
         """The buffer is given to another block."""
-        if self.streams:
-            for p in self.params:
-                p.data = absent(p)
+        self._flat_N = None
+        for p in self.params if self.streams else ():
+            p.data = absent(p)
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
         """Start to copy the optimizer's state to where it steps, where it is elsewhere."""
+        if self._state is not None:
+            self._state.fetch(copier, room)
 
-    @abstractmethod
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
         """Step the optimizer with the gradients and drop them. Returns whether the attached weights
         are the new ones.
@@ -94,24 +123,86 @@ class StreamedBlock(ABC):
         scale: changes gradients in place, which `keep_gradients` has put aside; None: they are
         where backward left them.
         """
+        if scale is None and self.stepped is not self.params:
+            self.keep_gradients(copier)
+        self.wait_kept()
+        self._take_gradients()
+        if scale is not None:
+            scale([p.grad for p in self.stepped if p.grad is not None])
+        if self.optimizer is not None:
+            self._step(self.optimizer, copier, room)
+        drop_gradients(self.stepped)
+        return self.stepped is self.params
+
+    def _step(self, optimizer: torch.optim.Optimizer, copier: Copier,
+              room: OptimizerStateBuffer) -> None:
+        if self._state is None:
+            optimizer.step()
+            return
+        self._state.place(copier, room)
+        optimizer.step()
+        drop_gradients(self.stepped)
+        self._weights.put_later(copier, self._flat_N)
+        self._state.leave(copier, room)
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start to put the gradients aside until `step`; `wait_kept` waits for it."""
+        """Start to put the gradients into the tier until `step`; `wait_kept` waits for it."""
+        owners = [i for i in self.trained if self.params[i].grad is not None]
+        if self.tier is None or not owners:
+            return
+        held, ticket = self.tier.put_later(copier, [self.params[i].grad for i in owners])
+        self._aside = (owners, held, ticket)
+        drop_gradients(self.params)
 
     def wait_kept(self) -> None:
         """Wait until what `keep_gradients` started is done. `TierError`: there is no room."""
+        if self._aside is not None:
+            _, _, ticket = self._aside
+            ticket.wait()
+            if ticket.device.type == "cuda":  # the optimizer is no work of the GPU's stream
+                torch.cuda.current_stream(ticket.device).synchronize()
+
+    def _take_gradients(self) -> None:
+        if self._aside is not None:
+            owners, held, _ = self._aside
+            for i, one in zip(owners, held, strict=True):
+                self.stepped[i].grad = self.tier.take(one)
+        self._aside = None
 
     def forget_gradients(self) -> None:
         """After an error: drop all gradients, those that were put aside, too."""
-        drop_gradients(self.params)
+        if self._aside is not None:
+            _, held, ticket = self._aside
+            self._aside = None
+            try:
+                ticket.wait()
+            except TierError:  # it has given its room back
+                held = []
+            for one in held:
+                self.tier.free(one)
+        drop_gradients([*self.params, *self.stepped])
 
-    @abstractmethod
     def read(self) -> list[Tensor]:
         """The weights now, in host memory; nothing is in flight."""
+        if self._state is None:
+            return [p.detach().to("cpu", copy=True) for p in self.stepped]
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu")
+        self._weights.read(flat_N)
+        return self.layout.views(flat_N)
 
-    @abstractmethod
     def write(self, weights: Sequence[Tensor]) -> None:
         """Replace the weights; nothing is in flight, and what is attached is fetched again."""
+        if self._state is not None:
+            self._weights.put(self._flat(weights))
+            return
+        with torch.no_grad():
+            for p, x in zip(self.stepped, weights, strict=True):
+                p.copy_(x)
+
+    def _flat(self, weights: Sequence[Tensor]) -> Tensor:
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu")
+        self.layout.fill(flat_N, weights)
+        return flat_N
 
     def float_buffers(self) -> list[Tensor]:
         """The module's buffers of floating-point numbers, which are always on the device."""
@@ -127,10 +218,13 @@ class StreamedBlock(ABC):
         """Hold new weights and buffers next to the present ones; what is returned takes them
         (True) or drops them.
         """
-        write = self._staged(weights)
+        staged = None if self._state is None else self._weights.stage(self._flat(weights))
 
         def finish(taken: bool) -> None:
-            write(taken)
+            if staged is not None:
+                staged(taken)
+            elif taken:
+                self.write(weights)
             if taken:
                 with torch.no_grad():
                     for buffer, x in zip(self.float_buffers(), buffers, strict=True):
@@ -138,170 +232,23 @@ class StreamedBlock(ABC):
 
         return finish
 
-    def _staged(self, weights: Sequence[Tensor]) -> Callable[[bool], None]:
-        return lambda taken: self.write(weights) if taken else None
-
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
         """The optimizer's tensors by parameter and name; nothing is in flight."""
-        return state_of(self.optimizer)
+        return state_of(self.optimizer) if self._state is None else self._state.tensors()
 
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
         """Take such tensors."""
-        set_state(self.optimizer, state)
+        if self._state is None:
+            set_state(self.optimizer, state)
+        else:
+            self._state.load(state)
 
     def settle(self) -> None:
         """Wait for what is being written; raise what went wrong."""
-
-
-class OptimizerStateBuffer:
-    """Host memory for the optimizer's state of one block at a time; it grows to the largest."""
-
-    def __init__(self) -> None:
-        self._flat_N = aligned_buffer(0, "cpu")
-        self._last: Ticket | None = None
-
-    def of(self, nbytes: int) -> Tensor:
-        """A buffer [nbytes]; jobs that still use the one before it keep it."""
-        if self._flat_N.numel() < nbytes:
-            self._flat_N = aligned_buffer(nbytes, "cpu")
-        return self._flat_N[:nbytes]
-
-    def left(self, ticket: Ticket) -> None:
-        """A job reads the room: the next one that the copier starts may overwrite it."""
-        self._last = ticket
-
-    def wait(self) -> None:
-        """Until the caller itself may overwrite the room."""
-        if self._last is not None:
-            self._last.wait()
-        self._last = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size so far."""
-        return self._flat_N.numel()
-
-
-class ResidentBlock(StreamedBlock):
-    """A block that stays on the device, its optimizer's state too."""
-
-    streams = False
-
-    def __init__(self, number: int, module: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        super().__init__(number, module, make_optimizer)
-        self._optimize(self.params)
-
-    def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        scale_gradients(self.params, scale)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        drop_gradients(self.params)
-        return True
-
-    def read(self) -> list[Tensor]:
-        return [p.detach().to("cpu", copy=True) for p in self.params]
-
-    def write(self, weights: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for p, x in zip(self.params, weights, strict=True):
-                p.copy_(x)
-
-
-class HostBlock(StreamedBlock):
-    """Weights, gradients and state in host memory, where the optimizer steps; the device has a copy
-    of the weights.
-    """
-
-    def __init__(self, number: int, module: nn.Module, make_optimizer: MakeOptimizer,
-                 tier: HostTier) -> None:
-        super().__init__(number, module, make_optimizer)
-        flat_N = aligned_buffer(self.layout.nbytes, "cpu", tier.pinned)
-        self.layout.fill(flat_N, self.params)
-        self.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
-        self.tier = tier
-        self.masters = [nn.Parameter(view, p.requires_grad) for view, p in
-                        zip(self.layout.views(flat_N), self.params, strict=True)]
-        self._leaving: Ticket | None = None  # gradients on their way to host memory
-        self._optimize(self.masters)
-        self.detach()
-
-    @property
-    def returned_bytes(self) -> int:
-        """See `StreamedBlock`: gradients."""
-        return sum(self.params[i].numel() * self.params[i].element_size() for i in self.trained)
-
-    def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        return self.tier.fetch(copier, [(flat_N, self.held)])
-
-    def keep_gradients(self, copier: Copier) -> None:
-        pairs = []
-        for i in self.trained:
-            p, master = self.params[i], self.masters[i]
-            if p.grad is not None:
-                master.grad = torch.empty(p.shape, dtype=p.dtype, pin_memory=self.tier.pinned)
-                pairs.append((master.grad, p.grad))
-        drop_gradients(self.params)
-        self._leaving = copier.start(pairs) if pairs else None
-
-    def wait_kept(self) -> None:
-        if self._leaving is not None:
-            self._leaving.wait()
-            if self.tier.pinned:  # the optimizer is no work of the GPU's stream
-                torch.cuda.current_stream(self._leaving.device).synchronize()
-        self._leaving = None
-
-    def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        if scale is None:
-            self.keep_gradients(copier)
-        self.wait_kept()
-        scale_gradients(self.masters, scale)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        drop_gradients(self.masters)
-        return False
-
-    def forget_gradients(self) -> None:
-        self._leaving = None
-        drop_gradients([*self.params, *self.masters])
-
-    def read(self) -> list[Tensor]:
-        return [master.detach().clone() for master in self.masters]
-
-    def write(self, weights: Sequence[Tensor]) -> None:
-        self.layout.fill(self.held.tensor, weights)
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """An optimizer's parameters in its order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
-             ) -> dict[tuple[int, str], Tensor]:
-    """Tensors of its state by number of the parameter and name.
-
-    numbers: the single numbers among them, such as counts of steps; else all others.
-    """
-    if optimizer is None:
-        return {}
-    return {(i, name): x for i, p in enumerate(params_of(optimizer))
-            for name, x in optimizer.state.get(p, {}).items()
-            if isinstance(x, Tensor) and (x.dim() == 0) == numbers}
-
-
-def set_state(optimizer: torch.optim.Optimizer | None, state: dict[tuple[int, str], Tensor]
-              ) -> None:
-    """Replace such tensors, see `state_of`."""
-    if optimizer is not None:
-        params = params_of(optimizer)
-        for (i, name), x in state.items():
-            optimizer.state[params[i]][name] = x
-
-
-def scale_gradients(params: Sequence[nn.Parameter], scale: Scale | None) -> None:
-    """Change the gradients in place; None: leave them."""
-    if scale is not None:
-        scale([p.grad for p in params if p.grad is not None])
+        if self.streams:
+            self._weights.settle()
+        if self._state is not None:
+            self._state.settle()
 
 
 def drop_gradients(params: Sequence[nn.Parameter]) -> None:

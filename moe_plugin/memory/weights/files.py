@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.memory.safetensors_file import SafetensorsFile
-from moe_plugin.memory.weights.blocks import StreamedBlock, set_state, state_of
+from moe_plugin.memory.weights.blocks import StreamedBlock
+from moe_plugin.memory.weights.optimizer_state import set_state, state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, make_folder, write_remedy

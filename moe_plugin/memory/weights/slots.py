@@ -28,7 +28,7 @@ class Slots:
                  copier: Copier) -> None:
         self.segments = [list(segment) for segment in segments]
         self.copier = copier
-        sizes = _sizes(segments)
+        sizes = place_sizes(segments)
         self.nbytes = sum(sizes)
         self._buffers = [aligned_buffer(size, device) for size in sizes]
         self._holds: list[int | None] = [None, None]
@@ -41,11 +41,6 @@ class Slots:
                 end = begin + (block.layout.nbytes if block.streams else 0)
                 self._parts[block.number] = (index, begin, end)
                 begin = end
-
-    @staticmethod
-    def bytes_of(segments: Sequence[Sequence[StreamedBlock]]) -> int:
-        """Memory that these segments need."""
-        return sum(_sizes(segments))
 
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
                before: Callable[[StreamedBlock],
@@ -128,7 +123,7 @@ class Slots:
         self._holds = [None, None]
 
 
-def _sizes(segments: Sequence[Sequence[StreamedBlock]]) -> list[int]:
-    """Bytes of the two places."""
+def place_sizes(segments: Sequence[Sequence[StreamedBlock]]) -> list[int]:
+    """Bytes of the two places that these segments need."""
     bytes_ = [sum(b.layout.nbytes for b in segment if b.streams) for segment in segments]
     return [max(bytes_[place::2], default=0) for place in (0, 1)]

@@ -25,16 +25,9 @@ from moe_plugin.memory.copier import Copier, OnDevice
 from moe_plugin.memory.flat import give_back_free_memory
 from moe_plugin.memory.passes import BlockPasses
 from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierError
-from moe_plugin.memory.weights.blocks import (
-    HostBlock,
-    MakeOptimizer,
-    OptimizerStateBuffer,
-    ResidentBlock,
-    Scale,
-    StreamedBlock,
-)
-from moe_plugin.memory.weights.disk_block import DiskBlock
-from moe_plugin.memory.weights.slots import Slots
+from moe_plugin.memory.weights.blocks import MakeOptimizer, Scale, StreamedBlock
+from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
+from moe_plugin.memory.weights.slots import Slots, place_sizes
 from moe_plugin.routing import finish_step_of_any
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -152,7 +145,8 @@ class StreamedTrainer:
         for number, block in enumerate(blocks):
             module = (block if isinstance(block, nn.Module) else block()).to(self.device)
             _check_shared(self.blocks, number, module)
-            self.blocks.append(_block(number, module, optimizer, tier, number in set(resident)))
+            self.blocks.append(StreamedBlock(number, module, optimizer,
+                                             None if number in resident else tier))
             give_back_free_memory()
         self._passes = BlockPasses([block.module for block in self.blocks], loss, self.randomness)
         self.profile = [BlockMeasurement(block.layout.nbytes) for block in self.blocks]
@@ -187,7 +181,7 @@ class StreamedTrainer:
         for count in segments:
             ends.append(ends[-1] + count)
         cut = [self.blocks[begin:end] for begin, end in pairwise(ends)]
-        needed = Slots.bytes_of(cut) + self.bytes_beside_segments
+        needed = sum(place_sizes(cut)) + self.bytes_beside_segments
         if self.limit is not None and needed > self.limit:
             raise ValueError(
                 f"limit={self.limit} bytes is smaller than two segments of {list(segments)} blocks "
@@ -383,15 +377,6 @@ def _reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.
             "block's gradients over them, e.g. BlockGradients(world) of "
             "moe_plugin.hosts.plain.streamed")
     return gradients or (lambda block: None)
-
-
-def _block(number: int, module: nn.Module, optimizer: MakeOptimizer, tier: Tier,
-           resident: bool) -> StreamedBlock:
-    if resident:
-        return ResidentBlock(number, module, optimizer)
-    if isinstance(tier, DiskTier):
-        return DiskBlock(number, module, optimizer, tier)
-    return HostBlock(number, module, optimizer, tier)
 
 
 def _check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module) -> None:

@@ -1,0 +1,141 @@
+"""The state of a block's optimizer: its tensors, and those that are in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.memory.copier import Copier, Ticket
+from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
+from moe_plugin.memory.tiers import DiskTier, TierBuffer
+
+State = Mapping[tuple[int, str], Tensor]  # by number of the parameter and name
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
+             ) -> dict[tuple[int, str], Tensor]:
+    """Its tensors. numbers: the single numbers, such as counts of steps; else all others."""
+    if optimizer is None:
+        return {}
+    return {(i, name): x for i, p in enumerate(_params(optimizer))
+            for name, x in optimizer.state.get(p, {}).items()
+            if isinstance(x, Tensor) and (x.dim() == 0) == numbers}
+
+
+def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
+    """Replace such tensors, see `state_of`."""
+    if optimizer is not None:
+        params = _params(optimizer)
+        for (i, name), x in state.items():
+            optimizer.state[params[i]][name] = x
+
+
+class OptimizerStateBuffer:
+    """Host memory for the optimizer's state of one block at a time; it grows to the largest."""
+
+    def __init__(self) -> None:
+        self._flat_N = aligned_buffer(0, "cpu")
+        self._last: Ticket | None = None
+
+    def of(self, nbytes: int) -> Tensor:
+        """A buffer [nbytes]; jobs that still use the one before it keep it."""
+        if self._flat_N.numel() < nbytes:
+            self._flat_N = aligned_buffer(nbytes, "cpu")
+        return self._flat_N[:nbytes]
+
+    def left(self, ticket: Ticket) -> None:
+        """A job reads the room: the next one that the copier starts may overwrite it."""
+        self._last = ticket
+
+    def wait(self) -> None:
+        """Until the caller itself may overwrite the room."""
+        if self._last is not None:
+            self._last.wait()
+        self._last = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size so far."""
+        return self._flat_N.numel()
+
+
+class StateInFiles:
+    """State that is in memory while its optimizer steps, in a room that blocks share."""
+
+    def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer, self._held = optimizer, TierBuffer(tier)
+        self._layout = FlatLayout.of([])
+        self._ticket: Ticket | None = None
+        self._flat_N: Tensor | None = None  # where it is, while it is in memory
+
+    @property
+    def nbytes(self) -> int:
+        """Size so far."""
+        return self._layout.nbytes
+
+    def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
+        """Start to copy it to memory, if it is not on its way."""
+        if self._held.held is not None and self._ticket is None:
+            self._flat_N = room.of(self._layout.nbytes)
+            self._ticket = self._held.fetch(copier, self._flat_N)
+
+    def place(self, copier: Copier, room: OptimizerStateBuffer) -> None:
+        """Give it to the optimizer; the caller waits."""
+        self.fetch(copier, room)
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._held.settle()
+            set_state(self.optimizer, self._named(self._flat_N))
+            self._ticket = None
+
+    def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
+        """Start to write what the optimizer has now, which then has no state in memory."""
+        state = state_of(self.optimizer)
+        if not state:
+            return
+        tensors = [state[key] for key in sorted(state)]
+        layout = FlatLayout.of(tensors)
+        if layout != self._layout or self._flat_N is None:  # the first step, or a new one
+            if self._flat_N is not None:
+                tensors = [x.clone() for x in tensors]  # some lie where they are copied to
+            self._flat_N = room.of(layout.nbytes)
+            room.wait()
+        for view, x in zip(layout.views(self._flat_N), tensors, strict=True):
+            if x.data_ptr() != view.data_ptr():
+                view.copy_(x)
+        self._layout = layout
+        room.left(self._held.put_later(copier, self._flat_N))
+        self._flat_N = None
+        set_state(self.optimizer, {key: absent(x) for key, x in state.items()})
+
+    def tensors(self) -> dict[tuple[int, str], Tensor]:
+        """A copy; nothing is in flight."""
+        if not state_of(self.optimizer):
+            return {}
+        flat_N = aligned_buffer(self._layout.nbytes, "cpu")
+        self._held.read(flat_N)
+        return self._named(flat_N)
+
+    def load(self, state: State) -> None:
+        """Take such tensors."""
+        tensors = [state[key] for key in sorted(state)]
+        self._layout = FlatLayout.of(tensors)
+        if tensors:
+            flat_N = aligned_buffer(self._layout.nbytes, "cpu")
+            self._layout.fill(flat_N, tensors)
+            self._held.put(flat_N)
+        set_state(self.optimizer, {key: absent(x) for key, x in state.items()})
+
+    def settle(self) -> None:
+        """Wait for what is being written; raise what went wrong."""
+        self._held.settle()
+
+    def _named(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:
+        return dict(zip(sorted(state_of(self.optimizer)), self._layout.views(flat_N),
+                        strict=True))
