@@ -3,6 +3,7 @@
 from moe_plugin.ensembles.cmcl import (
     BINS,
     HISTOGRAMS,
+    EnsembleHeads,
     OracleLoss,
     confidence_counts,
     confidence_histograms,
@@ -15,7 +16,6 @@ from moe_plugin.ensembles.cmcl import (
     share_features,
     uniform_divergence,
 )
-from moe_plugin.ensembles.heads import EnsembleHeads
 
 __all__ = [
     "BINS", "HISTOGRAMS", "EnsembleHeads", "OracleLoss", "confidence_counts",

@@ -112,7 +112,8 @@ def choices() -> list[Choice]:
     fairseq = fairseq_adam(set(), torch_fused=False, old=False, fp16_stats=False)
     names = {"torch": "torch's fused Adam", "apex": "apex FusedAdam", "fairseq": "fairseq's own"}
     return [
-        Choice(fairseq.role, names[fairseq.active], _unless_fused(fairseq)),
+        Choice(fairseq.role, names[fairseq.active], fairseq.reason
+               + "; --moe-fused-adam: torch's fused Adam" * (fairseq.active == "fairseq")),
         Choice("fairseq --fp16-adam-stats", *_or("refused", ADAM_16_BIT)),
         _megatron_adam(engine == "it imports"),
         Choice("layer norm", *_or("torch.nn.LayerNorm", LAYER_NORM)),
@@ -126,10 +127,6 @@ def choices() -> list[Choice]:
 def _or(torch_part: str, name: str) -> tuple[str, str]:
     part = apex(name)
     return (torch_part if part.value is None else f"apex {name}"), part.reason
-
-
-def _unless_fused(choice: Choice) -> str:
-    return choice.reason + "; --moe-fused-adam: torch's fused Adam" * (choice.active == "fairseq")
 
 
 def _megatron_adam(engine: bool) -> Choice:

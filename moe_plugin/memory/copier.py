@@ -69,9 +69,12 @@ class Ticket:
     @property
     def done(self) -> bool:
         """Whether the job is complete, or has failed."""
-        if self._future is not None and not self._future.done():
-            return False
-        return self._event is None or self._failed or self._event.query()
+        if self._future is not None:
+            if not self._future.done():
+                return False
+            if self._future.exception() is not None:
+                return True
+        return self._event is None or self._event.query()
 
     @property
     def device(self) -> torch.device:
@@ -84,22 +87,15 @@ class Ticket:
         Raises:
             Exception: what the job raised, in every call.
         """
-        if not self.done:
-            started = time.perf_counter()
-            try:
-                if self._future is not None:
-                    self._future.result()
-            finally:
-                self._copier._count_wait(time.perf_counter() - started)
-        if self._future is not None:
-            self._future.result()
+        started = None if self.done else time.perf_counter()
+        try:
+            if self._future is not None:
+                self._future.result()
+        finally:
+            if started is not None:
+                self._copier._count(waits=1, stalled_s=time.perf_counter() - started)
         if self._event is not None:
             torch.cuda.current_stream(self._copier.device).wait_event(self._event)
-
-    @property
-    def _failed(self) -> bool:
-        future = self._future
-        return future is not None and future.done() and future.exception() is not None
 
 
 class Copier:
@@ -152,11 +148,12 @@ class Copier:
         if on_gpu and idle and self.throttle is None:
             ticket = Ticket(self, nbytes)
             ticket._event = self._on_stream(copy, self._here())
-            self._count(nbytes, 0.0, 0.0)
+            self._count(copies=1, bytes=nbytes)
         else:
             ticket = self.start_call(copy, nbytes)
-        if on_gpu:
-            self._keep_alive(copies)
+        # memory on the device is not given to others before the copies' stream is done with it
+        for x in (x for pair in copies for x in pair if x.device.type == "cuda"):
+            x.record_stream(self._side())
         return ticket
 
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
@@ -180,7 +177,7 @@ class Copier:
             more = 0.0 if self.throttle is None else max(0.0, nbytes / self.throttle - spent)
             if more:
                 self._sleep(more)
-            self._count(nbytes, spent + more, more)
+            self._count(copies=1, bytes=nbytes, busy_s=spent + more, throttled_s=more)
 
         ticket._future = self._latest = self._executor().submit(run)
         return ticket
@@ -220,22 +217,10 @@ class Copier:
                 self._stream = torch.cuda.Stream(self.device)
             return self._stream
 
-    def _keep_alive(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Memory on the device is not given to others before the copies' stream is done with it."""
-        for x in (x for pair in copies for x in pair if x.device.type == "cuda"):
-            x.record_stream(self._side())
-
-    def _count(self, nbytes: int, busy: float, throttled: float) -> None:
+    def _count(self, **counts: float) -> None:
         with self._lock:
-            self.counters.copies += 1
-            self.counters.bytes += nbytes
-            self.counters.busy_s += busy
-            self.counters.throttled_s += throttled
-
-    def _count_wait(self, seconds: float) -> None:
-        with self._lock:
-            self.counters.waits += 1
-            self.counters.stalled_s += seconds
+            for name, value in counts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"device": self.device, "throttle": self.throttle, "_sleep": self._sleep}

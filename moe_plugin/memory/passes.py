@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from moe_plugin.routing.replay import record_routing, replay_routing
 
+Place = tuple[nn.Module, str]  # of a buffer
+
 
 class BlockPasses:
     """The activations of one step.
@@ -27,7 +29,7 @@ class BlockPasses:
     def __init__(self, modules: Sequence[nn.Module], loss: Callable[[Tensor, Any], Tensor],
                  randomness: Callable[[int, int], AbstractContextManager[None]]) -> None:
         self.modules, self.loss, self.randomness = list(modules), loss, randomness
-        self._moving: list[list[tuple[nn.Module, str]]] = [[] for _ in modules]
+        self._moving: list[list[Place]] = [[] for _ in modules]
         self.begin([])
 
     def begin(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> None:
@@ -88,7 +90,7 @@ class BlockPasses:
             again = nullcontext() if last else replay_routing(self._tapes[number][m])
             x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
             with (torch.enable_grad(), self.randomness(m, number), again,
-                  _unchanged([] if last else self._moving[number])):
+                  unchanged_buffers(self.modules[number], [] if last else self._moving[number])):
                 y, own = self._call(number, x)
                 if last:
                     y = self.loss(y, self._targets[m])
@@ -122,28 +124,25 @@ class BlockPasses:
             self._balance[m] = own.clone() if before is None else before + own
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 yield (owner, name), buffer
 
 
-def _values(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+def _values(module: nn.Module) -> dict[Place, Tensor]:
     """Copies: kernels of running statistics do not tell torch that they change them."""
     return {place: buffer.clone() for place, buffer in _buffers(module)}
 
 
-def unchanged_buffers(module: nn.Module) -> AbstractContextManager[None]:
-    """What a pass inside changes of a module's buffers is undone, such as running statistics, which
-    see one of two passes.
-    """
-    return _unchanged([place for place, _ in _buffers(module)])
-
-
 @contextmanager
-def _unchanged(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Buffers that a pass changes (running statistics) are afterwards as they were before."""
+def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) -> Iterator[None]:
+    """What a pass inside changes of a module's buffers is undone, such as running statistics, which
+    see one of two passes. places: of those that it changes; None: of all.
+    """
+    if places is None:
+        places = [place for place, _ in _buffers(module)]
     before = [(owner, name, owner._buffers[name]) for owner, name in places]
     for owner, name, buffer in before:
         owner._buffers[name] = buffer.clone()  # it may be saved for backward: never written again

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_plugin.observe.episodes import RECENT
 from moe_plugin.observe.findings import DECIDED, MEMORY, findings
 from moe_plugin.observe.history.json_lines import layer_record, timeline
 from moe_plugin.observe.history.records import DecisionRecord, LayerRecord, RunRecord, StepRecord
+from moe_plugin.observe.layer_rules import RECENT
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ made it. Of three twins the one is named that differs from the others; of two, b
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.experts import Experts
 from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.layer import MoELayer
+from moe_plugin.memory.activations.offload import tensors
 from moe_plugin.records import ExpertRows
 from moe_plugin.resilience.overflow import StepStart
 from moe_plugin.run import RunFeature, StepInput
@@ -250,7 +250,7 @@ class _Recorder:
 
     def _after(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for x in _tensors(output):
+            for x in tensors(output):
                 self.add(f"the output of {name!r}", x)
                 self._backward(f"the gradient at the output of {name!r}", x)
 
@@ -259,19 +259,6 @@ class _Recorder:
     def _backward(self, name: str, x: Tensor) -> None:
         if x.requires_grad:
             x.register_hook(lambda gradient: self.add(name, gradient))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors of a module's output, in order; a router's is a record."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(tuple(getattr(value, f.name) for f in dataclasses.fields(value)))
 
 
 @torch.no_grad()

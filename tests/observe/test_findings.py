@@ -20,7 +20,6 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
 from moe_plugin.config import ObserveConfig, from_dict
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.observe.episodes import RECENT
 from moe_plugin.observe.findings import RULES, findings
 from moe_plugin.observe.health import KEPT, HealthLog
 from moe_plugin.observe.history import (
@@ -31,6 +30,7 @@ from moe_plugin.observe.history import (
     StepRecord,
     read_run,
 )
+from moe_plugin.observe.layer_rules import RECENT
 from moe_plugin.observe.report import render
 from moe_plugin.observe.watch import view
 

@@ -24,7 +24,7 @@ from moe_plugin.hosts.fairseq.compat.names import (
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.observe.history.fairseq_log import CHANGED
-from moe_plugin.observe.history.settings import comparable
+from moe_plugin.observe.history.records import comparable
 
 _UNSTATED = object()
 

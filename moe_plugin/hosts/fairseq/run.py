@@ -28,10 +28,9 @@ from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.resilience.twins import TwinCheck
-from moe_plugin.resilience.unfit import refuse_unfit
 from moe_plugin.resilience.vote import Ballots, refuse_reported_loads, refuse_spread_experts
 from moe_plugin.routing.steps import RouterSteps
-from moe_plugin.run import Run, RunFeature, StepFacts
+from moe_plugin.run import Run, RunFeature, StepFacts, refuse_unfit
 
 INNER = "train_inner"  # fairseq's name of the numbers between two lines of its log
 # their rate depends on the epoch or a validation, which every replica has of its own

@@ -133,15 +133,11 @@ class AutoActivations(Activations):
         elif self._steps < len(MEASURING):
             self._measured.step = self._steps
             self.use([MEASURING[self._steps]] * len(self.blocks))
-        elif self._all_complete():
-            self._plan_first()
+        elif not self.comm.agree_max([float(not self._measured.complete(len(self.blocks)))])[0]:
+            self._plan_first()  # all ranks have measured all blocks
         else:
             self._wait_for_blocks()
         super().after_step(facts)
-
-    def _all_complete(self) -> bool:
-        """Whether all ranks have measured all blocks: they plan together."""
-        return not self.comm.agree_max([float(not self._measured.complete(len(self.blocks)))])[0]
 
     def _wait_for_blocks(self) -> None:
         """A step in which not all blocks ran is made again."""

@@ -11,6 +11,7 @@ copies what autograd saves to a slower tier, and back ahead of use. All three co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -184,7 +185,13 @@ class Activations(RunFeature):
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
         """Other policies, from the next forward pass on. order: None: `plain_order`."""
-        self.policies = check_policies(policies, len(self.blocks))
+        unknown = [policy for policy in policies if policy not in POLICIES]
+        if unknown or len(policies) != len(self.blocks):
+            raise ValueError(
+                f"{len(policies)} policies of activations for {len(self.blocks)} blocks"
+                + (f", one of them {short(unknown[0])}" if unknown else "")
+                + f": must be one for each block, each of {', '.join(POLICIES)}")
+        self.policies = tuple(policies)
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
@@ -324,30 +331,17 @@ def _check_blocks(blocks: Sequence[nn.Module]) -> None:
                              "the first one's, or leave one out")
 
 
-def check_policies(policies: Sequence[str], blocks: int) -> tuple[str, ...]:
-    """Policies of a number of blocks.
-
-    Raises:
-        ValueError: there are more or fewer, or unknown ones.
-    """
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown or len(policies) != blocks:
-        raise ValueError(
-            f"{len(policies)} policies of activations for {blocks} blocks"
-            + (f", one of them {short(unknown[0])}" if unknown else "")
-            + f": must be one for each block, each of {', '.join(POLICIES)}")
-    return tuple(policies)
-
-
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+    """All tensors in nested tuples, lists, dicts and records, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, tuple | list):
         for each in value:
             yield from tensors(each)
     elif isinstance(value, Mapping):
         yield from tensors(tuple(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield from tensors(tuple(getattr(value, f.name) for f in dataclasses.fields(value)))
 
 
 @contextmanager

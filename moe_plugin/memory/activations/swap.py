@@ -288,7 +288,8 @@ class Saved:
                 storage.fetch()
 
     def _storage(self, x: Tensor, place: int) -> SwappedStorage:
-        known = self._storages.get(place, _none)()
+        reference = self._storages.get(place)
+        known = None if reference is None else reference()
         if known is None or not known.holds(x):
             known = SwappedStorage(self.swapper, self.block, x)
             self._storages[place] = ref(known)
@@ -300,10 +301,6 @@ class Saved:
 
 def _unpack(saved: Tensor | _View) -> Tensor:
     return saved.tensor() if isinstance(saved, _View) else saved
-
-
-def _none() -> None:
-    return None
 
 
 def _plain(x: Tensor) -> bool:

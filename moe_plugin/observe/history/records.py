@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 RECENT = 20  # records from which the remaining time is estimated
 # in fairseq's log: percent of the first and of the second choices that found no slot
@@ -253,3 +256,17 @@ class RunRecord:
     def experts(self) -> int:
         """The largest number of experts of any layer; 0 if unknown."""
         return max((len(r.load) for r in self.layer_records), default=0)
+
+
+def comparable(value: Any) -> Any:
+    """Equal where two settings are: numbers and None also as text, sequences of any kind. Can be a
+    key.
+    """
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(comparable(one) for one in value)
+    return value if value.__hash__ else str(value)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, RunRecord
-from moe_plugin.observe.history.settings import comparable
+from moe_plugin.observe.history.records import comparable
 from moe_plugin.observe.report.content import LAYER_CHARTS, STEP_CHARTS, over_steps, summary
 from moe_plugin.observe.report.figure_records import (
     Figure,

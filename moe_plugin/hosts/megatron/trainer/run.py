@@ -27,10 +27,9 @@ from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.resilience.twins import TwinCheck
-from moe_plugin.resilience.unfit import refuse_unfit
 from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
 from moe_plugin.routing.steps import RouterSteps
-from moe_plugin.run import Run, RunFeature
+from moe_plugin.run import Run, RunFeature, refuse_unfit
 
 Logged = list[dict[str, Tensor]]
 Passes = Callable[[list[Iterator[Any]], int], Logged]
