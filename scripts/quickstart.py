@@ -23,7 +23,7 @@ from moe_plugin.lab.bench.corpus import CorpusInfo, build_corpus, read_info
 from moe_plugin.observe import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
-from moe_plugin.observe.report import write_report
+from moe_plugin.observe.report.page import write_report
 from moe_plugin.regular_files import check_output, make_folder, open_append, write_regular
 from moe_plugin.yaml_file import read_yaml
 

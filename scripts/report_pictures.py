@@ -23,7 +23,7 @@ from PIL import Image
 
 from moe_plugin.lab.bench.report import check_folder
 from moe_plugin.observe.history import RunRecord, read_run
-from moe_plugin.observe.report import render, render_comparison
+from moe_plugin.observe.report.page import render, render_comparison
 from moe_plugin.regular_files import write_regular
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page; print where it is and what in the files could not be read."""
     from moe_plugin.observe.history import read_run
-    from moe_plugin.observe.report import write_comparison, write_report
+    from moe_plugin.observe.report.page import write_comparison, write_report
 
     folders = args.run_dir
     runs = [read_run(folder) for folder in folders]

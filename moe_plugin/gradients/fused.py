@@ -30,12 +30,7 @@ _APEX = {
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A part of apex.
-
-    Attributes:
-        value: the class or function, None where it cannot be used.
-        reason: why.
-    """
+    """A part of apex. value: the class or function, None where it cannot be used. reason: why."""
 
     value: Any
     reason: str

@@ -54,11 +54,7 @@ class OnDevice:
 
 
 class Ticket:
-    """A job of a `Copier`.
-
-    Attributes:
-        nbytes: that it moves.
-    """
+    """A job of a `Copier`. nbytes: that it moves."""
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -82,10 +78,8 @@ class Ticket:
         return self._copier.device
 
     def wait(self) -> None:
-        """Let the caller, on a GPU its current stream, wait until the job is complete.
-
-        Raises:
-            Exception: what the job raised, in every call.
+        """Let the caller, on a GPU its current stream, wait until the job is complete. `Exception`:
+        what the job raised, in every call.
         """
         started = None if self.done else time.perf_counter()
         try:

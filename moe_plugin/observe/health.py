@@ -21,12 +21,7 @@ REST = MEMORY  # looks without a finding after which it is said again where it c
 
 @dataclass
 class _Said:
-    """A finding in the log.
-
-    Attributes:
-        layers: of which it was said.
-        absent: looks since it was last found.
-    """
+    """A finding in the log. layers: of which it was said. absent: looks since it was last found."""
 
     layers: int = 0
     absent: int = 0

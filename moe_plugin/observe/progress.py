@@ -27,8 +27,7 @@ class _Silent:
         self.close()
 
 
-def progress(total: int | None, description: str, *, unit: str = "step",
-             stream: TextIO | None = None) -> Any:
+def progress(total: int | None, description: str, stream: TextIO | None = None) -> Any:
     """A bar with `update(n)`, `set_postfix_str(text)` and `close()`, also a context manager.
 
     A tqdm bar if `stream` (default: standard error) is a terminal and tqdm is installed; otherwise
@@ -41,7 +40,7 @@ def progress(total: int | None, description: str, *, unit: str = "step",
         from tqdm import tqdm
     except ImportError:
         return _Silent()
-    return tqdm(total=total, desc=description, unit=unit, file=stream, dynamic_ncols=True,
+    return tqdm(total=total, desc=description, unit="step", file=stream, dynamic_ncols=True,
                 leave=False)
 
 

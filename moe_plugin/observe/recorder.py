@@ -39,6 +39,8 @@ from moe_plugin.output import LayerStats
 _FOLD_AT = 64
 # of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
+# what the host knows of each call; `capped`: calls with a capacity
+_HOST = ("calls", "bytes_sent", "rows", "capacity", "capped", *_STORE)
 _THREAD = threading.local()
 
 
@@ -73,37 +75,28 @@ class _Collected:
         pending: not yet summed.
         sums_V: float64 [E + 4], `_device_sums` of older ones.
         losses: by name, float64 [2]: the sum, and the number of calls that had this loss.
-        capped: calls with a capacity.
+        host: sums by the names of `_HOST`.
     """
 
     experts: int
     pending: list[LayerStats] = field(default_factory=list)
     sums_V: Tensor | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
-    calls: int = 0
-    bytes_sent: int = 0
-    rows: int = 0
-    capacity: int = 0
-    capped: int = 0
+    host: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
     exchanges: Counter[str] = field(default_factory=Counter)
     routers: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
-    store: Counter[str] = field(default_factory=Counter)
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
         self.pending.append(stats)
-        self.calls += 1
-        self.bytes_sent += stats.bytes_sent
-        self.rows += stats.rows
-        self.capacity += stats.capacity or 0
-        self.capped += stats.capacity is not None
+        self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=stats.rows,
+                         capacity=stats.capacity or 0, capped=stats.capacity is not None)
         self.layouts.update([stats.layout] if stats.layout is not None else [])
         self.routers.update([stats.router] if stats.router is not None else [])
         self.collectives.update([stats.collectives] if stats.collectives is not None else [])
         self.exchanges.update(stats.exchanges)
-        self.store.update(stats.store)
         self.decisions += stats.decisions
         if len(self.pending) >= _FOLD_AT:
             self.fold()
@@ -130,9 +123,8 @@ class _Collected:
         """Everything that is summed over ranks, float64 [E + 4 + 12 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
-        host = [self.calls, self.bytes_sent, self.rows, self.capacity, self.capped,
-                *(self.store[name] for name in _STORE)]
-        host_N = torch.tensor(host, dtype=torch.float64, device=self.sums_V.device)
+        host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
+                              device=self.sums_V.device)
         losses = [self.losses[name] for name in sorted(self.losses)]
         return torch.cat([self.sums_V, host_N, *losses])
 
@@ -141,31 +133,32 @@ class _Collected:
         e = self.experts
         # ranks that report the same tokens report shares of them: their sum is whole up to rounding
         *load, kept, tokens = map(int, sums[: e + 2].round().tolist())
-        entropy, peak, calls, sent, rows, capacity, capped = sums[e + 2 : e + 9].tolist()
-        store = zip(_STORE, map(int, sums[e + 9 : e + 16].tolist()), strict=True)
-        losses = zip(sorted(self.losses), sums[e + 16 :].view(-1, 2).tolist(), strict=True)
+        entropy, peak, *counts = sums[e + 2 : e + 4 + len(_HOST)].tolist()
+        host = dict(zip(_HOST, counts, strict=True))
+        losses = zip(sorted(self.losses), sums[e + 4 + len(_HOST) :].view(-1, 2).tolist(),
+                     strict=True)
         routed = sum(load)
         return {
-            "calls": int(calls),
+            "calls": int(host["calls"]),
             "tokens": tokens,
             "load": load,
             "max_over_mean": max(load) / (routed / e) if routed else 0.0,
-            "max_over_mean_call": peak / calls,
+            "max_over_mean_call": peak / host["calls"],
             "dropped": routed - kept,
             "drop_fraction": (routed - kept) / routed if routed else 0.0,
             "unused_experts": load.count(0),
             "entropy": entropy / tokens if tokens else 0.0,
             "losses": {name: total / max(count, 1) for name, (total, count) in losses},
-            "bytes_sent": int(sent),
-            "rows": int(rows),
-            "capacity": capacity / capped if capped else None,
+            "bytes_sent": int(host["bytes_sent"]),
+            "rows": int(host["rows"]),
+            "capacity": host["capacity"] / host["capped"] if host["capped"] else None,
             # agreed between ranks, so the same on all
             "layouts": dict(self.layouts),
             "decisions": self.decisions,
             "exchanges": dict(self.exchanges),
             "routers": dict(self.routers),
             "collectives": dict(self.collectives),
-            "store": {name: value for name, value in store if value},
+            "store": {name: count for name in _STORE if (count := int(host[name]))},
         }
 
 

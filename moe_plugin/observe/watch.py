@@ -202,11 +202,7 @@ class Watch:
         self.signature: object = None
 
     def once(self) -> None:
-        """Show the present state.
-
-        Raises:
-            ValueError: the folder holds no run.
-        """
+        """Show the present state. `ValueError`: the folder holds no run."""
         self.run = read_run(self.folder)
         self._print()
 

@@ -229,11 +229,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Take what another replica gave.
-
-        Raises:
-            ValueError: it is of other models.
-        """
+        """Take what another replica gave. `ValueError`: it is of other models."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # as torch has it: hosts' own methods rename, prune or forgive
@@ -266,9 +262,10 @@ class ReplicaSteps(RunFeature):
                  state: Callable[[], Any], load: Callable[[Any], None],
                  progress: Callable[[], int]) -> None:
         logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each step
-        self._modules, self._state, self._load = ModuleState(models), state, load
-        self._make = lambda: ElasticReplica(lighthouse, replica, self._whole_state, self._take,
-                                            timeout_s, progress())
+        self._modules, self._load = ModuleState(models), load
+        self._make = lambda: ElasticReplica(
+            lighthouse, replica, lambda: {"modules": self._modules(), "host": state()}, self._take,
+            timeout_s, progress())
         self.replica: ElasticReplica | None = None
         self.lost = False
 
@@ -282,11 +279,7 @@ class ReplicaSteps(RunFeature):
         self.replica = self._make()
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Average the gradients. Collective.
-
-        Raises:
-            LostStep: a replica was lost.
-        """
+        """Average the gradients. Collective. `LostStep`: a replica was lost."""
         assert self.replica is not None
         here = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # all replicas must skip this step
@@ -303,9 +296,6 @@ class ReplicaSteps(RunFeature):
         """Leave the others."""
         if self.replica is not None:
             self.replica.close()
-
-    def _whole_state(self) -> dict[str, Any]:
-        return {"modules": self._modules(), "host": self._state()}
 
     def _take(self, given: dict[str, Any]) -> None:
         self._modules.load(given["modules"])

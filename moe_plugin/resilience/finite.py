@@ -17,11 +17,8 @@ class FiniteSteps(RunFeature):
         self.skipped = self.in_a_row = self._unscaled = 0
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Look at the gradients. Collective.
-
-        Raises:
-            SkipStep: they are not finite, on all ranks.
-            FloatingPointError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
+        """Look at the gradients. Collective. `SkipStep`: they are not finite, on all ranks.
+        `FloatingPointError`: `MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
         if gradients.finite():
             self.in_a_row = 0

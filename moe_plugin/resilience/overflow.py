@@ -174,11 +174,8 @@ class RowsFit(RunFeature):
         return self.start(self.models).rewind if self.check.repeats else None
 
     def after_passes(self) -> None:
-        """See `RunFeature`.
-
-        Raises:
-            StepRepeat: rows did not fit; the bound is larger now, on all ranks.
-            RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
+        """See `RunFeature`. `StepRepeat`: rows did not fit; the bound is larger now, on all ranks.
+        `RowsOverflow`: on all ranks, where `dispatch.on_overflow` is error.
         """
         if self.check.overflowed():
             raise StepRepeat

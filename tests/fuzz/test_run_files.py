@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.report import render
+from moe_plugin.observe.report.page import render
 from moe_plugin.observe.watch import Watch
 from tests.fuzz.hostile import VALUES, bounded, is_named, replaced
 

@@ -31,7 +31,7 @@ from moe_plugin.observe.history import (
     read_run,
 )
 from moe_plugin.observe.layer_rules import RECENT
-from moe_plugin.observe.report import render
+from moe_plugin.observe.report.page import render
 from moe_plugin.observe.watch import view
 
 pytestmark = pytest.mark.fast

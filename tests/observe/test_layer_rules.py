@@ -15,7 +15,7 @@ from rich.console import Console
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.layer_rules import RECENT
-from moe_plugin.observe.report import render
+from moe_plugin.observe.report.page import render
 from moe_plugin.observe.watch import view
 
 pytestmark = pytest.mark.fast

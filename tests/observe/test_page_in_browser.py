@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.report import render
+from moe_plugin.observe.report.page import render
 from tests.observe.chromium import Browser
 from tests.observe.test_report import DATA, embedded, hostile_run
 

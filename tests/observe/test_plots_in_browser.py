@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_plugin.observe.history import LayerRecord, RunRecord, SpanRecord, StepRecord
-from moe_plugin.observe.report import render, render_comparison
+from moe_plugin.observe.report.page import render, render_comparison
 from tests.observe.chromium import Browser, Page
 
 STEPS = 200

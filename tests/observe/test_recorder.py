@@ -23,7 +23,7 @@ from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.recorder import _FOLD_AT
-from moe_plugin.observe.report import render
+from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.output import LayerStats
 

@@ -13,7 +13,7 @@ from fairseq import metrics
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq.translate import plain_value, setting
-from moe_plugin.ensembles import (
+from moe_plugin.ensembles.cmcl import (
     HISTOGRAMS,
     EnsembleHeads,
     confidence_histograms,

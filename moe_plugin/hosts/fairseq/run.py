@@ -17,7 +17,7 @@ from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.votes import FileTurns
-from moe_plugin.memory.activations.layers import manage_layers
+from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords

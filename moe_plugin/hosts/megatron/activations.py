@@ -13,7 +13,7 @@ from torch import nn
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import OffloadConfig
 from moe_plugin.hosts.megatron.compat.settings import setting
-from moe_plugin.memory.activations.layers import manage_layers
+from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 
 _REFUSED = ("recompute_granularity", "overlap_moe_expert_parallel_comm", "enable_cuda_graph",

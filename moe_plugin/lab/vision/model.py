@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from moe_plugin.comm import Comm
-from moe_plugin.ensembles import EnsembleHeads
+from moe_plugin.ensembles.cmcl import EnsembleHeads
 from moe_plugin.experts import is_expert
 from moe_plugin.hosts.plain.replace import replace_ffn
 from moe_plugin.lab.vision.backbone import optional

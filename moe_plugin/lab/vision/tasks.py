@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.ensembles import (
+from moe_plugin.ensembles.cmcl import (
     BINS,
     HISTOGRAMS,
     confidence_histograms,

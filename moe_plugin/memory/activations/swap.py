@@ -86,11 +86,7 @@ class SwappedStorage:
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until it has left the device.
-
-        Raises:
-            SwapError: the tier did not take it.
-        """
+        """Wait until it has left the device. `SwapError`: the tier did not take it."""
         try:
             self._out.wait()
         except KeyboardInterrupt:  # of the user
@@ -110,10 +106,8 @@ class SwappedStorage:
             self._in = self.swapper.copier.start_call(self._read, self.nbytes)
 
     def values(self) -> Tensor:
-        """The storage's bytes, uint8 [nbytes]; the caller waits for them.
-
-        Raises:
-            SwapError: they did not leave, or did not come back.
+        """The storage's bytes, uint8 [nbytes]; the caller waits for them. `SwapError`: they did not
+        leave, or did not come back.
         """
         self.fetch()
         if self._in is None:

@@ -138,10 +138,8 @@ class CacheSpec:
 
 
 class ExpertCache:
-    """Slots for experts of the layers of a process.
-
-    Raises:
-        ValueError: the limit is below one expert, or the policy is unknown.
+    """Slots for experts of the layers of a process. `ValueError`: the limit is below one expert, or
+    the policy is unknown.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -172,10 +170,8 @@ class ExpertCache:
         self.experts -= experts
 
     def room(self, experts: int) -> int:
-        """Of so many experts of a call, how many it can use at a time; at least one.
-
-        Raises:
-            ValueError: other calls use all slots.
+        """Of so many experts of a call, how many it can use at a time; at least one. `ValueError`:
+        other calls use all slots.
         """
         with self._lock:
             self._grow(max(1, experts))

@@ -28,24 +28,23 @@ class ExpertFile:
 
     Attributes:
         name: for messages. dtype: of the values. writable: whether it is our own.
+        shapes: of one expert, by parameter. local: L.
     """
 
     def __init__(self, file: Any, name: str, dtype: torch.dtype, shapes: Shapes, local: int,
                  offsets: Mapping[str, int], writable: bool) -> None:
         self._file, self.name, self.dtype, self.writable = file, name, dtype, writable
-        self._shapes, self._local, self._offsets = shapes, local, offsets
+        self.shapes, self.local, self._offsets = shapes, local, offsets
 
     def held(self, expert: int) -> dict[str, TierTensor]:
         """One expert's parameters; see `tiers.read_values`."""
         return {name: TierTensor(shape, self.dtype, file=self._file.fileno(),
                            offset=self._offset(name, expert))
-                for name, shape in self._shapes.items()}
+                for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Write one expert's part of a parameter, in this file's dtype.
-
-        Raises:
-            TierError: the disk is full; the experts that were written are there.
+        """Write one expert's part of a parameter, in this file's dtype. `TierError`: the disk is
+        full; the experts that were written are there.
         """
         try:
             write_values(self._file.fileno(), self._offset(name, expert), x.to(self.dtype))
@@ -64,7 +63,7 @@ class ExpertFile:
             TierError: it is shorter than what was written.
         """
         size, ends = os.fstat(self._file.fileno()).st_size, self._offset
-        wanted = max((ends(name, self._local) for name in self._shapes), default=0)
+        wanted = max((ends(name, self.local) for name in self.shapes), default=0)
         if size < wanted:
             raise TierError(errno.EIO, f"the file of experts in {self.name} has {size} bytes of "
                             f"{wanted}: it was cut short; load a checkpoint again")
@@ -72,12 +71,12 @@ class ExpertFile:
         storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, size)
         return {name: torch.empty(0, dtype=self.dtype).set_(
             storage, self._offsets[name] // self.dtype.itemsize,
-            torch.Size((self._local, *shape))) for name, shape in self._shapes.items()}
+            torch.Size((self.local, *shape))) for name, shape in self.shapes.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertFile:
         if not self.writable:
             return self
-        made = own_file(self.name, self.dtype, self._shapes, self._local)
+        made = own_file(self.name, self.dtype, self.shapes, self.local)
         left = os.fstat(self._file.fileno()).st_size
         os.lseek(self._file.fileno(), 0, os.SEEK_SET)
         while left:
@@ -85,16 +84,14 @@ class ExpertFile:
         return made
 
     def _offset(self, name: str, expert: int) -> int:
-        one = torch.Size(self._shapes[name]).numel() * self.dtype.itemsize
+        one = torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
         return self._offsets[name] + expert * one
 
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """A file without a name for `local` experts; it goes with the process.
-
-    Raises:
-        ValueError: the folder cannot be made or written.
+    """A file without a name for `local` experts; it goes with the process. `ValueError`: the folder
+    cannot be made or written.
     """
     folder, offsets, end = make_folder(Path(folder)), {}, 0
     for name, shape in shapes.items():

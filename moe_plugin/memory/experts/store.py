@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.job_abort import ends_all_ranks
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import CacheSpec, ExpertCache, StoreCounters, shared_cache
-from moe_plugin.memory.experts.files import ExpertFile, Shapes
+from moe_plugin.memory.experts.files import ExpertFile
 from moe_plugin.memory.tiers import HostTier, TierTensor, read_values
 
 Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, where its parameters go by name
@@ -48,15 +48,13 @@ class FileWeights:
 
     Args:
         file: of other programs, or of our own. new_file: makes one of our own, of the layer's dtype
-            unless it is given another. local: L.
-        shapes: of one expert. draw: `draw(expert, targets)` fills in its initial values.
+            unless it is given another. draw: `draw(expert, targets)` fills in its initial values.
     """
 
-    def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile], local: int,
-                 shapes: Shapes, draw: Callable[[int, Mapping[str, Tensor]], None]) -> None:
-        self.file, self._new_file, self._local, self._shapes = file, new_file, local, shapes
-        self._draw = draw
-        self.written = set() if file.writable else set(range(local))
+    def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
+                 draw: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        self.file, self._new_file, self._draw = file, new_file, draw
+        self.written = set() if file.writable else set(range(file.local))
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
@@ -96,31 +94,29 @@ class FileWeights:
         # what is under way may still write to a file that was asked for
         unused = self.file.writable and not self.written and not self._read
         file = self.file if unused else self._new_file()
-        for expert in range(self._local):
-            if len(read) < len(self._shapes):
+        for expert in range(self.file.local):
+            if len(read) < len(self.file.shapes):
                 for name, x in self._values(expert).items():
                     if name not in read:
                         file.write(expert, name, x)
             for name, values in read.items():
                 file.write(expert, name, values(expert))
-        self.file, self.written = file, set(range(self._local))
+        self.file, self.written = file, set(range(self.file.local))
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
         """See `ExpertFile.mapped`; of a file that others can change, a copy in a file of our own.
-
-        Raises:
-            TierError: that file was cut short or cannot be read, or the disk is full.
+        `TierError`: that file was cut short or cannot be read, or the disk is full.
         """
         if not self.file.writable:
             return self._own_copy().mapped()
-        for expert in range(self._local):
+        for expert in range(self.file.local):
             self._ensure(expert, self.file, self.written)
         return self.file.mapped()
 
     def _own_copy(self) -> ExpertFile:
         copy = self._new_file(self.file.dtype)
-        for expert in range(self._local):
+        for expert in range(self.file.local):
             for name, x in self._values(expert).items():
                 copy.write(expert, name, x)
         return copy
@@ -134,7 +130,7 @@ class FileWeights:
         return made
 
     def _empty(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: torch.empty(shape, dtype=dtype) for name, shape in self._shapes.items()}
+        return {name: torch.empty(shape, dtype=dtype) for name, shape in self.file.shapes.items()}
 
     def _drawn(self, expert: int, dtype: torch.dtype) -> dict[str, Tensor]:
         made = self._empty(dtype)
@@ -185,9 +181,7 @@ class ExpertStore:
     @contextmanager
     def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
         """The slots of local experts, at most `room`, whose values are there; see `ExpertCache`.
-
-        Raises:
-            TierError: they cannot be read, which ends the other ranks, too.
+        `TierError`: they cannot be read, which ends the other ranks, too.
         """
         self._follow()
         with ends_all_ranks(OSError), self.cache.use(self.number, experts, self._fetch,

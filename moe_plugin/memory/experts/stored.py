@@ -78,11 +78,8 @@ class StoredExperts(Experts):
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
     def forward(self, work: ExpertRows) -> Tensor:
-        """See `Experts`.
-
-        Raises:
-            ValueError: in training: experts in a file, dropout in experts.
-            TierError: experts cannot be read.
+        """See `Experts`. `ValueError`: in training: experts in a file, dropout in experts.
+        `TierError`: experts cannot be read.
         """
         gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
         parameters = tuple(self.parameters())
@@ -205,8 +202,7 @@ class StoredExperts(Experts):
             file = given_file(path, self.shapes, self._place, layer)
         else:
             file = self._new_file()
-        return FileWeights(file, self._new_file, self._place.local, self.shapes,
-                           self.template.draw)
+        return FileWeights(file, self._new_file, self.template.draw)
 
     def _new_file(self, dtype: torch.dtype | None = None) -> ExpertFile:
         folder = self._config.store_path

@@ -45,10 +45,8 @@ def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
-    """All that can be compared. runs: with different names.
-
-    Raises:
-        ValueError: fewer than two runs, or more than `MOST_RUNS`.
+    """All that can be compared. runs: with different names. `ValueError`: fewer than two runs, or
+    more than `MOST_RUNS`.
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ValueError(f"{len(runs)} runs to compare; give 2 to {MOST_RUNS} folders")

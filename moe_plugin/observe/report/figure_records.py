@@ -34,12 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """What all figures have.
-
-    Attributes:
-        id: unique in the report.
-        about: one sentence for the reader.
-    """
+    """What all figures have. id: unique in the report. about: one sentence for the reader."""
 
     id: str
     title: str
@@ -85,12 +80,7 @@ class HeatMap(Figure):
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of one row of `Bands`.
-
-    Attributes:
-        kind: decides the colour.
-        text: shown under the pointer.
-    """
+    """A stretch of one row of `Bands`. kind: decides the colour. text: shown under the pointer."""
 
     row: int
     start: float
@@ -160,15 +150,14 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
     return Line(name, x, y, means=means if len(known) > POINTS else None, **style)
 
 
-def thinned(points: list[tuple[float, float]], limit: int = POINTS
-            ) -> list[tuple[float, float, float]]:
-    """At most `limit` of the points, with the first and the last: (x, y, mean of the stretch).
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """At most `POINTS` of the points, with the first and the last: (x, y, mean of the stretch).
 
     Each stretch keeps its lowest and its highest point, and one gap where it has any.
     """
-    if len(points) <= limit:
+    if len(points) <= POINTS:
         return [(x, y, y) for x, y in points]
-    inner, buckets = points[1:-1], (limit - 2) // 3
+    inner, buckets = points[1:-1], (POINTS - 2) // 3
     kept = [(*points[0], points[0][1])]
     for i in range(buckets):
         part = inner[i * len(inner) // buckets : (i + 1) * len(inner) // buckets]

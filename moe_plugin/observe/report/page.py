@@ -38,10 +38,8 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=
 
 
 def write_report(run: RunRecord, path: str | Path) -> Path:
-    """Write the page of a run, atomically.
-
-    Raises:
-        ValueError: a file that cannot be written, or something else than a regular file there.
+    """Write the page of a run, atomically. `ValueError`: a file that cannot be written, or
+    something else than a regular file there.
     """
     return write_regular(path, render(run, Path(path).parent))
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.ensembles import confident_oracle_loss, ensemble_errors
+from moe_plugin.ensembles.cmcl import confident_oracle_loss, ensemble_errors
 from moe_plugin.hosts.megatron.trainer.ensemble import oracle_loss_function
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks

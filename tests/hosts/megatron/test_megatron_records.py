@@ -26,7 +26,7 @@ pytestmark = pytest.mark.megatron
 
 
 def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None:
-    from moe_plugin.observe.report import render
+    from moe_plugin.observe.report.page import render
 
     files = [
         "--log-file",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.cli.main import main as moe_plugin_main
-from moe_plugin.ensembles import uniform_divergence
+from moe_plugin.ensembles.cmcl import uniform_divergence
 from moe_plugin.ensembles.settings import EnsembleSettings
 from moe_plugin.lab.vision.arguments import parser
 from moe_plugin.lab.vision.ensemble import last_of_stage, place_of, steps_of

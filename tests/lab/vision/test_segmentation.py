@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_plugin.ensembles import EnsembleHeads, uniform_divergence
+from moe_plugin.ensembles.cmcl import EnsembleHeads, uniform_divergence
 from moe_plugin.ensembles.settings import EnsembleSettings
 from moe_plugin.lab.vision.data import Masks
 from moe_plugin.lab.vision.ensemble import SegmentHead

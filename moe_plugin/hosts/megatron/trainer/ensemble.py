@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.ensembles import (
+from moe_plugin.ensembles.cmcl import (
     HISTOGRAMS,
     EnsembleHeads,
     confidence_histograms,

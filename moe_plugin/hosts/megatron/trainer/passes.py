@@ -13,7 +13,7 @@ import torch
 
 from moe_plugin.comm.host_collectives import collectives_named, comm_of
 from moe_plugin.config import run_config
-from moe_plugin.ensembles import BINS, HISTOGRAMS
+from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
