@@ -44,11 +44,6 @@ class PartGradient(Tensor):
         made.comm = comm
         return made
 
-    @property
-    def plain(self) -> Tensor:
-        """The same memory, as a tensor of which nothing else is known."""
-        return self.as_subclass(Tensor)
-
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Iterable[type],
                            args: Sequence[Any] = (),
@@ -57,10 +52,10 @@ class PartGradient(Tensor):
             return _OVER_RANKS.get(function, _apart)(function, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartGradient:
-        return PartGradient.of(self.plain.clone(), self.comm)
+        return PartGradient.of(plain(self).clone(), self.comm)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)  # a group cannot be pickled
+        return plain(self).__reduce_ex__(protocol)  # a group cannot be pickled
 
 
 def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
@@ -98,7 +93,7 @@ def mark_gradient(parameter: Tensor) -> None:
 
 def plain(gradient: Tensor) -> Tensor:
     """A gradient whose norm is that of this rank's part."""
-    return gradient.plain if isinstance(gradient, PartGradient) else gradient
+    return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

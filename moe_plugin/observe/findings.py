@@ -122,7 +122,9 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
     """A recorded step is mostly exchange between ranks."""
     for (step, rank), spans in sorted(run.timelines.items()):
         total = max((s.end_s for s in spans), default=0.0)
-        alone = _covered([s for s in spans if s.track == "exchange"]) - _both(spans)
+        products = [s for s in spans if s.track == "matmuls"]
+        alone = _covered([*products, *(s for s in spans if s.track == "exchange")]
+                         ) - _covered(products)
         if total and alone > DOMINATES * total:
             yield Finding(
                 "exchange_dominates", f"{100 * alone / total:.0f} % of step {step:,} on rank "
@@ -140,13 +142,6 @@ def _covered(spans: Sequence[SpanRecord]) -> float:
         total += max(0.0, s.end_s - max(s.start_s, until))
         until = max(until, s.end_s)
     return total
-
-
-def _both(spans: Sequence[SpanRecord]) -> float:
-    """Seconds in which an exchange and a product run."""
-    exchange = [s for s in spans if s.track == "exchange"]
-    products = [s for s in spans if s.track == "matmuls"]
-    return _covered(exchange) + _covered(products) - _covered([*exchange, *products])
 
 
 def undecided(run: RunRecord) -> Iterator[Finding]:

@@ -109,17 +109,15 @@ class TensorBoardSink:
     def write(self, record: dict[str, Any]) -> None:
         """Write one point for each number of the record."""
         if not self._failed:
-            self._unless_it_fails(lambda: self._points(record))
-
-    def _points(self, record: dict[str, Any]) -> None:
-        for name, value in points(record).items():
-            self._writer.add_scalar(name, value, record["step"], record["time"])
+            self._unless_it_fails(lambda: [
+                self._writer.add_scalar(name, value, record["step"], record["time"])
+                for name, value in points(record).items()])
 
     def close(self) -> None:
         """Write what is buffered and close the file."""
         self._unless_it_fails(self._writer.close)
 
-    def _unless_it_fails(self, work: Callable[[], None]) -> None:
+    def _unless_it_fails(self, work: Callable[[], object]) -> None:
         try:
             work()
         except OSError as error:  # also of TensorBoard's own thread, raised by the next call

@@ -178,7 +178,11 @@ class ElasticReplica:
 
     def _commit(self) -> bool:
         if not self._manager.should_commit():
-            self._lose()
+            self.lost, self._lost_in_a_row = self.lost + 1, self._lost_in_a_row + 1
+            if self._lost_in_a_row >= MAX_LOST:
+                raise CommError(
+                    f"{self._name}: {MAX_LOST} steps in a row were lost; give all replicas the "
+                    "same model and settings, and see torchft's messages above")
             return False
         self._lost_in_a_row = 0
         # A replica may make a step that fails for the others, and then answer too late: they make
@@ -196,14 +200,6 @@ class ElasticReplica:
             raise CommError(
                 f"{self._name}: the replicas could not be counted ({short(error)}); look whether "
                 "the lighthouse runs and can be reached, then start this replica again") from error
-
-    def _lose(self) -> None:
-        self.lost += 1
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= MAX_LOST:
-            raise CommError(
-                f"{self._name}: {MAX_LOST} steps in a row were lost; give all replicas the same "
-                "model and settings, and see torchft's messages above")
 
     def _take(self, state: Any) -> None:
         self.healed = True

@@ -187,13 +187,10 @@ class VotedGradients:
             the file's number. Called once for each of this rank's files.
         Returns: the same on all ranks.
         """
-        mine_LN = torch.stack([self._gradient(loss_of(file)) for file in self.files])
+        mine_LN = torch.stack([flat_gradients(self.parameters, torch.autograd.grad(
+            loss_of(file), self.parameters, allow_unused=True)) for file in self.files])
         set_gradients(self.parameters, self.ballots.result(mine_LN), lambda _: None)
         return self.ballots.verdict()
-
-    def _gradient(self, loss: Tensor) -> Tensor:
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        return flat_gradients(self.parameters, found)
 
 
 def refuse_spread_experts(model: nn.Module) -> None:

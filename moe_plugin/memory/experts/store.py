@@ -109,17 +109,14 @@ class FileWeights:
         `TierError`: that file was cut short or cannot be read, or the disk is full.
         """
         if not self.file.writable:
-            return self._own_copy().mapped()
+            copy = self._new_file(self.file.dtype)
+            for expert in range(self.file.local):
+                for name, x in self._values(expert).items():
+                    copy.write(expert, name, x)
+            return copy.mapped()
         for expert in range(self.file.local):
             self._ensure(expert, self.file, self.written)
         return self.file.mapped()
-
-    def _own_copy(self) -> ExpertFile:
-        copy = self._new_file(self.file.dtype)
-        for expert in range(self.file.local):
-            for name, x in self._values(expert).items():
-                copy.write(expert, name, x)
-        return copy
 
     def _values(self, expert: int) -> dict[str, Tensor]:
         if expert not in self.written:

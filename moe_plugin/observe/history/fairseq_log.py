@@ -20,16 +20,17 @@ _FILE_END = re.compile(r"epoch \d+ \| (valid on '.*?' subset \| )?(.*)")
 _FILE_JSON = re.compile(r"(?:(train|valid\w*)_)?num_updates")
 _EQUALS = re.compile(r"([A-Za-z_]\w*)=([^,\s]+)")  # `loss=4.5, wps=1234`: within an epoch
 _SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22`: its end
-_SETTING = re.compile(
-    r"'([a-z]\w*)': (?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,}]))")
-_NAMED = re.compile(  # of a Namespace, which is how some models keep theirs
-    r"\b([a-z]\w*)=(?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,)]))")
+_VALUE = r"(?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,%s]))"
+_SETTING = re.compile(r"'([a-z]\w*)': " + _VALUE % "}")
+# of a Namespace, which is how some models keep theirs
+_NAMED = re.compile(r"\b([a-z]\w*)=" + _VALUE % ")")
 _CONFIG = re.compile(
     r"(?:^|\| fairseq_cli\.\w+ \| |\]\[INFO\] - )(\{'_name'.*|Namespace\(.*)")
 CHANGED = "settings that differ from the defaults (value, default):"
 _SKIPPED = re.compile(
     r"ignoring gradient, (?:gradient norm is \S+: )?step (\d{1,15}) skipped on all ranks")
-_DONE = re.compile(r"(?:^|\| fairseq_cli\.train \| |\]\[INFO\] - )done training in ")
+# what fairseq writes when training has ended
+DONE = re.compile(r"(?:^|\| fairseq_cli\.train \| |\]\[INFO\] - )done training in ")
 _KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
           "update", "ppl"}
 _CONFIDENCE = "confidence_"
@@ -70,11 +71,6 @@ def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | No
     kind = "valid" if kind.startswith("valid") else kind
     record = step_record({key.removeprefix(prefix): value for key, value in values.items()}, kind)
     return None if record is None else (kind, record)
-
-
-def is_done(line: str) -> bool:
-    """Whether it is the line that fairseq writes when training has ended."""
-    return _DONE.search(line) is not None
 
 
 def skipped_step(step: int) -> StepRecord:

@@ -48,8 +48,9 @@ def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
     record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
                      learning_rate=_maybe(row, "lr"), elapsed_s=None,
                      extra={**_mean_losses(row), **_errors(row)},
-                     confidence={str(name): tuple(_number(n, "confidence") for n in counts)
-                                 for name, counts in _lists(row, "confidence").items()})
+                     confidence={
+                         str(name): tuple(_number(n, "confidence") for n in _list(counts, name))
+                         for counts in [_dict(row, "confidence")] for name in counts})
     layers = [LayerRecord(step=step, layer=str(name), **_floats(balance, *_BALANCE))
               for name, balance in _dict(row, "balance").items() if isinstance(balance, dict)]
     return record, layers
@@ -100,10 +101,6 @@ def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
 def _errors(row: Mapping[str, Any]) -> dict[str, float]:
     kind = "valid " if row.get("valid_loss") is not None else ""
     return {kind + name: value for name in ERRORS if (value := _maybe(row, name)) is not None}
-
-
-def _lists(row: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
-    return {str(key): _list(_dict(row, name), key) for key in _dict(row, name)}
 
 
 def _decision(step: int, layer: str, row: Any) -> DecisionRecord:

@@ -126,11 +126,8 @@ def _read(path: Path) -> _Source:
                 if number > GIVE_UP and not source.any:
                     return source
                 error = _line(source, raw.decode("utf-8", "replace"), number)
-    except ValueError as problem:  # a pipe, for example
-        source.bad.append(_BadLine(0, str(problem)))
-        return source
-    except OSError as problem:
-        source.bad.append(_BadLine(0, problem.strerror or str(problem)))
+    except (ValueError, OSError) as problem:  # a pipe, for example
+        source.bad.append(_BadLine(0, getattr(problem, "strerror", None) or str(problem)))
         return source
     if error and not tail.endswith(b"\n"):
         source.cut = True
@@ -147,7 +144,7 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
         elif (found := fairseq_log.parse_step(text)) is not None:
             source.steps.append(found)
             source.done = False  # resumed
-        elif fairseq_log.is_done(text):
+        elif fairseq_log.DONE.search(text):
             source.done = True
         elif (changed := fairseq_log.parse_changed(text)) is not None:
             # later than the line of all settings: fairseq then knows the number of ranks

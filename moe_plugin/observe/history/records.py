@@ -44,7 +44,6 @@ class StepRecord:
     extra: dict[str, float] = field(default_factory=dict)
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
-
     def dropped(self, kind: str = "") -> float | None:
         """The share of the choices that found no slot, by the training log of fairseq; None:
         unknown. kind: `valid ` of a validation.
