@@ -74,7 +74,6 @@ class Ticket:
 
     @property
     def device(self) -> torch.device:
-        """Of its copier."""
         return self._copier.device
 
     def wait(self) -> None:

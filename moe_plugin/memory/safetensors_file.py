@@ -80,7 +80,6 @@ class SafetensorsFile:
         return made
 
     def close(self) -> None:
-        """Give the file back."""
         self.file.close()
 
     def __enter__(self) -> SafetensorsFile:  # noqa: PYI034 - Self needs Python 3.11

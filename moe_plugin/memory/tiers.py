@@ -43,7 +43,6 @@ class TierTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -176,7 +175,6 @@ class DiskTier(Tier):
             self._free.setdefault(held.nbytes, []).append(held.offset)
 
     def close(self) -> None:
-        """Give the file back."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -232,10 +230,7 @@ class TierBuffer:
 
     def put(self, flat_N: Tensor) -> None:
         """Hold a copy of the buffer; the caller waits."""
-        self.settle()
-        before, self.held = self.held, self.tier.put(flat_N)
-        if before is not None:
-            self.tier.free(before)
+        self.stage(flat_N)(True)
 
     def stage(self, flat_N: Tensor) -> Callable[[bool], None]:
         """Hold a copy next to the present one; what is returned takes it (True) or drops it."""
@@ -247,7 +242,8 @@ class TierBuffer:
                 self.held, dropped = new, self.held
             else:
                 dropped = new
-            self.tier.free(dropped)
+            if dropped is not None:
+                self.tier.free(dropped)
 
         return finish
 

@@ -50,7 +50,6 @@ class JsonlSink:
         self._lost = 0
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line."""
         try:
             self._append((json.dumps(record) + "\n").encode())
         except OSError as error:
@@ -70,7 +69,6 @@ class JsonlSink:
             self._cut = len(rest) > 0
 
     def close(self) -> None:
-        """Close the file."""
         self._stream.close()
 
 
@@ -107,14 +105,12 @@ class TensorBoardSink:
         self._directory, self._failed = directory, False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one point for each number of the record."""
         if not self._failed:
             self._unless_it_fails(lambda: [
                 self._writer.add_scalar(name, value, record["step"], record["time"])
                 for name, value in points(record).items()])
 
     def close(self) -> None:
-        """Write what is buffered and close the file."""
         self._unless_it_fails(self._writer.close)
 
     def _unless_it_fails(self, work: Callable[[], object]) -> None:
@@ -158,11 +154,9 @@ class WandbSink:
         self._run.define_metric(f"{TOP}/*", step_metric=f"{TOP}/step")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add the numbers of the record."""
         self._run.log({f"{TOP}/step": record["step"], **points(record)})
 
     def close(self) -> None:
-        """Send what is left and end the run."""
         self._run.finish()
 
 

@@ -221,7 +221,6 @@ class ModuleState:
         self.models = models
 
     def __call__(self) -> list[dict[str, Any]]:
-        """The state of each model."""
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
@@ -267,7 +266,6 @@ class ReplicaSteps(RunFeature):
 
     @property
     def replaced(self) -> bool:  # type: ignore[override]
-        """Whether the last step took another replica's state."""
         return self.replica is not None and self.replica.healed
 
     def begin(self) -> None:
@@ -285,11 +283,9 @@ class ReplicaSteps(RunFeature):
             raise LostStep("a replica was lost: this step is made again")
 
     def numbers(self) -> dict[str, float]:
-        """How many replicas are in the last average."""
         return {} if self.replica is None else {"replicas": self.replica.members}
 
     def close(self) -> None:
-        """Leave the others."""
         if self.replica is not None:
             self.replica.close()
 

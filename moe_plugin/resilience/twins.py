@@ -237,7 +237,6 @@ class _Recorder:
                 self.add(f"the gradient of {name!r}", gradient)
 
     def add(self, name: str, x: Tensor) -> None:
-        """Record a tensor."""
         self.names.append(name)
         self.sums.append(checksum(x))
 

@@ -49,12 +49,6 @@ class Ledger:
         with self._lock:
             self.peak = self.now
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy of a model has no activations
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
-
 
 class SwappedStorage:
     """One storage that autograd saved, on its path to the tier and back.
@@ -87,12 +81,7 @@ class SwappedStorage:
 
     def leave(self) -> None:
         """Wait until it has left the device. `SwapError`: the tier did not take it."""
-        try:
-            self._out.wait()
-        except KeyboardInterrupt:  # of the user
-            raise
-        except BaseException as error:
-            raise self._error("out to", error) from error
+        self._wait(self._out, "out to")
         self._left.wait()
 
     def fetch(self) -> None:
@@ -114,13 +103,16 @@ class SwappedStorage:
             if self._out.done:
                 self.leave()
             return self._source
+        self._wait(self._in, "back from")
+        return self._target
+
+    def _wait(self, ticket: Ticket, where: str) -> None:
         try:
-            self._in.wait()
-        except KeyboardInterrupt:
+            ticket.wait()
+        except KeyboardInterrupt:  # of the user
             raise
         except BaseException as error:
-            raise self._error("back from", error) from error
-        return self._target
+            raise self._error(where, error) from error
 
     def _put(self) -> None:
         held = self.swapper.tier.put(self._source)
@@ -225,6 +217,7 @@ class Swapper:
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:
+        # a copy of a model has no activations
         return {"tier": self.tier, "copier": self.copier, "smallest": self.smallest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -105,7 +105,6 @@ class StoreCounters:
     bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Plain numbers by name."""
         return asdict(self)
 
 
@@ -133,7 +132,6 @@ class CacheSpec:
 
     @property
     def expert_bytes(self) -> int:
-        """Size of one expert in a slot."""
         return self.dtype.itemsize * sum(torch.Size(shape).numel() for _, shape in self.shapes)
 
 

@@ -173,7 +173,6 @@ class StoredExperts(Experts):
             self.store.forget()
 
     def train(self, mode: bool = True) -> StoredExperts:
-        """As of any module."""
         self.template.train(mode)
         return super().train(mode)
 

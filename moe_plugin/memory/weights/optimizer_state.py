@@ -61,7 +61,6 @@ class OptimizerStateBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Size so far."""
         return self._flat_N.numel()
 
 
@@ -76,7 +75,6 @@ class StateInFiles:
 
     @property
     def nbytes(self) -> int:
-        """Size so far."""
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:

@@ -43,6 +43,7 @@ class Drawing:
         pixels: the height on the screen.
         legend: (name, style).
         table: (head, rows), the numbers.
+        data: values that the page's script shows under the pointer.
     """
 
     figure: Figure
@@ -61,6 +62,7 @@ class Drawing:
     end: float = 1.0
     legend: Sequence[tuple[str, str]] = ()
     table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
+    data: dict[str, Any] | None = None
 
 
 def drawing(f: Figure, span: _Span, top: float) -> Drawing:
@@ -78,31 +80,6 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
         return _bands(f, span)
     assert isinstance(f, Table)
     return Drawing(f, wide=True, table=(f.head, f.rows))
-
-
-def figure_data(f: Figure) -> dict[str, Any] | None:
-    """The values that the page's script shows under the pointer; None if the figure has none."""
-    if isinstance(f, LineChart):
-        return {
-            "kind": "line", "title": f.title, "unit": f.unit, "floor": f.floor,
-            "lines": [_line_data(one) for one in f.lines]
-        }
-    if isinstance(f, HeatMap):
-        return {
-            "kind": "heat", "row": f.row, "rows": f.rows, "steps": f.steps,
-            "values": [[_plain(v, 3) for v in row] for row in f.values]
-        }
-    if isinstance(f, Bands):
-        return {"kind": "bands", "unit": f.unit}
-    return None
-
-
-def _line_data(one: Line) -> dict[str, Any]:
-    data = {"name": one.name, "x": one.x, "y": [_plain(v) for v in one.y], "dashed": one.dashed,
-            "marks": one.marks}
-    if one.means is not None:
-        data["means"] = [_plain(v) for v in one.means]
-    return data
 
 
 def _plain(value: float, digits: int | None = None) -> float | None:
@@ -162,7 +139,17 @@ def _line_chart(f: LineChart, span: _Span) -> Drawing:
         side=[(y_of(v) / HEIGHT, number(v, f.unit), "") for v in rows], below=_axis(span, "step"),
         begin=span[0], end=span[1], table=_values(f, measured),
         legend=[(one.name, style) for one, style in zip(f.lines, styles, strict=True)]
-        if len(f.lines) > 1 else [])
+        if len(f.lines) > 1 else [],
+        data={"kind": "line", "title": f.title, "unit": f.unit, "floor": f.floor,
+              "lines": [_line_data(one) for one in f.lines]})
+
+
+def _line_data(one: Line) -> dict[str, Any]:
+    data = {"name": one.name, "x": one.x, "y": [_plain(v) for v in one.y], "dashed": one.dashed,
+            "marks": one.marks}
+    if one.means is not None:
+        data["means"] = [_plain(v) for v in one.means]
+    return data
 
 
 def _style(one: Line, index: int) -> str:
@@ -232,7 +219,9 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
         f, _heat_words(f), wide=f.row == "layer", style="heat names" if f.row == "layer" else
         "heat", shapes=_cells(f, top), width=columns, height=rows,
         pixels=min(320, max(96, 14 * rows)), side=_row_names(f.rows, shown),
-        below=[((i + 0.5) / columns, f"{f.steps[i]:,}", "") for i in at])
+        below=[((i + 0.5) / columns, f"{f.steps[i]:,}", "") for i in at],
+        data={"kind": "heat", "row": f.row, "rows": f.rows, "steps": f.steps,
+              "values": [[_plain(v, 3) for v in row] for row in f.values]})
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
@@ -314,4 +303,5 @@ def _bands(f: Bands, span: _Span) -> Drawing:
         f, words, wide=True, style="heat names", shapes=Markup("".join(rects)), height=20 * rows,
         pixels=max(48, 26 * rows), side=_row_names(f.rows, range(rows)),
         below=_axis(span, f.unit), axis="time" if f.unit == "s" else f.unit, begin=span[0],
-        end=span[1], legend=[(kind, f"c{i} block") for i, kind in enumerate(kinds[:COLORS])])
+        end=span[1], legend=[(kind, f"c{i} block") for i, kind in enumerate(kinds[:COLORS])],
+        data={"kind": "bands", "unit": f.unit})

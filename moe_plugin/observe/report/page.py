@@ -17,7 +17,7 @@ from moe_plugin.observe.findings import Finding, findings
 from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.compare import comparison, named_apart
 from moe_plugin.observe.report.content import sections, summary
-from moe_plugin.observe.report.draw_svg import drawing, figure_data, top_of
+from moe_plugin.observe.report.draw_svg import drawing, top_of
 from moe_plugin.observe.report.figure_records import HeatMap, ReportSection
 from moe_plugin.observe.report.text import number
 from moe_plugin.regular_files import write_regular
@@ -79,11 +79,12 @@ def _page(runs: Sequence[RunRecord], title: str, kind: str, found: list[ReportSe
     span = (begin, end) if end > begin else (begin - 1, begin + 1)
     figures = [figure for section in found for figure in section.figures]
     top = top_of([row for f in figures if isinstance(f, HeatMap) for row in f.values])
-    data = {f.id: d for f in figures if (d := figure_data(f)) is not None}
+    drawn = {f.id: drawing(f, span, top) for f in figures}
+    data = {id: one.data for id, one in drawn.items() if one.data is not None}
     notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     return TEMPLATES.get_template("report.html").render(
         title=f"{title}: run report", heading=title, kind=kind, notes=notes, sections=found,
-        drawn={f.id: drawing(f, span, top) for f in figures}, top=number(top),
+        drawn=drawn, top=number(top),
         files=[file for run in runs for file in _files(run, place)], version=__version__,
         data=_embedded(data), policy=POLICY, style=_style(), scripts=_scripts(), **more)
 
