@@ -19,7 +19,6 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
     wrap_training,
 )
-from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, listen
@@ -40,6 +39,9 @@ def observe_script() -> None:
     wrap_training("train_step", script.around_step)
     wrap_training("evaluate", script.around_evaluation)
     if _SEAM in vars(training_module("training")):
+        # imported here: it imports Megatron, which may lie next to the script
+        from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
+
         wrap_training(_SEAM, lambda get: scheduled(get, script.pipeline))
 
 

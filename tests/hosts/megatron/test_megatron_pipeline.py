@@ -192,8 +192,8 @@ def _alive(argv: list[str]) -> list[int]:
 
     most, run = [], executor.Step.run
 
-    def counted(self: Any, order: Any) -> Any:
-        done = run(self, order)
+    def counted(self: Any) -> Any:
+        done = run(self)
         most.append(self.most_alive)
         return done
 

@@ -215,13 +215,13 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
 
     slice_trials.COUNTS, slice_trials.ROUNDS = (1, 2), 1
     taken: list[tuple[int, ...]] = []
-    found, run = [], slice_step.SliceStep.run_slices
+    found, run = [], slice_step.SliceStep.run
 
-    def noted(self: Any, units: Any) -> Any:
+    def noted(self: Any) -> Any:
         taken.append(self.slices)
-        return run(self, units)
+        return run(self)
 
-    slice_step.SliceStep.run_slices = noted  # type: ignore[method-assign]
+    slice_step.SliceStep.run = noted  # type: ignore[method-assign]
     for number, (argv, lengths) in enumerate(runs):
         args = arguments.parser().parse_args(argv)
         if number:
@@ -231,7 +231,7 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
         losses, refused = _steps_of_lengths(args, lengths)
         found.append((taken.copy(), losses, refused))
         taken.clear()
-    slice_step.SliceStep.run_slices = run  # type: ignore[method-assign]
+    slice_step.SliceStep.run = run  # type: ignore[method-assign]
     return found
 
 
@@ -312,11 +312,11 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
     taken: list[tuple[int, ...]] = []
     profiles: list[Any] = []
     alive: list[int] = []
-    run, after = slice_step.SliceStep.run_slices, slice_trials.SliceTrials.after
+    run, after = slice_step.SliceStep.run, slice_trials.SliceTrials.after
 
-    def noted(self: Any, units: Any) -> Any:
+    def noted(self: Any) -> Any:
         taken.append(self.slices)
-        logged = run(self, units)
+        logged = run(self)
         alive.append(self.most_alive)
         return logged
 
@@ -324,12 +324,12 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
         after(self, step)
         profiles.append(self.profile)
 
-    slice_step.SliceStep.run_slices = noted  # type: ignore[method-assign]
+    slice_step.SliceStep.run = noted  # type: ignore[method-assign]
     slice_trials.SliceTrials.after = after_noted  # type: ignore[method-assign]
     try:
         losses = _steps(args, arguments.transformer_config(args, cpu=True))["losses"].tolist()
     finally:
-        slice_step.SliceStep.run_slices = run  # type: ignore[method-assign]
+        slice_step.SliceStep.run = run  # type: ignore[method-assign]
         slice_trials.SliceTrials.after = after  # type: ignore[method-assign]
     return taken, profiles[-1], losses, alive
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,140 +20,108 @@ from moe_plugin.resilience.elastic import check_alone, check_settings
 
 MOST = 10**9  # beyond any use of a size or a number of steps
 _Flag = tuple[str, dict[str, Any]]
-_ON: dict[str, Any] = {"action": "store_true"}
+
+
+def _typed(kind: type, **defaults: Any) -> tuple[_Flag, ...]:
+    """Flags with values of a type."""
+    return tuple((name.replace("_", "-"), {"type": kind, "default": default})
+                 for name, default in defaults.items())
+
+
+def _needed(kind: type, *names: str) -> tuple[_Flag, ...]:
+    return tuple((name, {"type": kind, "required": True}) for name in names)
+
+
+def _switches(*names: str) -> tuple[_Flag, ...]:
+    return tuple((name, {"action": "store_true"}) for name in names)
+
+
+def _choices(**known: Sequence[str | None]) -> tuple[_Flag, ...]:
+    """Flags by their choices; the first is the default. None: not given."""
+    return tuple((name.replace("_", "-"), {"default": values[0],
+                                           "choices": tuple(v for v in values if v is not None)})
+                 for name, values in known.items())
 
 
 FUSED_ADAM: _Flag = ("moe-fused-adam", {
-    **_ON, "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron uses torch's "
-    "Adam (without Apex and Transformer Engine); equal up to rounding"
+    "action": "store_true", "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron "
+    "uses torch's Adam (without Apex and Transformer Engine); equal up to rounding"
 })
-_MODEL: tuple[_Flag, ...] = (("num-layers", {"type": int, "required": True}), ("hidden-size", {
-    "type": int, "required": True
-}), ("num-attention-heads", {"type": int, "required": True}), ("ffn-hidden-size", {
-    "type": int
-}), ("seq-length", {"type": int, "required": True}), ("position-embedding-type", {
-    "default": "learned_absolute", "choices": ("learned_absolute", "rope")
-}), ("normalization", {"default": "LayerNorm", "choices": ("LayerNorm", "RMSNorm")
-                       }), ("swiglu", _ON), ("squared-relu", _ON), ("disable-bias-linear", _ON),
-                             ("group-query-attention", _ON),
-                             ("num-query-groups", {"type": int, "default": 1}),
-                             ("kv-channels", {"type": int}), ("add-qkv-bias", _ON),
-                             ("qk-layernorm", _ON), ("norm-epsilon", {
-                                 "type": float, "default": 1e-5
-                             }), ("rotary-base", {"type": int, "default": 10000}),
-                             ("rotary-percent", {"type": float, "default": 1.0}),
-                             ("max-position-embeddings", {
-                                 "type": int, "help": "default: --seq-length"
-                             }),
-                             ("untie-embeddings-and-output-weights", _ON), ("init-method-std", {
-                                 "type": float, "default": 0.02
-                             }), ("hidden-dropout", {"type": float, "default": 0.1}),
-                             ("attention-dropout", {"type": float, "default": 0.1}),
-                             )
-_MOE: tuple[_Flag, ...] = (("num-experts", {"type": int}), ("moe-ffn-hidden-size", {
-    "type": int
-}), ("moe-layer-freq", {"type": copied_flags.layer_freq, "default": 1}), ("moe-router-topk", {
-    "type": int, "default": 2
-}), ("moe-router-score-function", {
-    "default": "softmax", "choices": ("softmax", "sigmoid")
-}), ("moe-router-pre-softmax",
-     _ON), ("moe-router-topk-scaling-factor", {"type": float}), ("moe-router-dtype", {
-         "choices": ("fp32", "fp64")
-     }), ("moe-router-load-balancing-type", {
-         "default": "aux_loss", "choices": copied_flags.BALANCE, "nargs": "+",
-         "action": copied_flags.OneOrMore
-     }), ("moe-aux-loss-coeff", {
-         "type": float, "default": 0.0, "nargs": "+", "action": copied_flags.OneOrMore
-     }), ("moe-z-loss-coeff", {"type": float}), ("moe-input-jitter-eps", {
-         "type": float
-     }), ("moe-router-num-groups", {"type": int}), ("moe-router-group-topk", {
-         "type": int
-     }), ("moe-router-enable-expert-bias", _ON), ("moe-router-bias-update-rate", {
-         "type": float, "default": 1e-3
-     }), ("moe-expert-capacity-factor", {
-         "type": float
-     }), ("moe-pad-expert-input-to-capacity", _ON), ("moe-token-drop-policy", {
-         "default": "probs", "choices": ("probs", "position")
-     }), ("moe-apply-probs-on-input", _ON), ("moe-shared-expert-intermediate-size", {
-         "type": int
-     }), ("moe-shared-expert-gate", _ON), ("moe-shared-expert-overlap", _ON),
-                           ("moe-token-dispatcher-type", {
-         "default": "alltoall", "choices": ("alltoall", "allgather", "flex")
-     }),
-                           )
-_TRAINING: tuple[_Flag, ...] = (("micro-batch-size", {
-    "type": int, "required": True
-}), ("global-batch-size", {"type": int}), ("train-iters", {"type": int, "required": True}), ("lr", {
-    "type": float, "required": True
-}), ("min-lr", {"type": float, "default": 0.0}), ("lr-warmup-iters", {
-    "type": int, "default": 0
-}), ("lr-decay-iters", {"type": int}), ("lr-decay-style", {
-    "default": "linear", "choices": ("constant", "linear", "cosine")
-}), ("optimizer", {"default": "adam", "choices": ("adam", "sgd")}), ("weight-decay", {
-    "type": float, "default": 0.01
-}), ("clip-grad", {"type": float, "default": 1.0}), ("adam-beta1", {
-    "type": float, "default": 0.9
-}), ("adam-beta2", {"type": float, "default": 0.999}), ("sgd-momentum", {
-    "type": float, "default": 0.9
-}), ("seed", {"type": int, "default": 1234}), ("bf16", _ON), ("fp16", _ON),
-                                ("loss-scale", {"type": float}),
-                                ("initial-loss-scale", {"type": float, "default": 2.0**32}),
-                                ("min-loss-scale", {"type": float, "default": 1.0}),
-                                ("loss-scale-window", {"type": int, "default": 1000}),
-                                ("hysteresis", {"type": int, "default": 2}),
-                                ("use-distributed-optimizer", _ON),
-                                ("overlap-grad-reduce", _ON), ("overlap-param-gather", _ON),
-                                ("ddp-bucket-size", {"type": int}),
-                                ("calculate-per-token-loss", _ON), ("recompute-granularity", {
-                                    "choices": ("full", "selective")
-                                }), ("recompute-method", {"choices": ("uniform", "block")}),
-                                ("recompute-num-layers", {"type": int}), ("recompute-modules", {
-                                    "nargs": "*"
-                                }), ("recompute-activations", {
-                                    **_ON, "help": "--recompute-granularity selective, whatever "
-                                    "else is given for it"
-                                }), ("accumulate-allreduce-grads-in-fp32",
-                                     _ON), ("deterministic-mode",
-                                     _ON), ("exit-interval", {"type": int}), ("eval-interval", {
-                                         "type": int
-                                     }), ("eval-iters", {"type": int, "default": 10}),
-                                ("skip-train", {**_ON, "help": "evaluate the checkpoint of --load, "
-                                                "without gradients and optimizer, and end"}),
-                                )
-_PARALLEL: tuple[_Flag, ...] = (("tensor-model-parallel-size", {
-    "type": int, "default": 1
-}), ("pipeline-model-parallel-size", {
-    "type": int, "default": 1
-}), ("num-virtual-stages-per-pipeline-rank", {"type": int}), ("expert-model-parallel-size", {
-    "type": int, "default": 1
-}), ("expert-tensor-parallel-size", {"type": int}),
-                                ("stage-layouts", {
-                                    "nargs": "+", "metavar": "tp=N,ep=N",
-                                    "help": "pipeline stages of unequal layout, one entry a stage"
-                                }),
-                                ("context-parallel-size", {"type": int, "default": 1}),
-                                ("sequence-parallel", _ON),
-                                ("overlap-moe-expert-parallel-comm", _ON),
-                                ("distributed-timeout-minutes", {"type": float, "default": 10.0}),
-                                )
-_FILES: tuple[_Flag, ...] = (("data-path", {"required": True}), ("split", {
-    "default": "969,30,1"
-}), ("data-cache-path", {}), ("save", {}), ("load", {}), ("trust-checkpoint", _ON),
-                             ("save-interval", {"type": int}),
-                             ("log-interval", {"type": int, "default": 10}),
-                             )
-_OURS: tuple[_Flag, ...] = (("vocab-size", {
-    "type": int, "help": "vocabulary of a dataset made by another tokenizer; default: bytes, 257"
-}), ("log-file", {
-    "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"
-}), ("native-moe", {**_ON, "help": "train with Megatron's own MoE layer, for comparison"}),
-                            ("cpu", {**_ON, "help": "train on CPU although a GPU is there"}),
-                            FUSED_ADAM, ("moe-lighthouse", {
-    "help": "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that "
-    "come and go (docs/replicas.md); default: it is the only one"
-}), ("moe-replica", {"type": int, "default": 0,
-                     "help": "number of this run among the replicas of --moe-lighthouse"}),
-                            )
+_MODEL = (
+    *_needed(int, "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
+    *_typed(int, ffn_hidden_size=None, num_query_groups=1, kv_channels=None, rotary_base=10000),
+    *_typed(float, norm_epsilon=1e-5, rotary_percent=1.0, init_method_std=0.02, hidden_dropout=0.1,
+            attention_dropout=0.1),
+    ("max-position-embeddings", {"type": int, "help": "default: --seq-length"}),
+    *_choices(position_embedding_type=("learned_absolute", "rope"),
+              normalization=("LayerNorm", "RMSNorm")),
+    *_switches("swiglu", "squared-relu", "disable-bias-linear", "group-query-attention",
+               "add-qkv-bias", "qk-layernorm", "untie-embeddings-and-output-weights"))
+_MOE = (
+    *_typed(int, num_experts=None, moe_ffn_hidden_size=None, moe_router_topk=2,
+            moe_router_num_groups=None, moe_router_group_topk=None,
+            moe_shared_expert_intermediate_size=None),
+    *_typed(float, moe_router_topk_scaling_factor=None, moe_z_loss_coeff=None,
+            moe_input_jitter_eps=None, moe_router_bias_update_rate=1e-3,
+            moe_expert_capacity_factor=None),
+    *_choices(moe_router_score_function=("softmax", "sigmoid"),
+              moe_router_dtype=(None, "fp32", "fp64"),
+              moe_token_drop_policy=("probs", "position"),
+              moe_token_dispatcher_type=("alltoall", "allgather", "flex")),
+    *_switches("moe-router-pre-softmax", "moe-router-enable-expert-bias",
+               "moe-pad-expert-input-to-capacity", "moe-apply-probs-on-input",
+               "moe-shared-expert-gate", "moe-shared-expert-overlap"),
+    ("moe-layer-freq", {"type": copied_flags.layer_freq, "default": 1}),
+    ("moe-router-load-balancing-type", {
+        "default": "aux_loss", "choices": copied_flags.BALANCE, "nargs": "+",
+        "action": copied_flags.OneOrMore}),
+    ("moe-aux-loss-coeff", {"type": float, "default": 0.0, "nargs": "+",
+                            "action": copied_flags.OneOrMore}))
+_TRAINING = (
+    *_needed(int, "micro-batch-size", "train-iters"), *_needed(float, "lr"),
+    *_typed(int, global_batch_size=None, lr_warmup_iters=0, lr_decay_iters=None, seed=1234,
+            loss_scale_window=1000, hysteresis=2, ddp_bucket_size=None, recompute_num_layers=None,
+            exit_interval=None, eval_interval=None, eval_iters=10),
+    *_typed(float, min_lr=0.0, weight_decay=0.01, clip_grad=1.0, adam_beta1=0.9, adam_beta2=0.999,
+            sgd_momentum=0.9, loss_scale=None, initial_loss_scale=2.0**32, min_loss_scale=1.0),
+    *_choices(lr_decay_style=("linear", "constant", "cosine"), optimizer=("adam", "sgd"),
+              recompute_granularity=(None, "full", "selective"),
+              recompute_method=(None, "uniform", "block")),
+    *_switches("bf16", "fp16", "use-distributed-optimizer", "overlap-grad-reduce",
+               "overlap-param-gather", "calculate-per-token-loss",
+               "accumulate-allreduce-grads-in-fp32", "deterministic-mode"),
+    ("recompute-modules", {"nargs": "*"}),
+    ("recompute-activations", {
+        "action": "store_true",
+        "help": "--recompute-granularity selective, whatever else is given for it"}),
+    ("skip-train", {"action": "store_true", "help": "evaluate the checkpoint of --load, without "
+                    "gradients and optimizer, and end"}))
+_PARALLEL = (
+    *_typed(int, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+            num_virtual_stages_per_pipeline_rank=None, expert_model_parallel_size=1,
+            expert_tensor_parallel_size=None, context_parallel_size=1),
+    *_typed(float, distributed_timeout_minutes=10.0),
+    *_switches("sequence-parallel", "overlap-moe-expert-parallel-comm"),
+    ("stage-layouts", {"nargs": "+", "metavar": "tp=N,ep=N",
+                       "help": "pipeline stages of unequal layout, one entry a stage"}))
+_FILES = (
+    ("data-path", {"required": True}), ("split", {"default": "969,30,1"}), ("data-cache-path", {}),
+    ("save", {}), ("load", {}), *_switches("trust-checkpoint"),
+    *_typed(int, save_interval=None, log_interval=10))
+_OURS = (
+    ("vocab-size", {"type": int, "help": "vocabulary of a dataset made by another tokenizer; "
+                    "default: bytes, 257"}),
+    ("log-file", {"help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"
+                  }),
+    ("native-moe", {"action": "store_true",
+                    "help": "train with Megatron's own MoE layer, for comparison"}),
+    ("cpu", {"action": "store_true", "help": "train on CPU although a GPU is there"}),
+    FUSED_ADAM,
+    ("moe-lighthouse", {
+        "help": "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that "
+        "come and go (docs/replicas.md); default: it is the only one"}),
+    ("moe-replica", {"type": int, "default": 0,
+                     "help": "number of this run among the replicas of --moe-lighthouse"}))
 
 
 def parser() -> argparse.ArgumentParser:

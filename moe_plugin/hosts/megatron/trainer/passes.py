@@ -16,7 +16,6 @@ from moe_plugin.config import run_config
 from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
-from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.run import Run
 
@@ -41,6 +40,7 @@ class Passes:
         from megatron.core import parallel_state as ps
 
         from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
+        from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 
         self.args, self.training, self.log, self.valid_set = args, training, log, valid_set
         self.schedule = forward_backward_func(run_config(arguments.our_settings(args)).pipeline,

@@ -228,11 +228,9 @@ def _overlapped(**passes: Any) -> None:
     from megatron.core import parallel_state as ps
 
     from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
-    from moe_plugin.planner.pipeline.schedules import order
 
     group = ps.get_pipeline_model_parallel_group()
-    Step(passes, passes["model"].config, group, group, STAGES).run(
-        order(STAGES, group.rank(), BATCHES, "overlapped"))
+    Step(passes, passes["model"].config, group, group).run()
 
 
 def row(rate_mbit_s: float, rounds: int) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Pipeline schedules for Megatron, by the name that `--pipeline-schedule` gives.
 
 Megatron asks `get_forward_backward_func` for the function that runs all forward and backward passes
-of a step. That is the seam: a schedule is registered here as a function that takes the settings
-and Megatron's own such function, and returns one of the same signature. Importing this imports
-nothing of Megatron.
+of a step. That is the seam: a schedule is registered as a function that takes the settings and
+Megatron's own such function, and returns one of the same signature.
 """
 
 from __future__ import annotations

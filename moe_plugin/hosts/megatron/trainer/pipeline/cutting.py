@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.names import Attention
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.trainer.pipeline.attention import SliceAttention, SlicePart
@@ -27,8 +28,6 @@ def check_model(model: Any, config: Any) -> Any:
 
     Raises: ValueError: a part of it or a setting of Megatron does not fit slices.
     """
-    from moe_plugin.hosts.megatron.compat.names import Attention
-
     for name, bound in _CONFIG:
         if (setting(config, name) or None) != (bound or None):
             refuse(NAME, name, setting(config, name), repr(bound),

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.comm.host_collectives import gather_objects, named
-from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
+from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step, transfer_s
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.choice import StageProfile
 
-ROUND_TRIPS = 2  # the faster one counts
 HEADROOM = 0.9  # of the free memory
 
 
@@ -28,9 +27,8 @@ class MeasuredStep(Step):
     before).
     """
 
-    def __init__(self, passes: dict[str, Any], config: Any, group: Any, gradients: Any,
-                 window: int) -> None:
-        super().__init__(passes, config, group, gradients, window)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.forward_s: list[float] = []
         self.backward_s: list[float] = []
         self.activation_bytes = 0
@@ -55,24 +53,24 @@ class MeasuredStep(Step):
         wait_for_device(self.device)
         return time.perf_counter() - self._waited_s
 
-    def forward(self, batch: int) -> None:
+    def forward(self, batch: int, number: int) -> None:
         """See `Step`."""
         start = self._now()
         if batch == 0:
             saved = _SavedBytes()
             with saved:
-                super().forward(batch)
+                super().forward(batch, number)
             self.activation_bytes = saved.total
             if self.batches > 1:
                 return  # counting takes time
         else:
-            super().forward(batch)
+            super().forward(batch, number)
         self.forward_s.append(self._now() - start)
 
-    def backward(self, batch: int, held_back: Any) -> None:
+    def backward(self, batch: int, number: int) -> None:
         """See `Step`."""
         start = self._now()
-        super().backward(batch, held_back)
+        super().backward(batch, number)
         self.backward_s.append(self._now() - start)
 
 
@@ -96,30 +94,6 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
 
-def transfer_s(step: Step, group: Any) -> float:
-    """Seconds of one micro-batch's activations between neighbours: half of a round trip.
-
-    Collective over the stages; pairs of stages take turns, so that no two share a stage.
-    """
-    stage, stages, best = group.rank(), group.size(), 0.0
-    tensor = torch.zeros(step.shapes()[1], dtype=step.config.pipeline_dtype, device=step.device)
-    for first in (0, 1):  # (0, 1), (2, 3), ...; then (1, 2), ...
-        sends = (stage - first) % 2 == 0
-        other = stage + 1 if sends else stage - 1
-        if not 0 <= other < stages:
-            continue
-        peer, trips = dist.get_global_rank(group, other), []
-        for _ in range(ROUND_TRIPS):
-            start = time.perf_counter()
-            with named("round trip between stages", group):
-                for send in (sends, not sends):
-                    (dist.send if send else dist.recv)(tensor, peer, group=group)
-            wait_for_device(step.device)
-            trips.append((time.perf_counter() - start) / 2)
-        best = max(best, min(trips))
-    return best
-
-
 def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
     """The same profile on all ranks: of each stage the slowest and largest rank's numbers.
 
@@ -128,7 +102,8 @@ def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
     """
     own = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
-        "backward_s": statistics.median(step.backward_s), "transfer_s": transfer_s(step, group),
+        "backward_s": statistics.median(step.backward_s),
+        "transfer_s": transfer_s(step, step.shapes()[1]),
         "activation_bytes": step.activation_bytes, "memory_bytes": _free(step, limit),
     }
     every = gather_objects(own, "what a step of auto measured")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.names import schedules
 from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
 from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
 from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
@@ -29,7 +30,6 @@ from moe_plugin.hosts.megatron.trainer.pipeline.cutting import (
 from moe_plugin.hosts.megatron.trainer.pipeline.executor import Shape, Step
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import wait_for_device
-from moe_plugin.planner.pipeline.schedules import Pass
 
 Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
 
@@ -46,7 +46,7 @@ class SliceStep(Step):
     def __init__(self, passes: dict[str, Any], config: Any, group: Any, gradients: Any,
                  slices: Sequence[int], timed: bool = False) -> None:
         self.slices, self.starts = tuple(slices), [0, *accumulate(slices)]
-        super().__init__(passes, config, group, gradients, window=0)
+        super().__init__(passes, config, group, gradients)
         bare = _checked(self.model, config)
         self.cut = CutModel(bare, self.starts[-1])
         self.again = None if self.data is None else Again(self.data)
@@ -66,21 +66,14 @@ class SliceStep(Step):
         return ([(part, *received) for part in lengths] * self.batches,
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
-    def run_slices(self, units: Sequence[Pass]) -> list[Any]:
-        """All passes in this order, each once; what the loss function logged, on the last stage."""
-        held_back = self.hold_back()
+    def run(self) -> list[Any]:
+        """See `Step`."""
         try:
             with self.cut.cutting():
-                for kind, batch, number in units:
-                    if kind == "forward":
-                        self._forward(batch, number)
-                    else:
-                        self._backward(batch, number, held_back)
+                return super().run()
         finally:
             self.batch_parts.clear()
             self.graphs.clear()
-        self.links.finish()
-        return self.logged
 
     def _begin(self, batch: int, number: int) -> SlicePart:
         if batch not in self.batch_parts:
@@ -92,7 +85,8 @@ class SliceStep(Step):
         self.cut.begin(part)
         return part
 
-    def _forward(self, batch: int, number: int) -> None:
+    def forward(self, batch: int, number: int) -> None:
+        """The forward pass of a slice; its output is on its way, or the loss is known."""
         taken = self.links.inputs.next().requires_grad_() if self.links.inputs else None
         if self.again is not None and number == 0:
             self.again.next_batch()
@@ -103,16 +97,12 @@ class SliceStep(Step):
         self.graphs[batch, number] = taken, output
         self.most_alive = max(self.most_alive, len(self.graphs))
         if self.links.outputs:
-            from moe_plugin.hosts.megatron.compat.names import schedules
-
             self.links.outputs.send(output)
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         elif number == len(self.slices) - 1:
             self._loss(batch)
 
     def _output(self, batch: int, number: int, taken: Tensor | None) -> Tensor:
-        from moe_plugin.hosts.megatron.compat.names import schedules
-
         def forward_step(*arguments: Any) -> Any:
             output, self.loss_function = self.passes["forward_step_func"](*arguments)
             return output, self.loss_function
@@ -127,8 +117,6 @@ class SliceStep(Step):
 
     def _loss(self, batch: int) -> None:
         # the loss of all slices, and its gradients by slice; their backward passes are next
-        from moe_plugin.hosts.megatron.compat.names import schedules
-
         outputs = [self.graphs[batch, number][1].detach() for number in range(len(self.slices))]
         whole_BS = torch.cat(outputs, dim=1).requires_grad_()
         if self.config.timers is not None:
@@ -144,14 +132,13 @@ class SliceStep(Step):
         (loss if scale is None else scale(loss)).backward()
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
-    def _backward(self, batch: int, number: int, held_back: Any) -> None:
-        from moe_plugin.hosts.megatron.compat.names import schedules
-
+    def backward(self, batch: int, number: int) -> None:
+        """The backward pass of a slice; its input's gradient is on its way."""
         taken, output = self.graphs.pop((batch, number))
         part = self._begin(batch, number)
         grad = self.links.output_grads.next() if self.links.output_grads else None
         began = self._now()
-        with self.reducing(batch == self.batches - 1 and number == 0, held_back), weighed(part):
+        with self.reducing(batch == self.batches - 1 and number == 0), weighed(part):
             with core.scaled_losses(1.0 if self.config.calculate_per_token_loss
                                     else part.length / part.sequences.length):
                 if grad is not None:

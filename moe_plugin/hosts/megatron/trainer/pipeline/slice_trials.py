@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections import defaultdict
 from statistics import median
 
@@ -16,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.hosts.megatron.trainer.pipeline.executor import transfer_s
 from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import Seconds, SliceStep
-from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.schedules import equal_slices
 from moe_plugin.planner.pipeline.slices import SliceProfile, fit
 
 COUNTS = (1, 2, 4, 8)  # equal slices of the trials
 ROUNDS = 2
-TRIES = 3  # of a transfer
 logger = logging.getLogger(__name__)
 
 
@@ -70,13 +68,14 @@ class SliceTrials:
             return
         keys = sorted(self._seconds)
         measured = [median(self._seconds[key]) for key in keys]
-        numbers = torch.tensor([*measured, *transfer_s(step)], dtype=torch.float64,
-                               device=step.device)
+        received, _ = step.shapes()
+        sent = [transfer_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
+        numbers = torch.tensor([*measured, *sent], dtype=torch.float64, device=step.device)
         *slowest, few_s, all_s = comm_of().all_reduce(numbers, "max").tolist()
         times = {kind: fit((length, context, s) for (k, length, context), s in
                            zip(keys, slowest, strict=True) if k == kind)
                  for kind in ("forward", "backward")}
-        few = self.length // step.shapes()[0][0]  # tensor-parallel ranks may share a sequence
+        few = self.length // received[0]  # tensor-parallel ranks may share a sequence
         token_s = max(0.0, all_s - few_s) / max(1, self.length - few)
         self.profile = SliceProfile(
             length=self.length, multiple=self.multiple, stages=step.stages,
@@ -102,34 +101,3 @@ class SliceTrials:
                             "slices %s, %.3g s a step predicted", length, self.length,
                             ",".join(map(str, self._best[length])), seconds)
         return self._best[length]
-
-
-def transfer_s(step: SliceStep) -> tuple[float, float]:
-    """Seconds of a transfer to the next stage: of one token on each rank, and of all; 0 on the last
-    stage. Links take turns.
-    """
-    received, _ = step.shapes()
-    found = [transfers_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
-    return found[0], found[1]
-
-
-def transfers_s(step: SliceStep, shape: tuple[int, ...]) -> float:
-    """Seconds of a tensor's way to the next stage and of an answer of one number; the least of
-    some tries.
-    """
-    group, least = step.links.group, float("inf")
-    x = torch.zeros(shape, device=step.device, dtype=step.config.pipeline_dtype)
-    answer = x.new_zeros(1)
-    for link in range(step.stages - 1):
-        if step.stage not in (link, link + 1):
-            continue
-        first = step.stage == link
-        peer = dist.get_global_rank(group, link + first)
-        for _ in range(TRIES):
-            began = time.perf_counter()
-            for tensor, sends in ((x, first), (answer, not first)):
-                (dist.send if sends else dist.recv)(tensor, peer, group=group)
-            wait_for_device(x.device)
-            if first:
-                least = min(least, time.perf_counter() - began)
-    return least if least < float("inf") else 0.0

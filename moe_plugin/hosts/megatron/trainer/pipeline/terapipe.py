@@ -5,64 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, refuse, schedules
-from moe_plugin.planner.pipeline.schedules import equal_slices, order
-
-NAME = "terapipe"
-
-
-@schedules.register(NAME)
-def terapipe(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """Stage i of n begins with n - i + S - 1 forward passes of slices; see docs/pipeline.md."""
-    from megatron.core import parallel_state as ps
-
-    # imported here: it imports Megatron, which may lie next to a script that is not known yet
-    from moe_plugin.hosts.megatron.trainer.pipeline.executor import backward_group
-
-    if ps.get_pipeline_model_parallel_world_size() == 1:
-        return native
-    group = ps.get_pipeline_model_parallel_group()
-    return SlicedSteps(settings, native, group, backward_group(group))
+from moe_plugin.hosts.megatron.trainer.pipeline.base import (
+    ForwardBackward,
+    PipelineSchedule,
+    refuse,
+    register,
+)
+from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import NAME, SliceStep
+from moe_plugin.hosts.megatron.trainer.pipeline.slice_trials import SliceTrials
+from moe_plugin.planner.pipeline.schedules import equal_slices
 
 
-class SlicedSteps:
-    """Steps of a training run, with what they learn of the best slices.
+@register
+class SliceSchedule(PipelineSchedule):
+    """Stage i of n begins with n - i + S - 1 forward passes of slices; see docs/pipeline.md.
 
-    Args:
-        settings: `slices`. native: Megatron's function, for evaluation.
-        group: the stages. gradients: see `executor.backward_group`.
+    trials: what was learned of the best slices; None: they are given.
     """
 
-    def __init__(self, settings: PipelineConfig, native: ForwardBackward, group: Any,
-                 gradients: Any) -> None:
-        self.settings, self.native = settings, native
-        self.group, self.gradients = group, gradients
-        self.trials: Any = None
+    name = NAME
+    unfit = ("p2p_communicator", "adjust_tensor_shapes_fn")
 
-    def __call__(self, **passes: Any) -> list[Any]:
-        """One step, as Megatron's own functions take and return it."""
-        from moe_plugin.hosts.megatron.compat.names import get_model_config
-        from moe_plugin.hosts.megatron.trainer.pipeline.executor import check_config
-        from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import SliceStep
+    def __init__(self, settings: PipelineConfig, native: ForwardBackward) -> None:
+        super().__init__(settings, native)
+        self.trials: SliceTrials | None = None
 
-        model = passes["model"]
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        check_config(NAME, config)
-        check_passes(passes)
-        if passes.get("forward_only"):
-            return self.native(**passes)
+    def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
+        """See `PipelineSchedule`."""
         length = passes.get("decoder_seq_length") or passes["seq_length"]
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         slices, timed = self._next(length, multiple, config.deterministic_mode)
-        timers = config.timers
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         step = SliceStep(passes, config, self.group, self.gradients, slices, timed)
-        logged = step.run_slices(order(self.group.size(), self.group.rank(), step.batches,
-                                       slices=len(slices)))
-        step.finish_gradients()
-        if timers is not None:
-            timers("forward-backward").stop()
+        logged = step.run()
         if self.trials is not None:
             self.trials.after(step)
         return logged
@@ -78,18 +52,8 @@ class SlicedSteps:
                    "slices chosen by measured time add up in another order from run to run: give "
                    "their lengths")
         if self.trials is None or not self.trials.knows(length):
-            from moe_plugin.hosts.megatron.trainer.pipeline.slice_trials import SliceTrials
-
             self.trials = SliceTrials(length, multiple)
         return self.trials.next(length)
-
-
-def check_passes(passes: dict[str, Any]) -> None:
-    """`ValueError`: arguments of Megatron's function that do not fit slices."""
-    for name in ("p2p_communicator", "adjust_tensor_shapes_fn"):
-        if passes.get(name) is not None:
-            refuse(NAME, name, "given", "left out",
-                   "models of several modules have Megatron's own schedules alone")
 
 
 def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...]:
