@@ -18,11 +18,11 @@ from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
-from moe_plugin.hosts.megatron.compat.refusals import settings_errors
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
     script_arguments,
     setting,
+    settings_errors,
     with_known_names,
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
@@ -64,8 +64,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the
             arguments of Megatron's training script, which has them when the launcher started it,
             else defaults.
-        plain_layers: the spec is for standard attention and MoE layers everywhere; another config
-            is refused.
     Raises:
         ValueError: settings that neither side can honour; it names value, bound and remedy.
     """
@@ -73,11 +71,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     @settings_errors()
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
-                 plain_layers: bool = False, **extra: Any) -> None:
+                 **extra: Any) -> None:
         core.check_version()
         config = with_known_names(config)
-        if plain_layers:
-            _refuse_other_layers(config)
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (
@@ -357,23 +353,6 @@ def _initialise_router(router: nn.Module, config: Any) -> None:
             values = torch.empty(parameter.shape, dtype=torch.float32)
             config.init_method(values)
             parameter.copy_(values)
-
-
-def _refuse_other_layers(config: Any) -> None:
-    for name in ("qk_layernorm", "multi_latent_attention", "qk_l2_norm"):
-        if setting(config, name):
-            raise ValueError(
-                f"{name}={setting(config, name)!r} does not fit this layer spec, which has "
-                "standard attention: must be False; swap the layers of Megatron's block spec with "
-                "moe_plugin.hosts.megatron.spec.swap_moe, or use --spec "
-                "moe_plugin.hosts.megatron.spec moe_layer, which follows "
-                f"--{name.replace('_', '-')}")
-    if not layer_numbers.all_layers_moe(config):
-        raise ValueError(
-            f"moe_layer_freq={config.moe_layer_freq!r} does not fit this layer spec, which makes "
-            "every layer an MoE layer: must be 1; swap the layers of Megatron's block spec with "
-            "moe_plugin.hosts.megatron.spec.swap_moe, or use --spec "
-            "moe_plugin.hosts.megatron.spec moe_layer, which follows --moe-layer-freq")
 
 
 def _announce(plan: Translation) -> None:

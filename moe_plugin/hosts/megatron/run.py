@@ -16,6 +16,7 @@ from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.features import LayerRecords
 from moe_plugin.output import LayerStats
+from moe_plugin.resilience.overflow import StepStart
 
 
 def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
@@ -43,3 +44,21 @@ def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
     """Layers by the names that records have."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
+
+
+class MegatronStart(StepStart):
+    """What passes of Megatron change, to begin them again: also the random generators that it keeps
+    for its parallel regions.
+    """
+
+    def __init__(self, chunks: list[Any]) -> None:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        super().__init__(chunks)
+        self._tracker = get_cuda_rng_tracker()
+        self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}
+
+    def restore(self) -> None:
+        """Set them as they were."""
+        super().restore()
+        self._tracker.set_states({name: state.clone() for name, state in self._states.items()})

@@ -79,33 +79,16 @@ def swap_attention(spec: Any) -> Any:
     return core.replace_attention(spec, SliceAttention)
 
 
-def moe_layer_spec(settings: Mapping[str, Any] | str | None = None, *,
-                   transformer_engine: bool | None = None) -> Any:
-    """A GPT layer spec with our MoE layer, standard attention, and an MoE layer everywhere.
-
-    For anything else swap the layers of Megatron's own block spec. A model whose config differs is
-    refused when it is built.
-
-    transformer_engine: None takes it where it is installed.
-    """
-    settings = _checked(settings)
-    swapped, _ = core.swap_spec(core.gpt_moe_layer_spec(transformer_engine), PluginMoELayer,
-                                {"settings": settings, "plain_layers": True})
-    return swapped
-
-
 def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
     """What `--spec` gives Megatron's training script: the layers that its arguments describe, with
-    our MoE layer. Before arguments are parsed, `moe_layer_spec`.
+    our MoE layer. Before there are arguments and groups: what the script's model builder calls.
 
     Raises:
         ValueError: arguments that describe other layers than Megatron's standard ones, or virtual
             pipeline stages with layers of several kinds; it names the flag.
     """
-    arguments = script_arguments()
-    if not arguments:
-        return moe_layer_spec(settings, transformer_engine=transformer_engine)
+    arguments, settings = script_arguments(), _checked(settings)
     for name in _OTHER_LAYERS:
         if arguments.get(name):
             raise ValueError(
@@ -115,13 +98,13 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 "moe_plugin.hosts.megatron.spec.swap_moe")
     if transformer_engine is None and arguments.get("transformer_impl") == "local":
         transformer_engine = False
-    if core.has_groups():
+    if arguments and core.has_groups():
         return _block(settings, transformer_engine)
     # a newer script may ask before it has groups; the model builder calls what it gets
     return functools.partial(_later_block, settings, transformer_engine)
 
 
-def _block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None) -> Any:
+def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) -> Any:
     config = script_config()
     if not config.virtual_pipeline_model_parallel_size:
         return _swapped(core.gpt_block_spec(config, transformer_engine), settings)
@@ -133,8 +116,12 @@ def _block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | 
     return swap_moe(first.layer_specs[0], settings)
 
 
-def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: bool | None,
+def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | None,
                  _model_config: Any, vp_stage: int | None = None) -> Any:
+    if not script_arguments():
+        raise ValueError("--spec moe_plugin.hosts.megatron.spec needs the arguments of Megatron's "
+                         "training script, and there are none; in a program of your own use "
+                         "moe_plugin.hosts.megatron.spec.swap_moe")
     config = script_config()
     if config.mtp_num_layers:
         raise ValueError(
@@ -145,8 +132,7 @@ def _later_block(settings: Mapping[str, Any] | str | None, transformer_engine: b
     return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
 
 
-def _swapped(block: Any, settings: Mapping[str, Any] | str | None) -> Any:
-    settings = _checked(settings)
+def _swapped(block: Any, settings: Mapping[str, Any] | None) -> Any:
     given = settings_from_flags(script_arguments()) if settings is None else settings
     if run_config(given).pipeline.cuts:
         block = swap_attention(block)

@@ -86,6 +86,16 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
             **flags.settings_from_flags(values, NATIVE_ARGUMENTS)}
 
 
+def timeout_of(settings: Mapping[str, Any]) -> float:
+    """`comm.timeout_s` of settings by dotted paths, in seconds.
+
+    Raises:
+        ValueError: it is out of bounds.
+    """
+    given = {path: settings[path] for path in ("comm.timeout_s",) if path in settings}
+    return with_overrides(MoEConfig(), given).comm.timeout_s
+
+
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
     """Our config for a Megatron `TransformerConfig`.

@@ -44,7 +44,7 @@ def _train(steps: int) -> tuple[list[float], str]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.hosts.megatron.spec import moe_layer_spec
+    from moe_plugin.hosts.megatron.spec import swap_moe
     from moe_plugin.hosts.megatron.trainer.ensemble import add_heads
 
     case = Case(native={"num_moe_experts": 4})
@@ -53,7 +53,7 @@ def _train(steps: int) -> tuple[list[float], str]:
     def gpt(shared: bool) -> Any:
         return core.call_supported(
             GPTModel, config=case.config(),
-            transformer_layer_spec=moe_layer_spec(transformer_engine=False), vocab_size=32,
+            transformer_layer_spec=swap_moe(core.gpt_moe_layer_spec(False)), vocab_size=32,
             max_sequence_length=12, position_embedding_type="rope",
             share_embeddings_and_output_weights=shared)
 

@@ -30,28 +30,22 @@ def test_launcher_without_a_script_says_what_it_wants() -> None:
     assert "pretrain_gpt.py" in done.stderr
 
 
-def test_spec_attributes_hold_our_layer() -> None:
-    import functools
-
+def test_spec_attributes_say_what_they_need_outside_a_script() -> None:
     from moe_plugin.hosts.megatron import spec
-    from moe_plugin.hosts.megatron.layer import PluginMoELayer
 
     for name in ("moe_layer", "moe_layer_local"):
-        found = vars(spec)[name]  # as Megatron's --spec looks it up
-        submodules = found.keywords["submodules"] if isinstance(
-            found, functools.partial) else found.submodules
-        mlp = submodules.mlp
-        assert (mlp.func if isinstance(mlp, functools.partial) else mlp.module) is PluginMoELayer
+        with pytest.raises(ValueError, match="needs the arguments of Megatron's.*swap_moe"):
+            vars(spec)[name](None)
 
 
 def test_spec_takes_a_yaml_file(tmp_path: Path) -> None:
-    from moe_plugin.hosts.megatron.spec import moe_layer_spec
+    from moe_plugin.hosts.megatron.spec import script_spec
 
     (tmp_path / "moe.yaml").write_text("dispatch: {name: padded}\n")
-    assert "'dispatch.name': 'padded'" in repr(moe_layer_spec(str(tmp_path / "moe.yaml")))
+    assert "'dispatch.name': 'padded'" in repr(script_spec(str(tmp_path / "moe.yaml")))
     (tmp_path / "bad.yaml").write_text("dispatch: {nam: padded}\n")
     with pytest.raises(ValueError, match="unknown key 'dispatch.nam'"):
-        moe_layer_spec(str(tmp_path / "bad.yaml"))
+        script_spec(str(tmp_path / "bad.yaml"))
 
 
 def test_native_argument_table_names_paths_of_the_tree() -> None:
@@ -198,28 +192,8 @@ def test_spec_fits_virtual_stages() -> None:
     assert on_ranks(2, _spec_of_virtual_stages) == [True, True]
 
 
-def _refusal(settings: dict[str, object]) -> str:
-    from types import SimpleNamespace
-
-    from moe_plugin.hosts.megatron.layer import PluginMoELayer
-
-    with pytest.raises(ValueError, match="does not fit this layer spec") as refused:
-        PluginMoELayer(SimpleNamespace(**{"num_layers": 2, "moe_layer_freq": 1, **settings}),
-                       plain_layers=True)
-    return str(refused.value)
-
-
-def test_a_fixed_layer_spec_refuses_other_layers() -> None:
-    from moe_plugin.hosts.megatron.spec import moe_layer_spec
-
-    assert "plain_layers" in repr(moe_layer_spec())
-    assert "--qk-layernorm" in _refusal({"qk_layernorm": True})
-    assert "--multi-latent-attention" in _refusal({"multi_latent_attention": True})
-    assert "--moe-layer-freq" in _refusal({"moe_layer_freq": 2})
-
-
 def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
-    from moe_plugin.hosts.megatron.spec import moe_layer_spec
+    from moe_plugin.hosts.megatron.spec import script_spec
     from moe_plugin.hosts.megatron.trainer.arguments import our_settings, parser
 
     (tmp_path / "moe.yaml").write_text("imports: json\n")
@@ -228,7 +202,7 @@ def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
                                          "data-path")]
     flags = [*needed, "--moe-config", str(tmp_path / "moe.yaml")]
     for read in (lambda: our_settings(parser().parse_args(flags)),
-                 lambda: moe_layer_spec(str(tmp_path / "moe.yaml"))):
+                 lambda: script_spec(str(tmp_path / "moe.yaml"))):
         with pytest.raises(ValueError, match="imports='json'.*--moe-trust-imports"):
             read()
     trusted = our_settings(parser().parse_args([*flags, "--moe-trust-imports"]))

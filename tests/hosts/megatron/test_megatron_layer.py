@@ -338,10 +338,10 @@ def test_settings_that_are_none_are_refused_when_they_are_given(settings: dict[s
     """Not when a layer is built; what Megatron's own settings decide is compared there."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from moe_plugin.hosts.megatron.spec import moe_layer_spec, script_spec, swap_moe
+    from moe_plugin.hosts.megatron.spec import script_spec, swap_moe
 
     for call in (lambda given: swap_moe(get_gpt_layer_local_spec(num_experts=8), given),
-                 moe_layer_spec, script_spec):
+                 script_spec):
         with pytest.raises(ValueError, match=re.escape(said)):
             call(settings)
         call({"router.top_k": 64, "comm.all_to_all": "leader", "guard.aggregate": "median"})

@@ -3,6 +3,6 @@
 `names`: classes and functions whose place may change. `core`: layer, groups, specs, losses.
 `optimizer`: its state in checkpoints. `settings`: its settings and script, and what was renamed.
 `norm`: norms without Apex. `finite`: steps that are skipped. `cpu`: running without CUDA;
-`script_cpu`: its training code, too. `older_python`: 0.18 on before Python 3.12. `writers`:
-processes that write checkpoints end with their rank.
+`script_cpu`: its training code, too. `writers`: processes that write checkpoints end with their
+rank.
 """

@@ -18,8 +18,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.hosts.megatron.groups import timeout_of
-from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.run import Run, SkipStep, StepGradients
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import re
 import sys
+import typing
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
-
-from moe_plugin.hosts.megatron.compat import older_python
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 # What a version of Megatron calls otherwise: the name that this host knows -> the newer one. A
@@ -77,7 +78,7 @@ def training_module(name: str) -> ModuleType:
     Raises:
         ImportError: it is not there, or needs a package that is not; it says what to install.
     """
-    older_python.enable()
+    _older_python()
     try:
         return importlib.import_module(f"megatron.training.{name}")
     except ModuleNotFoundError as error:
@@ -89,6 +90,21 @@ _MISSING = (
     "Start a script of a Megatron-LM checkout, which has it next to the script, or install "
     "megatron-core 0.17 or newer, which holds it, and the packages it needs "
     "(pip install six einops pydantic)")
+
+
+def _older_python() -> None:
+    """Give Python before 3.12 what the training code of 0.18 and 0.19 needs: `typing.override`."""
+    if sys.version_info >= (3, 12) or "override" in vars(typing):
+        return
+    typing.override = lambda method: method  # type: ignore[attr-defined]
+    prepare = spawn.get_preparation_data
+
+    def without_script(name: str) -> dict[str, Any]:
+        # a spawned process would import the script, and with it Megatron, before anything of ours;
+        # those of Megatron, which write checkpoints, need nothing of it
+        return {key: value for key, value in prepare(name).items() if key != "init_main_from_path"}
+
+    spawn.get_preparation_data = without_script
 
 
 def wrap_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -151,3 +167,28 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
         return parse_args
 
     replace_training("parse_args", extend)
+
+
+_ADDED = re.compile(r"( when instantiating \w+)+\Z")
+
+
+class SettingsError(ValueError):
+    """A `ValueError` that ends with its remedy.
+
+    0.15 to 0.19: where a module of a spec cannot be built, Megatron makes its error again, of the
+    same class, with " when instantiating CLASS" behind the words, once at each level of the spec.
+    """
+
+    def __init__(self, words: str) -> None:
+        super().__init__(_ADDED.sub("", words))
+
+
+@contextlib.contextmanager
+def settings_errors() -> Iterator[None]:
+    """`ValueError` inside becomes `SettingsError`, with the same words and traceback."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise SettingsError(str(error)).with_traceback(error.__traceback__) from error.__cause__

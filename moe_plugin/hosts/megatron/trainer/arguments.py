@@ -244,45 +244,36 @@ def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:
         raise ValueError(f"{name}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
+def values_for(kind: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that fields of a config of Megatron's have the names of, where given."""
+    of_experts = _MOE if args.num_experts else ()
+    names = {name.replace("-", "_") for name, _ in (*_MODEL, *of_experts, *_TRAINING, *_PARALLEL)}
+    values = {field.name: getattr(args, field.name) for field in fields(kind)
+              if field.name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def transformer_config(args: argparse.Namespace, *, cpu: bool) -> Any:
     """Megatron's `TransformerConfig`; what it refuses becomes a `ValueError`."""
-    from moe_plugin.hosts.megatron.compat.core import call_supported
     from moe_plugin.hosts.megatron.compat.names import TransformerConfig
 
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    stages = args.num_virtual_stages_per_pipeline_rank
     values = {
-        "num_layers": args.num_layers, "hidden_size": args.hidden_size,
-        "num_attention_heads": args.num_attention_heads, "ffn_hidden_size": args.ffn_hidden_size,
-        "normalization": args.normalization, "add_bias_linear": not args.disable_bias_linear,
-        "kv_channels": args.kv_channels, "add_qkv_bias": args.add_qkv_bias,
-        "qk_layernorm": args.qk_layernorm, "layernorm_epsilon": args.norm_epsilon,
-        "init_method_std": args.init_method_std, "hidden_dropout": args.hidden_dropout,
-        "attention_dropout": args.attention_dropout, "bf16": args.bf16, "fp16": args.fp16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype, "autocast_dtype": dtype, "use_cpu_initialization": cpu,
-        "tensor_model_parallel_size": args.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": args.num_virtual_stages_per_pipeline_rank,
+        **values_for(TransformerConfig, args), "add_bias_linear": not args.disable_bias_linear,
+        "layernorm_epsilon": args.norm_epsilon, "params_dtype": dtype, "pipeline_dtype": dtype,
+        "autocast_dtype": dtype, "use_cpu_initialization": cpu,
+        "virtual_pipeline_model_parallel_size": stages,
         # as Megatron-LM's script has it: see `translate` for what the other way does to two ranks
-        "overlap_p2p_comm": (args.num_virtual_stages_per_pipeline_rank or 1) > 1,
-        "batch_p2p_comm": (args.num_virtual_stages_per_pipeline_rank or 1) == 1,
-        "overlap_moe_expert_parallel_comm": args.overlap_moe_expert_parallel_comm,
-        "sequence_parallel": args.sequence_parallel, "deterministic_mode": args.deterministic_mode,
-        "calculate_per_token_loss": args.calculate_per_token_loss,
+        "overlap_p2p_comm": (stages or 1) > 1, "batch_p2p_comm": (stages or 1) == 1,
         "gradient_accumulation_fusion": False,
-        "recompute_granularity": copied_flags.recompute_granularity(args),
-        "recompute_method": args.recompute_method,
-        "recompute_num_layers": args.recompute_num_layers,
-        "recompute_modules": args.recompute_modules,
+        "recompute_granularity": copied_flags.recompute_granularity(args), **_activation(args),
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        **(_moe_values(args) if args.num_experts else {"expert_model_parallel_size": 1,
+                                                       "expert_tensor_parallel_size": None})
     }
-    if args.group_query_attention:
-        values["num_query_groups"] = args.num_query_groups
-    values.update(_activation(args))
-    if args.num_experts:
-        values.update(_moe_values(args))
     try:
-        config = call_supported(TransformerConfig,
-                                **{k: v for k, v in values.items() if v is not None})
+        config = TransformerConfig(**{k: v for k, v in values.items() if v is not None})
     except (AssertionError, ImportError) as error:  # a package for what was chosen is missing
         raise ValueError(f"Megatron refuses these settings: {error}") from error
     if args.num_experts and args.native_moe:  # of our layers `translate` says it
@@ -299,15 +290,11 @@ def _activation(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _moe_values(args: argparse.Namespace) -> dict[str, Any]:
-    renamed = {
+    values = {
         "num_moe_experts": args.num_experts,
-        "expert_model_parallel_size": args.expert_model_parallel_size,
-        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         # Megatron allows moe_act with it alone; our experts do not read it
         "moe_grouped_gemm": "moe_act" in (args.recompute_modules or [])
     }
-    same = {name.replace("-", "_") for name, _ in _MOE} - {"num_experts"}
-    values = {**renamed, **{name: getattr(args, name) for name in same}}
     if args.native_moe:
         chosen = (name.replace("-", "_") for name in copied_flags.NATIVE_MOE)
         return {**values, **{name: getattr(args, name) for name in chosen}}

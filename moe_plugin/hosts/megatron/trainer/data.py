@@ -30,35 +30,19 @@ logger = logging.getLogger("moe_plugin.hosts.megatron.data")  # also where it is
 BYTE_VOCABULARY = 257
 
 
-class ByteTokenizer:
-    """Bytes as tokens. Has the attributes that Megatron's datasets ask of a tokenizer."""
+@dataclass(frozen=True)
+class DatasetTokenizer:
+    """What Megatron's datasets ask of a tokenizer: bytes are tokens, or the dataset was made by
+    another one, of which the vocabulary's size is known.
+    """
 
-    vocab_size = BYTE_VOCABULARY
-    eod = BYTE_VOCABULARY - 1
+    vocab_size: int = BYTE_VOCABULARY
     pad = -1  # no padding token: GPTDataset fills the only short sample, and masks it, with this
 
     @property
-    def unique_identifiers(self) -> OrderedDict[str, str]:
-        """Goes into the key of the dataset's index cache."""
-        return OrderedDict(class_="moe_plugin.ByteTokenizer")
-
-    def tokenize(self, text: str) -> list[int]:
-        """UTF-8 bytes of the text."""
-        return list(text.encode("utf-8"))
-
-    def detokenize(self, tokens: list[int]) -> str:
-        """The inverse; end-of-document tokens are left out, broken UTF-8 becomes U+FFFD."""
-        return bytes(t for t in tokens if 0 <= t < 256).decode("utf-8", errors="replace")
-
-
-class IntegerTokenizer(ByteTokenizer):
-    """Stands for a tokenizer that made the dataset elsewhere.
-
-    Only its vocabulary size and end token are known.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+    def eod(self) -> int:
+        """The token that ends a document."""
+        return self.vocab_size - 1
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
@@ -66,9 +50,9 @@ class IntegerTokenizer(ByteTokenizer):
         return OrderedDict(class_="moe_plugin.IntegerTokenizer", vocab_size=str(self.vocab_size))
 
 
-def tokenizer_of(args: Any) -> ByteTokenizer:
+def tokenizer_of(args: Any) -> DatasetTokenizer:
     """The tokenizer that the training script's arguments name."""
-    return IntegerTokenizer(args.vocab_size) if args.vocab_size else ByteTokenizer()
+    return DatasetTokenizer(args.vocab_size or BYTE_VOCABULARY)
 
 
 def documents(path: str) -> Iterator[bytes]:
@@ -128,7 +112,7 @@ def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     tokens = 0
     for text in texts:
         ids = np.append(
-            np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(ByteTokenizer.eod))
+            np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(BYTE_VOCABULARY - 1))
         builder.add_document(ids, [len(ids)])
         tokens += len(ids)
     if not tokens:

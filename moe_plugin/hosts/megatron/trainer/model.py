@@ -17,16 +17,30 @@ from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
+from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
 from moe_plugin.hosts.megatron.tokens import give_token_ids
+from moe_plugin.hosts.megatron.trainer.arguments import values_for
 from moe_plugin.hosts.megatron.trainer.data import Batch
 from moe_plugin.hosts.megatron.trainer.ensemble import Ensemble, add_heads, ensemble_of
-from moe_plugin.hosts.megatron.trainer.model_settings import model_settings
+from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.pregate import link
+
+# settings of a model that its checkpoints state
+_OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+              "ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+              "moe_shared_expert_intermediate_size")
+_OF_ARGUMENTS = (
+    "norm_epsilon", "rotary_base", "rotary_percent", "swiglu", "squared_relu",
+    "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
+    "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
+    "moe_apply_probs_on_input", "moe_shared_expert_gate")
 
 
 @dataclass
@@ -93,13 +107,9 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     run = run_config(settings)
     refuse_streamed_weights(run.offload, "this program")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
-    sharded = args.use_distributed_optimizer
-    wrapper = DistributedDataParallelConfig(use_distributed_optimizer=sharded,
-                                            grad_reduce_in_fp32=args.bf16
-                                            or args.accumulate_allreduce_grads_in_fp32,
-                                            overlap_grad_reduce=args.overlap_grad_reduce,
-                                            overlap_param_gather=args.overlap_param_gather,
-                                            bucket_size=args.ddp_bucket_size)
+    wrapper = DistributedDataParallelConfig(
+        **values_for(DistributedDataParallelConfig, args), bucket_size=args.ddp_bucket_size,
+        grad_reduce_in_fp32=args.bf16 or args.accumulate_allreduce_grads_in_fp32)
     chunks, ensemble = [], ensemble_of(args)
     if ensemble and run.pipeline.schedule == "terapipe":
         raise ValueError(f"ensemble_heads={ensemble.heads} does not fit pipeline.schedule="
@@ -187,15 +197,19 @@ def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any
 def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
     from moe_plugin.hosts.megatron.compat.names import OptimizerConfig, get_megatron_optimizer
 
-    settings = core.call_supported(
-        OptimizerConfig, optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr,
-        weight_decay=args.weight_decay, adam_beta1=args.adam_beta1, adam_beta2=args.adam_beta2,
-        sgd_momentum=args.sgd_momentum, clip_grad=args.clip_grad, bf16=args.bf16,
-        fp16=args.fp16, loss_scale=args.loss_scale, initial_loss_scale=args.initial_loss_scale,
-        min_loss_scale=args.min_loss_scale, loss_scale_window=args.loss_scale_window,
-        hysteresis=args.hysteresis, params_dtype=config.params_dtype,
-        use_distributed_optimizer=args.use_distributed_optimizer)
+    settings = OptimizerConfig(**values_for(OptimizerConfig, args),
+                               params_dtype=config.params_dtype)
     return get_megatron_optimizer(settings, chunks)
+
+
+def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """What the model computes, by the names of Megatron's arguments, and ours as "moe_plugin"; JSON
+    values, for checkpoints.
+    """
+    found = {name: setting(config, name) for name in _OF_CONFIG}
+    found.update({name: getattr(args, name) for name in _OF_ARGUMENTS})
+    found["max_position_embeddings"] = args.max_position_embeddings or args.seq_length
+    return {**found, "moe_plugin": settings_from_flags(vars(args))}
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor | None:

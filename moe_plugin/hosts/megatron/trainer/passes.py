@@ -55,7 +55,7 @@ class Passes:
 
     def _features(self) -> Run:
         """Of an evaluation; collective."""
-        from moe_plugin.hosts.megatron.repeated_passes import MegatronStart
+        from moe_plugin.hosts.megatron.run import MegatronStart
 
         return Run([RowsFit(self.training.chunks, comm_of(), MegatronStart)])
 

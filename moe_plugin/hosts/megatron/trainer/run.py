@@ -13,11 +13,10 @@ from torch import Tensor
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
-from moe_plugin.hosts.megatron.groups import timeout_of
-from moe_plugin.hosts.megatron.repeated_passes import MegatronStart
-from moe_plugin.hosts.megatron.run import records_of
+from moe_plugin.hosts.megatron.run import MegatronStart, records_of
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
+from moe_plugin.hosts.megatron.translate import timeout_of
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.planner.byzshield import assign

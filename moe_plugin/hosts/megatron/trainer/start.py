@@ -14,9 +14,9 @@ from moe_plugin import determinism
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.config.options import MOST_SECONDS
-from moe_plugin.hosts.megatron.groups import timeout_of
 from moe_plugin.hosts.megatron.trainer import arguments, copied_flags
 from moe_plugin.hosts.megatron.trainer.stage_layouts import StageLayouts, initialize, stages_of
+from moe_plugin.hosts.megatron.translate import timeout_of
 
 
 def start(args: argparse.Namespace) -> StageLayouts | None:
