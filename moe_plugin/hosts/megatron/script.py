@@ -15,9 +15,9 @@ from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
+    replace_training,
     script_arguments,
     training_module,
-    wrap_training,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
@@ -35,14 +35,14 @@ def observe_script() -> None:
     """
     script = _Script()
     guard_all_optimizers(lambda: script.run)
-    wrap_training("setup_model_and_optimizer", script.around_setup)
-    wrap_training("train_step", script.around_step)
-    wrap_training("evaluate", script.around_evaluation)
+    replace_training("setup_model_and_optimizer", script.around_setup)
+    replace_training("train_step", script.around_step)
+    replace_training("evaluate", script.around_evaluation)
     if _SEAM in vars(training_module("training")):
         # imported here: it imports Megatron, which may lie next to the script
         from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
 
-        wrap_training(_SEAM, lambda get: scheduled(get, script.pipeline))
+        replace_training(_SEAM, lambda get: scheduled(get, script.pipeline))
 
 
 def check_seam(settings: PipelineConfig) -> None:

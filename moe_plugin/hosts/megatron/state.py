@@ -10,16 +10,15 @@ Tuner state is one object per layer, under the layer's global number, and option
 stage saves its own layers' objects; replicas of the experts may have learned different things, the
 first one's are kept. What was learned on another number of ranks is left out.
 
-So it is with a predicted layout, where checkpoints are loaded through `LenientLoad`. Megatron alone
-refuses a checkpoint without an object that is asked for, and no checkpoint of another layer or of
-fixed layouts has one.
+So it is with a predicted layout, under `load_without_missing`. Megatron alone refuses a checkpoint
+without an object that is asked for, and no checkpoint of another layer or of fixed layouts has one.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -67,51 +66,41 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
     state[f"{prefix}moe._extra_state"] = {**own, TUNER: saved}
 
 
-class LenientLoad:
-    """`dist_checkpointing.load` that asks for no tuner which the checkpoint does not have."""
+def load_without_missing() -> None:
+    """Load distributed checkpoints in either layout of experts, and without asking for a tuner that
+    the checkpoint does not have, also in Megatron's own script; stays for the life of the process.
+    """
+    if _lenient():
+        return
+    original = functools.partial(expert_layouts.load, dist_checkpointing.load)
 
-    def __init__(self, load: Callable[..., Any]) -> None:
-        self.load = load
-        functools.update_wrapper(self, load)
-
-    def __call__(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str, *args: Any,
-                 **kwargs: Any) -> Any:
-        """As Megatron's; the models are under `model`, or `model0`, `model1`, ..."""
+    @functools.wraps(dist_checkpointing.load)
+    def load(sharded_state_dict: dict[str, Any], checkpoint_dir: str, *args: Any,
+             **kwargs: Any) -> Any:
+        # the models are under `model`, or `model0`, `model1`, ...
         without_missing((part for key, part in sharded_state_dict.items()
                          if key.startswith("model") and isinstance(part, dict)), checkpoint_dir)
-        return self.load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
-
-def load_without_missing() -> None:
-    """Load distributed checkpoints by `LenientLoad` and in either layout of experts, also in
-    Megatron's own script; stays for the life of the process.
-    """
-    if not _lenient():
-        dist_checkpointing.load = LenientLoad(
-            functools.partial(expert_layouts.load, dist_checkpointing.load))
+    load.lenient = True  # type: ignore[attr-defined]
+    dist_checkpointing.load = load
 
 
 def _lenient() -> bool:
-    return isinstance(dist_checkpointing.load, LenientLoad)
+    return hasattr(dist_checkpointing.load, "lenient")
 
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """The tuner's entry of a distributed checkpoint, where there is one; see `tuner_shard`."""
-    tuner = tuner_state(moe)
-    if tuner is None or not (moe.config.parallel.mode == "auto" or _lenient()):
-        return {}
-    return tuner_shard(tuner, groups, key, offsets)
-
-
-def tuner_shard(state: dict[str, Any], groups: MegatronGroups, key: str,
-                offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """The tuner's entry of a distributed checkpoint.
+    """The tuner's entry of a distributed checkpoint, where there is one.
 
     offsets: axes that Megatron puts before ours (layers).
     """
+    tuner = tuner_state(moe)
+    if tuner is None or not (moe.config.parallel.mode == "auto" or _lenient()):
+        return {}
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
-    return {key: make_sharded_object_for_checkpoint(state, key, offsets, replica)}
+    return {key: make_sharded_object_for_checkpoint(tuner, key, offsets, replica)}
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:

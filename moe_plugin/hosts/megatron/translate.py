@@ -241,35 +241,24 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
 
 
 # name, values that are supported, remedy
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str],
-                    ...] = (("fp8", (None, False), "run the MoE layers in bf16"),
-                            ("fp4", (None, False),
-                             "run the MoE layers in bf16"), ("moe_latent_size", (None, 0),
-                                                             "leave it unset"),
-                            ("glu_linear_offset", (None, 0, 0.0),
-                                                  "set it to 0"), ("activation_func_clamp_value",
-                                                                   (None,), "leave it unset"),
-                            ("delay_wgrad_compute", (None, False),
-                             "set it to False: the experts' weight gradients are computed with the "
-                             "others, in one backward pass"),
-                            ("overlap_dispatch_backward_with_experts_wgrad", (None, False),
-                             "set it to False"), ("moe_mlp_glu_interleave_size", (None,),
-                                                  "leave it unset"),
-                            ("moe_expert_rank_capacity_factor", (None,),
-                             "leave it unset"), ("moe_paged_stash", (None, False),
-                                                 "set it to False"),
-                            ("moe_router_padding_for_quantization", (None, False),
-                             "set it to False"), ("init_model_with_meta_device", (None, False),
-                                                  "set it to False"),
-                            ("expert_gtp_weight_remat_size", (None, 1),
-                             "leave out --expert-tensor-parallel-num-weight-shards"),
-                            ("gtp_weight_remat_size", (None, 1),
-                             "leave out --tensor-parallel-num-weight-shards"),
-                            ("enable_cuda_graph", (None, False),
-                             "set it to False: sizes change from step to step"),
-                            ("external_cuda_graph", (None, False),
-                             "set it to False: sizes change from step to step"),
-                            )
+_OFF, _SIZES_CHANGE = (None, False), "set it to False: sizes change from step to step"
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("fp8", _OFF, "run the MoE layers in bf16"), ("fp4", _OFF, "run the MoE layers in bf16"),
+    ("moe_latent_size", (None, 0), "leave it unset"),
+    ("glu_linear_offset", (None, 0, 0.0), "set it to 0"),
+    ("activation_func_clamp_value", (None,), "leave it unset"),
+    ("delay_wgrad_compute", _OFF, "set it to False: the experts' weight gradients are computed "
+     "with the others, in one backward pass"),
+    ("overlap_dispatch_backward_with_experts_wgrad", _OFF, "set it to False"),
+    ("moe_mlp_glu_interleave_size", (None,), "leave it unset"),
+    ("moe_expert_rank_capacity_factor", (None,), "leave it unset"),
+    ("moe_paged_stash", _OFF, "set it to False"),
+    ("moe_router_padding_for_quantization", _OFF, "set it to False"),
+    ("init_model_with_meta_device", _OFF, "set it to False"),
+    ("expert_gtp_weight_remat_size", (None, 1),
+     "leave out --expert-tensor-parallel-num-weight-shards"),
+    ("gtp_weight_remat_size", (None, 1), "leave out --tensor-parallel-num-weight-shards"),
+    ("enable_cuda_graph", _OFF, _SIZES_CHANGE), ("external_cuda_graph", _OFF, _SIZES_CHANGE))
 
 
 def refuse_unsupported(native: Any) -> None:

@@ -27,6 +27,7 @@ from megatron.core import __version__ as core_version
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -72,29 +73,24 @@ def groups(collection: Any | None) -> MegatronGroups:
     """The groups that Megatron passes to a layer; its global ones if it passes none."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
+    context = _group(collection, "cp", parallel_state.get_context_parallel_group)
+    data = _group(collection, "dp_cp",
+                  lambda: parallel_state.get_data_parallel_group(with_context_parallel=True))
     return MegatronGroups(collection=collection, experts=collection.tp_ep,
                           expert_replicas=collection.expt_dp, tensor=collection.tp,
-                          context=_context_group(collection), tokens=collection.tp_cp,
-                          data=_data_group(collection),
-                          )
+                          context=context, tokens=collection.tp_cp, data=data)
 
 
-def _data_group(collection: Any) -> Group:
-    group = getattr(collection, "dp_cp", None)
-    return group if group is not None else parallel_state.get_data_parallel_group(
-        with_context_parallel=True)
-
-
-def _context_group(collection: Any) -> Group:
-    group = getattr(collection, "cp", None)
-    return group if group is not None else parallel_state.get_context_parallel_group()
+def _group(collection: Any, name: str, otherwise: Callable[[], Group]) -> Group:
+    group = getattr(collection, name, None)
+    return otherwise() if group is None else group
 
 
 def all_data_group(collection: Any) -> Group:
     """All ranks among which a step's tokens are spread: tensor x context x data parallel."""
-    group = getattr(collection, "tp_dp_cp", None)
-    return group if group is not None else parallel_state.get_tensor_and_data_parallel_group(
-        with_context_parallel=True)
+    return _group(collection, "tp_dp_cp",
+                  lambda: parallel_state.get_tensor_and_data_parallel_group(
+                      with_context_parallel=True))
 
 
 def has_groups() -> bool:
@@ -135,8 +131,6 @@ def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collec
 def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
                   is_mtp_layer: bool) -> torch.nn.Module:
     """Megatron's own router, or the one that the spec injects (0.16 on)."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
     build = getattr(submodules, "router", None) or TopKRouter
     extra = {"is_mtp_layer": True} if is_mtp_layer else {}
     return build(config=config, pg_collection=groups_.collection, **extra)
@@ -144,15 +138,11 @@ def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
 
 def is_native_router(router: torch.nn.Module) -> bool:
     """True for Megatron's own router, and subclasses, which weigh their losses as it does."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
     return isinstance(router, TopKRouter)
 
 
 def injects_router(submodules: Any) -> bool:
     """True where the spec names a router other than Megatron's own."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
     return getattr(submodules, "router", TopKRouter) not in (None, TopKRouter)
 
 
@@ -207,14 +197,12 @@ def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
 def scaled_losses(factor: float) -> Iterator[None]:
     """Inside, gradients of auxiliary losses are this many times as large."""
     scaler = moe_utils.MoEAuxLossAutoScaler
-    scale = scaler.main_loss_backward_scale
-    if scale is not None:
-        scaler.main_loss_backward_scale = scale * factor
+    before = scaler.main_loss_backward_scale
+    scaler.main_loss_backward_scale = None if before is None else before * factor
     try:
         yield
     finally:
-        if scale is not None:
-            scaler.main_loss_backward_scale = scale
+        scaler.main_loss_backward_scale = before
 
 
 @contextlib.contextmanager
@@ -313,19 +301,36 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
-    """(a copy of the spec with every MoELayer replaced, how many were).
+    """(a copy of a layer or block spec with every MoELayer replaced, how many were)."""
+    found = []
 
-    Layer specs and block specs; the input stays as it is.
+    def change(name: str, value: Any) -> Any:
+        swapped = swap_mlp(value, replacement, settings) if name == "mlp" else value
+        found.extend([swapped] if swapped is not value else [])
+        return swapped
+
+    return changed_spec(spec, change), len(found)
+
+
+def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
+    """A copy of a layer or block spec with `change(name, value)` for every submodule of a layer,
+    and for the block's norm.
     """
     if isinstance(spec, TransformerBlockSubmodules):
-        swapped = [swap_spec(layer, replacement, settings) for layer in spec.layer_specs]
-        return replace(spec,
-                       layer_specs=[layer for layer, _ in swapped]), sum(n for _, n in swapped)
-    submodules = _submodules(spec)
-    if submodules is None or not hasattr(submodules, "mlp"):
-        return spec, 0
-    mlp = swap_mlp(submodules.mlp, replacement, settings)
-    return (spec, 0) if mlp is submodules.mlp else (_with_submodules(spec, "mlp", mlp), 1)
+        layers = [changed_spec(layer, change) for layer in spec.layer_specs]
+        return replace(spec, layer_specs=layers, layer_norm=change("layer_norm", spec.layer_norm))
+    partial = isinstance(spec, functools.partial)  # 0.18 on
+    submodules = spec.keywords.get("submodules") if partial else getattr(spec, "submodules", None)
+    if submodules is None:
+        return spec
+    inner = copy.copy(submodules)
+    for name, value in list(vars(inner).items()):
+        setattr(inner, name, change(name, value))
+    if partial:
+        return functools.partial(spec.func, *spec.args, **{**spec.keywords, "submodules": inner})
+    outer = copy.copy(spec)
+    outer.submodules = inner
+    return outer
 
 
 def has_transformer_engine() -> bool:
@@ -365,45 +370,13 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
 def replace_attention(spec: Any, ours: type) -> Any:
     """A copy of a block or layer spec with `ours` as `core_attention` of its self-attention."""
-    if isinstance(spec, TransformerBlockSubmodules):
-        return replace(spec, layer_specs=[replace_attention(s, ours) for s in spec.layer_specs])
-    submodules = _submodules(spec)
-    if submodules is None:
-        return spec
-    if "core_attention" in vars(submodules):
-        return _with_submodules(spec, "core_attention", ours)
-    attention = vars(submodules).get("self_attention")
-    return _with_submodules(spec, "self_attention", replace_attention(attention, ours))
 
+    def change(name: str, value: Any) -> Any:
+        if name == "self_attention":
+            return changed_spec(value, change)
+        return ours if name == "core_attention" else value
 
-def _submodules(spec: Any) -> Any:
-    if isinstance(spec, functools.partial):  # 0.18 on
-        return spec.keywords.get("submodules")
-    return getattr(spec, "submodules", None)
-
-
-def _with_submodules(spec: Any, name: str, value: Any) -> Any:
-    inner = copy.copy(_submodules(spec))
-    setattr(inner, name, value)
-    if isinstance(spec, functools.partial):
-        return functools.partial(spec.func, *spec.args, **{**spec.keywords, "submodules": inner})
-    outer = copy.copy(spec)
-    outer.submodules = inner
-    return outer
-
-
-def replace_norms(spec: Any, native: type, ours: type) -> Any:
-    """A copy of a block or layer spec with one norm class replaced by another."""
-    if isinstance(spec, TransformerBlockSubmodules):
-        norm = ours if spec.layer_norm is native else spec.layer_norm
-        return replace(spec, layer_specs=[replace_norms(s, native, ours) for s in spec.layer_specs],
-                       layer_norm=norm)
-    outer = copy.copy(spec)
-    outer.submodules = copy.copy(spec.submodules)
-    for name, value in vars(outer.submodules).items():
-        if value is native:
-            setattr(outer.submodules, name, ours)
-    return outer
+    return changed_spec(spec, change)
 
 
 def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:

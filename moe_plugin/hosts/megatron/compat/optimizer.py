@@ -153,9 +153,13 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
 
 def load_optimizer(optimizer: Any, state: Any) -> None:
     """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it."""
+    _load(optimizer, state, type(optimizer).load_state_dict)
+
+
+def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
     _complete_groups(optimizer, state)
     with _step_out_of_sight(optimizer):
-        optimizer.load_state_dict(state)
+        load(optimizer, state)
 
 
 def _complete_groups(optimizer: Any, state: Any) -> None:
@@ -214,11 +218,7 @@ def mend_loading_of_all_optimizers() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
-    Optimizer.sharded_state_dict = _prepared(Optimizer.sharded_state_dict)
-    Optimizer.load_state_dict = _mended(Optimizer.load_state_dict)
-
-
-def _prepared(sharded: Callable[..., Any]) -> Callable[..., Any]:
+    sharded, load = Optimizer.sharded_state_dict, Optimizer.load_state_dict
 
     @functools.wraps(sharded)
     def sharded_state_dict(self: Any, model_state: Any, is_loading: bool = False, *args: Any,
@@ -227,18 +227,11 @@ def _prepared(sharded: Callable[..., Any]) -> Callable[..., Any]:
             prepare_optimizer_for_load(self)
         return sharded(self, model_state, is_loading, *args, **kwargs)
 
-    return sharded_state_dict
-
-
-def _mended(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-
     @functools.wraps(load)
     def load_state_dict(self: Any, state: Any) -> None:
-        _complete_groups(self, state)
-        with _step_out_of_sight(self):
-            load(self, state)
+        _load(self, state, load)
 
-    return load_state_dict
+    Optimizer.sharded_state_dict, Optimizer.load_state_dict = sharded_state_dict, load_state_dict
 
 
 def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -> None:

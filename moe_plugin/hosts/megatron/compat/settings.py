@@ -107,15 +107,6 @@ def _older_python() -> None:
     spawn.get_preparation_data = without_script
 
 
-def wrap_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrap(function)` in place of a function that Megatron's `pretrain` calls by name.
-
-    0.15 to 0.19: all of them are functions of `megatron.training.training`.
-    """
-    module = training_module("training")
-    setattr(module, name, wrap(vars(module)[name]))
-
-
 def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put `wrap(function)` in place of a function of Megatron's training code, in every module of
     it that has imported it; nothing in versions without it.

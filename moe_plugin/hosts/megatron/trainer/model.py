@@ -186,7 +186,8 @@ def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any
     spec = core.call_supported(get_gpt_decoder_block_spec, config=config,
                                  use_transformer_engine=engine, vp_stage=stage)
     for native in () if engine else (WrappedTorchNorm, FusedLayerNorm):
-        spec = core.replace_norms(spec, native, LocalNorm)
+        spec = core.changed_spec(
+            spec, lambda _, value, native=native: LocalNorm if value is native else value)
     if run_config(settings).pipeline.cuts:
         spec = swap_attention(spec)
     if args.native_moe or not args.num_experts:
