@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import OffloadConfig
+from moe_plugin.hosts.megatron.compat.names import TransformerLayer
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
@@ -31,10 +34,6 @@ def activations_of(settings: OffloadConfig, config: Any,
     """
     if settings.activations == "keep":
         return None
-    from megatron.core import parallel_state as ps
-
-    from moe_plugin.hosts.megatron.compat.names import TransformerLayer
-
     layers = {f"{number}.{name}": layer for number, chunk in enumerate(chunks)
               for name, layer in chunk.named_modules() if isinstance(layer, TransformerLayer)}
     stage = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -51,8 +50,6 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of two passes that start from the same of Megatron's states of random numbers."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     tracker, states = get_cuda_rng_tracker(), []
 
     @contextmanager

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import ObserveConfig
@@ -28,8 +30,6 @@ def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
         activations: of this stage, whose copies get records, too; None: all are kept.
         validation, options: see `LayerRecords`.
     """
-    from megatron.core import parallel_state as ps
-
     group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
     stage = ps.get_pipeline_model_parallel_rank()
     if stage:  # one writer a file: later stages write their own
@@ -52,8 +52,6 @@ class MegatronStart(StepStart):
     """
 
     def __init__(self, chunks: list[Any]) -> None:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         super().__init__(chunks)
         self._tracker = get_cuda_rng_tracker()
         self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}

@@ -82,8 +82,7 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Flags override the file.
     """
-    return {**flags.file_settings(values),
-            **flags.settings_from_flags(values, NATIVE_ARGUMENTS)}
+    return {**flags.file_settings(values), **flags.settings_from_flags(values, NATIVE_ARGUMENTS)}
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:

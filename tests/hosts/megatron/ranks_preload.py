@@ -20,6 +20,7 @@ def _preload() -> None:
 
     for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):
         importlib.import_module(module.name)
+    importlib.import_module(f"{host.__name__}.trainer.train")
 
 if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec(
         "megatron.core") is not None:

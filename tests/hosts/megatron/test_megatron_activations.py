@@ -22,7 +22,7 @@ def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
     """(losses, norms and balance losses, policies) of six steps each way."""
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
     from moe_plugin.hosts.megatron.trainer.report import RunLog
-    from moe_plugin.hosts.megatron.trainer.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     found = []
     for way in ways:

@@ -53,7 +53,7 @@ def _evaluations(argv: list[str], folder: str) -> list[tuple[Any, ...]]:
     from moe_plugin.checkpoint.formats.base import open_source
     from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     seen: list[Any] = []
     built: list[Any] = []

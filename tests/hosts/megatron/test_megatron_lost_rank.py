@@ -78,7 +78,7 @@ FAILS = {"data": ("moe_plugin.hosts.megatron.trainer.train", "build_dataset"),
 
 
 def _main_and_fail(place: str, argv: list[str]) -> None:
-    from moe_plugin.hosts.megatron.trainer import train
+    from moe_plugin.hosts.megatron import train
 
     def fail(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'nothing_of_this_name'")

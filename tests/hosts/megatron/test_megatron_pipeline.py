@@ -79,7 +79,7 @@ def _steps(args: Any, config: Any, start: str = "", save: str = "",
     """Losses, gradient norms, and after each step all gradients and weights of this stage."""
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
     from moe_plugin.hosts.megatron.trainer.report import RunLog
-    from moe_plugin.hosts.megatron.trainer.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     seed_everything(args.seed)
     tokenizer, train_set, _ = train.make_datasets(args)

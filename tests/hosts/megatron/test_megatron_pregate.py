@@ -33,7 +33,7 @@ def _curves(argv: list[str]) -> tuple[dict[str, list[tuple[float, ...]]], list[l
     """
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
     from moe_plugin.hosts.megatron.trainer.report import RunLog
-    from moe_plugin.hosts.megatron.trainer.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     args = arguments.parser().parse_args(argv)
     train.start(args)

@@ -33,7 +33,7 @@ def _records(argvs: list[list[str]]) -> list[list[dict[str, Any]]]:
     """What runs with these arguments log, one after another; without times."""
     from moe_plugin.hosts.megatron.trainer import arguments
     from moe_plugin.hosts.megatron.trainer import train as script
-    from moe_plugin.hosts.megatron.trainer.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     found = []
     for argv in argvs:

@@ -71,8 +71,8 @@ def megatron(argv: Sequence[str], log: str) -> None:
     """`python -m moe_plugin.hosts.megatron.train ARGV` on this rank."""
     from megatron.core import parallel_state
 
+    from moe_plugin.hosts.megatron import train
     from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.hosts.megatron.trainer import train
 
     # groups that a test made in the process that this one is forked from must not end here:
     # that would wait for threads which a fork does not have

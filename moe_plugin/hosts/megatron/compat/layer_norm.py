@@ -9,9 +9,7 @@ from torch import nn
 from moe_plugin.gradients import fused
 from moe_plugin.hosts.megatron.compat.settings import setting
 
-_KINDS = {
-    "LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_NORM, nn.RMSNorm)
-}
+_KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_NORM, nn.RMSNorm)}
 
 
 class LocalNorm:

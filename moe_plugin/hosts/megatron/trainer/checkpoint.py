@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
@@ -36,6 +39,7 @@ from moe_plugin.comm.host_collectives import collectives_named, comm_of
 from moe_plugin.hosts.megatron.compat import core, writers
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
+from moe_plugin.hosts.megatron.compat.names import DistributedOptimizer, ShardedObject
 from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
 from moe_plugin.hosts.megatron.trainer.model import Training
 from moe_plugin.messages import short
@@ -63,8 +67,6 @@ class Progress:
 
 def layout(training: Training) -> dict[str, Any]:
     """The parallel sizes of this run, equal on all ranks."""
-    from megatron.core import parallel_state as ps
-
     sizes = {"world": dist.get_world_size(),
              "pipeline": ps.get_pipeline_model_parallel_world_size()}
     if training.stage_layouts:
@@ -78,8 +80,6 @@ def layout(training: Training) -> dict[str, Any]:
 
 def shape(training: Training) -> dict[str, Any]:
     """Settings of model and optimizer that must be equal for their state to fit."""
-    from moe_plugin.hosts.megatron.compat.names import DistributedOptimizer
-
     config = training.config
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
              "num_moe_experts", "moe_ffn_hidden_size", "gated_linear_unit", "add_bias_linear",
@@ -193,8 +193,6 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
             is changed on disk.
     """
-    from megatron.core import dist_checkpointing
-
     iteration = latest(root)
     if iteration is None and (left := files.older(root, 10**15)):
         iteration = left[0]  # a killed save, or a lost file, must not lose what is there
@@ -353,10 +351,6 @@ def _state(training: Training, *, loading: bool, same_layout: bool,
 
 
 def _random_shard() -> Any:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from moe_plugin.hosts.megatron.compat.names import ShardedObject
-
     states = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -364,8 +358,6 @@ def _random_shard() -> Any:
 
 
 def _set_random(states: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     torch.set_rng_state(states["cpu"])
     get_cuda_rng_tracker().set_states(states["tracker"])
     if "cuda" in states and torch.cuda.is_available():

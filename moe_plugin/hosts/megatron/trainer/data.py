@@ -210,8 +210,7 @@ def batches(dataset: Any, *, start: int, micro_batch_size: int, replica: int, re
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: write an indexed dataset from a text file."""
-    parser = Parser(prog="python -m moe_plugin.hosts.megatron.data",
-                    description=main.__doc__)
+    parser = Parser(prog="python -m moe_plugin.hosts.megatron.data", description=main.__doc__)
     parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
     parser.add_argument("--output-prefix", required=True,
                         help="path of the dataset without .bin/.idx")

@@ -12,17 +12,22 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
+from moe_plugin.hosts.megatron.trainer import run as of_run
+from moe_plugin.hosts.megatron.trainer.checkpoint import Progress, save
+from moe_plugin.hosts.megatron.trainer.model import forward_step
 from moe_plugin.hosts.megatron.trainer.passes import Passes
+from moe_plugin.hosts.megatron.trainer.report import auxiliary_losses, line
+from moe_plugin.observe import progress as progress_bar
+from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.run import Run, StepFacts, StepInput
-
-if TYPE_CHECKING:
-    from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -50,22 +55,15 @@ class Loop(Passes):
 
     def __init__(self, args: argparse.Namespace, training: Any, log: Any, train_set: Any,
                  valid_set: Any) -> None:
-        from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
-        from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
-
         self.train_set, self.progress = train_set, Progress()
         super().__init__(args, training, log, valid_set)
         self.gradients = PreparedGradients(training.optimizer, lambda: self.features)
 
     def _features(self) -> Run:
-        from moe_plugin.hosts.megatron.trainer import run as of_run
-
         return of_run.run_of(self)
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Train from `progress` to `train_iters`; returns the last record."""
-        from moe_plugin.observe import progress as progress_bar
-
         args, record, saved, self.progress = self.args, {}, progress.iteration, progress
         self._begin(progress.iteration)
         batches = self._training_batches()
@@ -116,8 +114,6 @@ class Loop(Passes):
 
     def save(self, progress: Progress) -> str:
         """Write a checkpoint and return its folder; a collective call."""
-        from moe_plugin.hosts.megatron.trainer.checkpoint import save
-
         return save(self.args.save, self.training, progress)
 
     def _nothing(self) -> torch.Tensor:
@@ -130,9 +126,6 @@ class Loop(Passes):
         return left_out is not None and left_out.lost
 
     def _after_step(self) -> tuple[Progress, bool]:
-        # progress, and whether the next samples follow those of this step
-        from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
-
         if self._lost:
             return self.progress, False
         return Progress(self.progress.iteration + 1, self.progress.consumed_samples
@@ -163,15 +156,11 @@ class Loop(Passes):
         return loss_2, norm
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
-        from moe_plugin.hosts.megatron.trainer.model import forward_step
-
         output, loss = forward_step(iter([batch]), self.training.bare()[0],
                                     ensemble=self.training.ensemble)
         return loss(output)[0]
 
     def _update(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
-        from moe_plugin.hosts.megatron.compat import core
-
         for chunk in self.training.chunks:
             chunk.train()
         kept = core.losses_so_far()
@@ -189,8 +178,6 @@ class Loop(Passes):
         return loss_2, None if norm is None else float(norm)
 
     def _gradients(self, batches: list[Any]) -> torch.Tensor:
-        from moe_plugin.hosts.megatron.trainer import run as of_run
-
         for chunk in self.training.chunks:
             chunk.zero_grad_buffer()
         self.training.optimizer.zero_grad()
@@ -199,10 +186,6 @@ class Loop(Passes):
                                                 self._all_sums))
 
     def _record(self, sums: torch.Tensor, norm: float | None, seconds: float) -> dict[str, Any]:
-        from moe_plugin.hosts.megatron.trainer import run as of_run
-        from moe_plugin.hosts.megatron.trainer.report import auxiliary_losses, line
-        from moe_plugin.observe.history.json_lines import step_record
-
         (total, tokens), iteration = sums[:2].tolist(), self.progress.iteration
         steps = tokens / (self.args.global_batch_size * self.args.seq_length)
         computed = self.microbatches * self.features.copies

@@ -10,12 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
 from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
+from moe_plugin.hosts.megatron.compat.names import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    FusedLayerNorm,
+    GPTModel,
+    OptimizerConfig,
+    WrappedTorchNorm,
+    finalize_model_grads,
+    get_gpt_decoder_block_spec,
+    get_megatron_optimizer,
+    get_model_config,
+)
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
@@ -97,13 +111,6 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     """Model, wrapper and optimizer for this rank; the model alone with `--skip-train`. Megatron's
     groups must be initialised.
     """
-    from moe_plugin.hosts.megatron.compat.names import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        Float16Module,
-        finalize_model_grads,
-    )
-
     run = run_config(settings)
     refuse_streamed_weights(run.offload, "this program")
     stages = args.num_virtual_stages_per_pipeline_rank or 1
@@ -148,8 +155,6 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
 
 def _stage(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
            stage: int | None) -> nn.Module:
-    from megatron.core import parallel_state as ps
-
     here = {"ignore_virtual": False, "vp_stage": stage}
     return gpt(args, config, layer_spec(args, config, settings, stage), vocab_size,
                pre_process=core.call_supported(ps.is_pipeline_first_stage, **here),
@@ -159,8 +164,6 @@ def _stage(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], v
 def gpt(args: argparse.Namespace, config: Any, spec: Any, vocab_size: int,
         **part: Any) -> nn.Module:
     """Megatron's `GPTModel`. spec: of its layers. part: of the model, if it is one."""
-    from moe_plugin.hosts.megatron.compat.names import GPTModel
-
     # for any usual size the same vocabulary, so that checkpoints fit
     step = math.lcm(128, args.tensor_model_parallel_size)
     padded = -(-vocab_size // step) * step
@@ -176,12 +179,6 @@ def gpt(args: argparse.Namespace, config: Any, spec: Any, vocab_size: int,
 def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
                stage: int | None) -> Any:
     """Megatron's spec of a stage's layers, with ours in it."""
-    from moe_plugin.hosts.megatron.compat.names import (
-        FusedLayerNorm,
-        WrappedTorchNorm,
-        get_gpt_decoder_block_spec,
-    )
-
     engine = core.has_transformer_engine()
     spec = core.call_supported(get_gpt_decoder_block_spec, config=config,
                                  use_transformer_engine=engine, vp_stage=stage)
@@ -196,8 +193,6 @@ def layer_spec(args: argparse.Namespace, config: Any, settings: Mapping[str, Any
 
 
 def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
-    from moe_plugin.hosts.megatron.compat.names import OptimizerConfig, get_megatron_optimizer
-
     settings = OptimizerConfig(**values_for(OptimizerConfig, args),
                                params_dtype=config.params_dtype)
     return get_megatron_optimizer(settings, chunks)
@@ -229,8 +224,6 @@ def forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: boo
     Returns: output or per-token loss (or the plan to compute it), and the function from it to the
         loss and what is logged.
     """
-    from moe_plugin.hosts.megatron.compat.names import get_model_config
-
     batch = next(batches)
     length = batch.tokens.shape[1]
     mask = causal_mask(length, batch.tokens.device)

@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import collectives_named, comm_of
 from moe_plugin.config import run_config
 from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
+from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.hosts.megatron.trainer import arguments
+from moe_plugin.hosts.megatron.trainer.data import batches
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
+from moe_plugin.hosts.megatron.trainer.model import forward_step
+from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.run import Run
 
@@ -37,11 +44,6 @@ class Passes:
     """
 
     def __init__(self, args: argparse.Namespace, training: Any, log: Any, valid_set: Any) -> None:
-        from megatron.core import parallel_state as ps
-
-        from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
-        from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
-
         self.args, self.training, self.log, self.valid_set = args, training, log, valid_set
         self.schedule = forward_backward_func(run_config(arguments.our_settings(args)).pipeline,
                                               training.passes or get_forward_backward_func())
@@ -55,8 +57,6 @@ class Passes:
 
     def _features(self) -> Run:
         """Of an evaluation; collective."""
-        from moe_plugin.hosts.megatron.run import MegatronStart
-
         return Run([RowsFit(self.training.chunks, comm_of(), MegatronStart)])
 
     def computed(self, passes: Callable[[list[list[Any]]], torch.Tensor],
@@ -68,8 +68,6 @@ class Passes:
                 which clear the gradients first; or all forward passes of an evaluation.
             batches: by chunk; `count` are taken of each; None: all.
         """
-        from moe_plugin.hosts.megatron.compat import core
-
         taken = [list(itertools.islice(each, count)) for each in batches]
         kept = core.losses_so_far()
 
@@ -116,16 +114,12 @@ class Passes:
 
     def _batches(self, dataset: Any, start: int, of_all: bool = False) -> Iterator[Any]:
         """Micro-batches of this replica, or of all replicas by turns."""
-        from moe_plugin.hosts.megatron.trainer.data import batches
-
         replica, replicas = (0, 1) if of_all else (self.replica, self.replicas)
         return batches(dataset, start=start, micro_batch_size=self.args.micro_batch_size,
                        replica=replica, replicas=replicas, device=self.device)
 
     def _forward_backward(self, batches: list[Any], microbatches: int, *,
                           forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        from moe_plugin.hosts.megatron.trainer.model import forward_step
-
         chunks = self.training.chunks
         one_step = (forward_step if self.training.ensemble is None else
                     functools.partial(forward_step, ensemble=self.training.ensemble))
@@ -142,9 +136,6 @@ class Passes:
         return self._taken(self._all_sums(logged))
 
     def _all_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        # sums over micro-batches and replicas; known on the last stage, sent to all
-        from megatron.core import parallel_state as ps
-
         sums = self._own_sums(logged)
         for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
             sums = comm_of(group).all_reduce(sums)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import core
@@ -28,8 +29,6 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
 
     A collective call: all ranks agree on the names first, because a pipeline stage may have none.
     """
-    from megatron.core import parallel_state as ps
-
     here = core.logged_losses()
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import GuardConfig, run_config
+from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.run import MegatronStart, records_of
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
@@ -97,10 +99,6 @@ def run_of(loop: Any) -> Run:
 
 
 def _twins(guard: GuardConfig, training: Any) -> RunFeature | None:
-    from megatron.core import parallel_state as ps
-
-    from moe_plugin.hosts.megatron.compat import core
-
     if not guard.twins:
         return None
 
@@ -152,8 +150,6 @@ class FileSteps(StepVotes):
     """
 
     def __init__(self, guard: GuardConfig, training: Any, microbatches: int) -> None:
-        from megatron.core import parallel_state as ps
-
         [self.chunk] = training.chunks
         refuse_reported_loads(self.chunk)
         comm = comm_of(ps.get_data_parallel_group())
@@ -229,8 +225,6 @@ def skipped(run: Run) -> dict[str, int]:
 
 def layer_records(run: Run, iteration: int) -> dict[str, Any]:
     """Records by layer of all pipeline stages since the last call; a collective call."""
-    from megatron.core import parallel_state as ps
-
     recorder = records_in(run).recorder
     mine = recorder.reduce()
     recorder.write(iteration, mine)

@@ -20,12 +20,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from moe_plugin.comm import Comm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.config import run_config
+from moe_plugin.hosts.megatron.compat.names import (
+    P2PCommunicator,
+    ProcessGroupCollection,
+    get_forward_backward_func,
+)
 from moe_plugin.hosts.megatron.compat.optimizer import (
     gradients_of_norm,
     norm_of_all_ranks,
@@ -178,8 +184,6 @@ def initialize(stages: StageLayouts, args: argparse.Namespace,
 
     groups: calls Megatron's `initialize_model_parallel` with the sizes of arguments.
     """
-    from megatron.core import parallel_state as ps
-
     own = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
     for layout in dict.fromkeys(stages.layouts):
@@ -248,17 +252,11 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace,
     training: see `model.Training`.
     Raises: ValueError: this version of Megatron has no place for a communicator of others.
     """
-    from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
-
     native = get_forward_backward_func()
     if "p2p_communicator" not in inspect.signature(native).parameters:
         raise ValueError(f"stage_layouts={' '.join(map(str, stages.layouts))} does not fit this "
                          "version of megatron-core, which takes no communicator between stages: "
                          f"use {UNEQUAL_STAGES}")
-    from megatron.core import parallel_state as ps
-
-    from moe_plugin.hosts.megatron.compat.names import P2PCommunicator, ProcessGroupCollection
-
     world = comm_of(None, 60 * args.distributed_timeout_minutes)
     own, between = stages.stage_of(world.rank), boundaries(stages, world, args)
 
@@ -332,8 +330,6 @@ def _count_tokens_of_all(config: Any, last: bool) -> None:
 
     last: this rank is in the last stage.
     """
-    from megatron.core import parallel_state as ps
-
     world, finish = comm_of(), config.finalize_model_grads_func
     counts = last and ps.get_tensor_model_parallel_rank() == 0
 

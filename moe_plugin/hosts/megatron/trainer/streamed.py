@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from moe_plugin.config import OffloadConfig, run_config
@@ -60,8 +61,6 @@ class MegatronTrainer(StreamedTrainer):
     @contextmanager
     def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
         """See `StreamedTrainer`."""
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         tracker = get_cuda_rng_tracker()
         before, own = tracker.get_states(), {}
         with super().randomness(micro_batch, block):

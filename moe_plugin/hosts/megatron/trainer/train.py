@@ -1,10 +1,5 @@
-"""Train a GPT language model with our MoE layer, for users who have megatron-core and no training
-script.
-
-    torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
-    --num-layers 4 ...
-
-On CPU (gloo) and GPU (NCCL). See docs/megatron.md.
+"""A run of the training script: process group, device, Megatron's groups and random seeds; then
+model, data and loop.
 """
 
 from __future__ import annotations
@@ -14,68 +9,125 @@ import contextlib
 import functools
 import logging
 import os
-import sys
+import random
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
+from moe_plugin import determinism
+from moe_plugin.comm import CommError
+from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.config import run_config
-from moe_plugin.config.flags import as_given
-from moe_plugin.dispatch.overflow import RowsOverflow
-from moe_plugin.hosts.megatron.trainer import arguments
+from moe_plugin.config.options import MOST_SECONDS
+from moe_plugin.hosts.megatron.compat import cpu
+from moe_plugin.hosts.megatron.compat.core import quiet_unknown_mlp
+from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
+from moe_plugin.hosts.megatron.state import load_without_missing
+from moe_plugin.hosts.megatron.trainer import (
+    arguments,
+    checkpoint,
+    copied_flags,
+    model,
+    streamed,
+    streamed_loop,
+)
 from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
 from moe_plugin.hosts.megatron.trainer.loop import Loop
 from moe_plugin.hosts.megatron.trainer.passes import Passes
-from moe_plugin.hosts.megatron.trainer.stage_layouts import StageLayouts, unequal_passes
-from moe_plugin.hosts.megatron.trainer.start import start
-from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
-from moe_plugin.memory.tiers import TierError
-from moe_plugin.quiet import MEGATRON, hidden
-from moe_plugin.resilience.stopping import stops_in_one_line
-from moe_plugin.resilience.twins import WrongResultError
+from moe_plugin.hosts.megatron.trainer.report import RunLog
+from moe_plugin.hosts.megatron.trainer.run import guard_of
+from moe_plugin.hosts.megatron.trainer.stage_layouts import (
+    StageLayouts,
+    initialize,
+    stages_of,
+    unequal_passes,
+)
+from moe_plugin.hosts.megatron.translate import timeout_of
 
 logger = logging.getLogger("moe_plugin.megatron")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Errors of use end with a message and status 2, numbers that stay not
-    finite or are wrong on a rank, a full disk and the end of another rank, with status 1, on every
-    rank. The first rank that has a message says it: others may have none.
+def start(args: argparse.Namespace) -> StageLayouts | None:
+    """Initialize process group, device, Megatron's groups and random seeds.
+
+    Without torchrun this is a world of one. With stages of unequal layout `args` gets the sizes of
+    this rank's stage; returns the stages, else None.
     """
-    parser = arguments.parser()
-    args = parser.parse_args(argv)
-    _log_from_rank_zero()
+    copied_flags.follow(args)
+    gpu = torch.cuda.is_available() and not args.cpu
+    if not gpu:
+        cpu.enable(force=args.cpu)
+    timeout = _timeout(args)
+    backend = "nccl" if gpu else "gloo"
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        pass  # by the caller
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1,
+                                timeout=timeout)
+    stages = stages_of(args, dist.get_world_size())
+    for stage in range(len(stages.layouts) if stages else 1):
+        sized = stages.arguments(args, stage) if stages else args
+        arguments.check(sized, dist.get_world_size())
+    if args.deterministic_mode:
+        determinism.enable()
+    quiet_unknown_mlp()
+    mend_config_warning()
+    load_without_missing()
+
+    def groups(sizes: argparse.Namespace) -> None:
+        ps.initialize_model_parallel(
+            sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=sizes.num_virtual_stages_per_pipeline_rank,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
+            expert_model_parallel_size=sizes.expert_model_parallel_size,
+            expert_tensor_parallel_size=sizes.expert_tensor_parallel_size)
+
     try:
-        with stops_in_one_line(), hidden(MEGATRON), says_why():
-            run(args, start(args))
-    except Exception as error:
-        if not isinstance(error, _SAY_ALL) and not is_of_another_rank(error):
-            raise
-        logging.getLogger().setLevel(logging.ERROR)
-        rank = os.environ.get("RANK", "0")
-        if claim_first_report(str(error)) if dist.is_initialized() else rank == "0":
-            where = "" if rank == "0" else f" (rank {rank})"
-            text = as_given(str(error), vars(args), NATIVE_ARGUMENTS)
-            sys.stderr.write(f"{parser.prog}: error: {text}{where}\n")
-        return 2 if isinstance(error, ValueError) else 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+        with collectives_named("the making of Megatron's process groups"):
+            if stages is None:
+                groups(args)
+            else:
+                initialize(stages, args, groups)
+    except CommError:
+        raise
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"Megatron refuses these parallel sizes for {dist.get_world_size()} processes: {error}"
+        ) from error
+    seed_everything(args.seed)
+    return stages
 
 
-# errors whose message says all
-_SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
+def _timeout(args: argparse.Namespace) -> timedelta:
+    """Of every group: the shorter of Megatron's argument and ours, because our exchanges run in
+    Megatron's groups.
+    """
+    native_s, ours = 60 * args.distributed_timeout_minutes, arguments.our_settings(args)
+    if not 0 < native_s <= MOST_SECONDS:
+        raise ValueError(
+            f"distributed_timeout_minutes={args.distributed_timeout_minutes} is out of bounds: "
+            f"must be > 0 and <= {MOST_SECONDS / 60:g}; use 10")
+    return timedelta(seconds=min(native_s, timeout_of(ours)))
 
 
-def _log_from_rank_zero() -> None:
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    for name in ("moe_plugin", logger.name):
-        logging.getLogger(name).setLevel(level)
+def seed_everything(seed: int) -> None:
+    """Seeds as Megatron's training sets them: by pipeline stage."""
+    seed += 100 * ps.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)  # on CPU both share one generator
 
 
 def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[str, Any]:
@@ -84,10 +136,6 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
 
     stages: what `start` returned.
     """
-    from moe_plugin.hosts.megatron.trainer import checkpoint
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
-    from moe_plugin.hosts.megatron.trainer.run import guard_of
-
     config = arguments.transformer_config(args, cpu=args.cpu or not torch.cuda.is_available())
     settings = arguments.our_settings(args)
     guard_of(args, settings)
@@ -137,11 +185,7 @@ def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], t
     """What builds a model, evaluates, trains and loads a checkpoint, with weights on the device or
     streaming.
     """
-    from moe_plugin.hosts.megatron.trainer import checkpoint, model
-
     if run_config(arguments.our_settings(args)).offload.weights == "host":
-        from moe_plugin.hosts.megatron.trainer import streamed, streamed_loop
-
         return (streamed.build, streamed_loop.StreamedPasses, streamed_loop.StreamedLoop,
                 streamed_loop.load)
     load = functools.partial(checkpoint.load, trust=args.trust_checkpoint)

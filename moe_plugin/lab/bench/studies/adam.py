@@ -104,7 +104,7 @@ def megatron_side(*flags: str) -> AdamSide:
     """The training script's model and optimizer."""
     from moe_plugin.hosts.megatron.compat.optimizer import parts
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
-    from moe_plugin.hosts.megatron.trainer.start import seed_everything
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     given = (f"--train-iters 1 --lr 1e-3 --data-path none --cpu --num-layers {LAYERS} "
              f"--hidden-size {WIDTH} --seq-length {LENGTH} --micro-batch-size {SENTENCES} "

@@ -154,7 +154,7 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
 def megatron_child(args: argparse.Namespace, mode: str, place: str,
                    throttle: float) -> dict[str, Any]:
     """Train with Megatron's script in this process; what was seen."""
-    from moe_plugin.hosts.megatron.trainer.train import main as train
+    from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 
     torch.set_num_threads(1)

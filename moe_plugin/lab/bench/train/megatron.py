@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.trainer import arguments, train
-from moe_plugin.hosts.megatron.trainer.start import seed_everything
+from moe_plugin.hosts.megatron.trainer.train import seed_everything
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import Settings, layout_of, tuners_settled

@@ -14,8 +14,7 @@ from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.trainer.pipeline import auto, eager, terapipe  # noqa: F401, register
 from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, schedules
 
-__all__ = ["ForwardBackward", "forward_backward_func", "schedules",
-           "scheduled"]
+__all__ = ["ForwardBackward", "forward_backward_func", "schedules", "scheduled"]
 
 
 def forward_backward_func(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:

@@ -41,8 +41,7 @@ class KeyValues:
         v[start:].copy_(v_lBGC)
         return k, v
 
-    def take_grads(self, start: int, dk_SBGC: Tensor,
-                   dv_SBGC: Tensor) -> tuple[Tensor, Tensor]:
+    def take_grads(self, start: int, dk_SBGC: Tensor, dv_SBGC: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the slice that ends with these and begins at `start`, those of all later
         slices included.
 

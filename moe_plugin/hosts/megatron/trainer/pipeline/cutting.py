@@ -89,8 +89,7 @@ class CutModel:
         given, part = self._signature.bind(*args, **kwargs).arguments, self.part
         for name in _NOT_CUT:
             if given.get(name) is not None:
-                refuse(NAME, name, type(given[name]).__name__, "None",
-                       "use pipeline.schedule=1f1b")
+                refuse(NAME, name, type(given[name]).__name__, "None", "use pipeline.schedule=1f1b")
         for name in _BY_TOKENS:
             if given.get(name) is not None:
                 given[name] = self._cut_tokens(name, given[name], part)
