@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
@@ -17,6 +18,7 @@ from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
+from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
@@ -220,8 +222,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def _checkpointed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         if self.recompute and self.training:
-            from megatron.core import tensor_parallel
-
             return tensor_parallel.checkpoint(self._run, False, x_SBD, real_SB)
         return self._run(x_SBD, real_SB)
 
@@ -248,8 +248,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                    overlapped: Callable[[], Tensor] | None) -> Tensor:
         # every tensor-parallel rank has all tokens: each routes its own part of the sequence, as
         # under sequence parallelism
-        from moe_plugin.hosts.megatron.compat.names import mappings
-
         length = x_SBD.shape[0]
         missing = -length % ranks
         if missing:

@@ -24,12 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as core_version
+from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.multi_token import NUMBER, tell_layers
@@ -114,8 +117,6 @@ def destroy_groups() -> None:
 
 def microbatches_a_step() -> int | None:
     """Micro-batches of this step by Megatron's calculator; None if no script has set one up."""
-    from megatron.core import num_microbatches_calculator as calculator
-
     known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     return None if known is None else known.get()
 
@@ -183,8 +184,6 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
     """Sharded state of a Megatron or plain module."""
-    from megatron.core.transformer.utils import sharded_state_dict_default
-
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
@@ -335,8 +334,6 @@ def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
 
 def has_transformer_engine() -> bool:
     """True where Transformer Engine can be imported by Megatron."""
-    from megatron.core.models.gpt import gpt_layer_specs
-
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False))
 
 
@@ -345,8 +342,6 @@ def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -
 
     The number of experts in it only has to be set. grouped: with `moe_grouped_gemm`.
     """
-    from megatron.core.models.gpt import gpt_layer_specs
-
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if (has_transformer_engine() if transformer_engine is None else transformer_engine)
             else gpt_layer_specs.get_gpt_layer_local_spec)
@@ -360,8 +355,6 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
     vp_stage: of which virtual stage; None: there are none.
     """
-    from megatron.core.models.gpt import gpt_layer_specs
-
     engine = has_transformer_engine() if transformer_engine is None else transformer_engine
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -153,95 +153,101 @@ def check(args: argparse.Namespace, world: int) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
                  "micro_batch_size", "train_iters", "log_interval", "tensor_model_parallel_size",
                  "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        _need(1 <= getattr(args, name) <= MOST, name, getattr(args, name), f"in 1..{MOST}",
+        _need(args, name, 1 <= getattr(args, name) <= MOST, f"in 1..{MOST}",
               "give a positive number")
-    _need(args.num_experts is None or args.num_experts >= 1, "num_experts", args.num_experts,
-          ">= 1", "leave it out for a dense model")
+    _need(args, "num_experts", args.num_experts is None or args.num_experts >= 1, ">= 1",
+          "leave it out for a dense model")
     positions = args.max_position_embeddings
-    _need(positions is None or args.seq_length <= positions <= MOST, "max_position_embeddings",
-          positions, f"in seq_length={args.seq_length}..{MOST}", "leave it out for seq_length")
-    _need(0 < args.rotary_percent <= 1, "rotary_percent", args.rotary_percent, "> 0 and <= 1",
+    _need(args, "max_position_embeddings",
+          positions is None or args.seq_length <= positions <= MOST,
+          f"in seq_length={args.seq_length}..{MOST}", "leave it out for seq_length")
+    _need(args, "rotary_percent", 0 < args.rotary_percent <= 1, "> 0 and <= 1",
           "give the part of each head that rotary positions turn, 1 for all of it")
     balance.refuse_unmatched(args)
     freq = args.moe_layer_freq
-    _need(freq >= 1 if isinstance(freq, int) else len(freq) == args.num_layers, "moe_layer_freq",
-          freq, f">= 1, or a list of num_layers={args.num_layers} numbers 0 and 1",
+    _need(args, "moe_layer_freq",
+          freq >= 1 if isinstance(freq, int) else len(freq) == args.num_layers,
+          f">= 1, or a list of num_layers={args.num_layers} numbers 0 and 1",
           "change one of the two")
     weights = 12 * args.num_layers * args.hidden_size**2  # bytes, at least one each
     memory = memory_bytes(torch.device("cpu"))
-    _need(memory is None or weights <= world * memory, "num_layers * hidden_size^2",
-          f"{args.num_layers} * {args.hidden_size}^2",
-          "such that the weights fit the memory of the ranks", "lower one of the two")
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    _need(world % model == 0, "tensor_model_parallel_size * pipeline_model_parallel_size", model,
-          f"a divisor of the {world} processes",
-          "start another number of processes or change one of the two")
-    experts = args.expert_model_parallel_size
-    _need(not args.num_experts or args.num_experts % experts == 0, "num_experts", args.num_experts,
-          f"a multiple of expert_model_parallel_size={experts}",
-          "change one of the two; --expert-tensor-parallel-size cuts experts over more ranks")
-    data = world // model
-    args.global_batch_size = args.global_batch_size or args.micro_batch_size * data
-    step = args.micro_batch_size * data
-    _need(args.global_batch_size % step == 0, "global_batch_size", args.global_batch_size,
-          f"a multiple of micro_batch_size * data-parallel size = {step}",
-          f"use {max(1, args.global_batch_size // step) * step}")
-    _need(not args.skip_train or args.load, "skip_train", args.skip_train, "False without --load",
-          "give the folder of the checkpoints to evaluate")
-    _need(not (args.skip_train or args.eval_interval) or args.eval_iters >= 1, "eval_iters",
-          args.eval_iters, ">= 1 with --skip-train or --eval-interval",
-          "give a positive number, or train without them")
-    _need(args.save_interval is None or args.save_interval >= 1, "save_interval",
-          args.save_interval, ">= 1", "leave it out to save at the end only")
-    _need(
-        args.seq_length % args.tensor_model_parallel_size == 0 or not args.sequence_parallel,
-        "seq_length", args.seq_length,
-        f"a multiple of tensor_model_parallel_size={args.tensor_model_parallel_size} under "
-        "--sequence-parallel",
-        "change one of the two")
-    _need(args.context_parallel_size == 1, "context_parallel_size", args.context_parallel_size, "1",
-          "Megatron's attention is cut over ranks by Transformer Engine only, through "
-          "moe_plugin.hosts.megatron.launch and Megatron-LM's script; use --sequence-parallel")
+    if memory is not None and weights > world * memory:
+        _refuse("num_layers * hidden_size^2", f"{args.num_layers} * {args.hidden_size}^2",
+                "such that the weights fit the memory of the ranks", "lower one of the two")
     groups = args.num_query_groups
-    _need(groups >= 1 and args.num_attention_heads % groups == 0, "num_query_groups", groups,
+    _need(args, "num_query_groups", groups >= 1 and args.num_attention_heads % groups == 0,
           f"a divisor of num_attention_heads={args.num_attention_heads}", "change one of the two")
-    stages = args.num_virtual_stages_per_pipeline_rank or 1
-    _need(stages == 1 or args.pipeline_model_parallel_size > 1,
-          "num_virtual_stages_per_pipeline_rank", stages, "1 without pipeline stages",
-          "use --pipeline-model-parallel-size 2 or more, or leave it out")
+    _check_parallel(args, world)
     _check_training(args)
     ensemble.ensemble_of(args)
+
+
+def _check_parallel(args: argparse.Namespace, world: int) -> None:
+    tensor, experts = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    model = tensor * args.pipeline_model_parallel_size
+    if world % model:
+        _refuse("tensor_model_parallel_size * pipeline_model_parallel_size", model,
+                f"a divisor of the {world} processes",
+                "start another number of processes or change one of the two")
+    _need(args, "num_experts", not args.num_experts or args.num_experts % experts == 0,
+          f"a multiple of expert_model_parallel_size={experts}",
+          "change one of the two; --expert-tensor-parallel-size cuts experts over more ranks")
+    step = args.micro_batch_size * (world // model)
+    args.global_batch_size = args.global_batch_size or step
+    _need(args, "global_batch_size", args.global_batch_size % step == 0,
+          f"a multiple of micro_batch_size * data-parallel size = {step}",
+          f"use {max(1, args.global_batch_size // step) * step}")
+    _need(args, "seq_length", args.seq_length % tensor == 0 or not args.sequence_parallel,
+          f"a multiple of tensor_model_parallel_size={tensor} under --sequence-parallel",
+          "change one of the two")
+    _need(args, "context_parallel_size", args.context_parallel_size == 1, "1",
+          "Megatron's attention is cut over ranks by Transformer Engine only, through "
+          "moe_plugin.hosts.megatron.launch and Megatron-LM's script; use --sequence-parallel")
+    stages = args.num_virtual_stages_per_pipeline_rank or 1
+    _need(args, "num_virtual_stages_per_pipeline_rank",
+          stages == 1 or args.pipeline_model_parallel_size > 1, "1 without pipeline stages",
+          "use --pipeline-model-parallel-size 2 or more, or leave it out")
     parts = stages * args.pipeline_model_parallel_size
-    _need(args.num_layers % parts == 0, "num_layers", args.num_layers,
+    _need(args, "num_layers", args.num_layers % parts == 0,
           f"a multiple of the {parts} pipeline stages", "change one of the two")
 
 
 def _check_training(args: argparse.Namespace) -> None:
-    _need(not (args.bf16 and args.fp16), "fp16", args.fp16, "False with --bf16",
+    _need(args, "skip_train", not args.skip_train or args.load, "False without --load",
+          "give the folder of the checkpoints to evaluate")
+    _need(args, "eval_iters", args.eval_iters >= 1 or not (args.skip_train or args.eval_interval),
+          ">= 1 with --skip-train or --eval-interval",
+          "give a positive number, or train without them")
+    _need(args, "save_interval", args.save_interval is None or args.save_interval >= 1, ">= 1",
+          "leave it out to save at the end only")
+    _need(args, "fp16", not (args.bf16 and args.fp16), "False with --bf16",
           "leave out one of the two")
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         scale = getattr(args, name)
-        _need(scale is None or scale > 0, name, scale, "> 0", "leave it out for the default")
+        _need(args, name, scale is None or scale > 0, "> 0", "leave it out for the default")
     sharded = args.use_distributed_optimizer and args.overlap_grad_reduce
-    _need(not args.overlap_param_gather or sharded, "overlap_param_gather",
-          args.overlap_param_gather,
+    _need(args, "overlap_param_gather", not args.overlap_param_gather or sharded,
           "False without --use-distributed-optimizer and --overlap-grad-reduce", "give both")
-    if args.moe_lighthouse:
-        whole = not (args.fp16 or args.bf16 or args.use_distributed_optimizer)
-        _need(whole, "moe_lighthouse", args.moe_lighthouse,
-              "left out with --fp16, --bf16 and --use-distributed-optimizer",
-              "leave these three out: replicas average float32 gradients of whole parameters")
-        _need(not args.moe_router_enable_expert_bias, "moe_router_enable_expert_bias", True,
-              "off with --moe-lighthouse, where Megatron's biases follow each replica's own loads",
-              "use --moe-router sigmoid_bias")
-        check_settings(args.moe_replica)
-    else:
+    if not args.moe_lighthouse:
         check_alone(args.moe_replica)
+        return
+    _need(args, "moe_lighthouse",
+          not (args.fp16 or args.bf16 or args.use_distributed_optimizer),
+          "left out with --fp16, --bf16 and --use-distributed-optimizer",
+          "leave these three out: replicas average float32 gradients of whole parameters")
+    _need(args, "moe_router_enable_expert_bias", not args.moe_router_enable_expert_bias,
+          "off with --moe-lighthouse, where Megatron's biases follow each replica's own loads",
+          "use --moe-router sigmoid_bias")
+    check_settings(args.moe_replica)
 
 
-def _need(ok: bool, name: str, value: Any, bound: str, remedy: str) -> None:
+def _need(args: argparse.Namespace, name: str, ok: Any, bound: str, remedy: str) -> None:
     if not ok:
-        raise ValueError(f"{name}={short(value)} is out of bounds: must be {bound}; {remedy}")
+        _refuse(name, getattr(args, name), bound, remedy)
+
+
+def _refuse(name: str, value: Any, bound: str, remedy: str) -> NoReturn:
+    raise ValueError(f"{name}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
 
 def values_for(kind: type, args: argparse.Namespace) -> dict[str, Any]:

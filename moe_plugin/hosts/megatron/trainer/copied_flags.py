@@ -87,49 +87,40 @@ def layer_freq(text: str) -> int | list[int]:
     form of it: `([0]+[1]*3)`.
     """
     text = text.strip()
-    if "[" not in text and "," not in text:
-        return _number(text)
-    pattern = _listed(text) if "[" in text else [_number(part) for part in text.split(",")]
-    if not isinstance(pattern, list) or any(layer not in (0, 1) for layer in pattern):
-        raise _bad_layers(text)
-    return pattern
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _bad_layers(text) from None
-
-
-def _listed(text: str) -> Any:
     if len(text) > _MOST_CHARACTERS:
         raise _long_layers(text)
     try:
-        return _layers(ast.parse(text, mode="eval").body, text)
+        listed = f"[{text}]" if "," in text and "[" not in text else text
+        pattern = _layers(ast.parse(listed, mode="eval").body)
     except (SyntaxError, ValueError):
         raise _bad_layers(text) from None
     except (MemoryError, RecursionError):
         raise _long_layers(text) from None
+    if isinstance(pattern, list) and any(layer not in (0, 1) for layer in pattern):
+        raise _bad_layers(text)
+    return pattern
 
 
-def _layers(node: ast.expr, text: str) -> Any:
+def _layers(node: ast.expr) -> Any:
+    """The number or list that an expression gives; `ValueError` for any other."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
-        return [_layers(element, text) for element in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _layers(node.left, text), _layers(node.right, text)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            if len(left) + len(right) > _MOST_LAYERS:
-                raise _bad_layers(text)
-            return left + right
-        lists = [side for side in (left, right) if isinstance(side, list)]
-        times = [side for side in (left, right) if isinstance(side, int)]
-        if (isinstance(node.op, ast.Mult) and lists and times
-                and len(lists[0]) * times[0] <= _MOST_LAYERS):
-            return lists[0] * times[0]
-    raise _bad_layers(text)
+        return [_layers(element) for element in node.elts]
+    if not isinstance(node, ast.BinOp):
+        raise ValueError
+    left, right = _layers(node.left), _layers(node.right)
+    if isinstance(left, int):
+        left, right = right, left
+    if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        length = len(left) + len(right)
+    elif isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+        length = len(left) * right
+    else:
+        raise ValueError
+    if length > _MOST_LAYERS:
+        raise ValueError
+    return left + right if isinstance(node.op, ast.Add) else left * right
 
 
 def _bad_layers(text: str) -> argparse.ArgumentTypeError:

@@ -196,15 +196,8 @@ def batches(dataset: Any, *, start: int, micro_batch_size: int, replica: int, re
     position = start + replica * micro_batch_size
     while True:
         rows = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
-        names = {
-            "tokens": "tokens", "labels": "labels", "loss_mask": "loss_mask",
-            "positions": "position_ids"
-        }
-        yield Batch(
-            **{
-                ours: torch.stack([row[theirs] for row in rows]).to(device)
-                for ours, theirs in names.items()
-            })
+        yield Batch(*(torch.stack([row[name] for row in rows]).to(device)
+                      for name in ("tokens", "labels", "loss_mask", "position_ids")))
         position += replicas * micro_batch_size
 
 
