@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron.trainer import arguments, train
-from moe_plugin.hosts.megatron.trainer.train import seed_everything
+from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import Settings, layout_of, tuners_settled
@@ -30,6 +29,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
         text: uint8 [N], what they train on.
         ours: settings of our layer by the side's name.
     """
+    from moe_plugin.hosts.megatron.trainer import train
+
     args = _arguments(shape, ranks)
     train.start(args)
     source = _Source(shape, text, rank, ranks)
@@ -70,6 +71,7 @@ def _changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
 def _make(args: argparse.Namespace, settings: Settings) -> Any:
     from moe_plugin.hosts.megatron.trainer import model
     from moe_plugin.hosts.megatron.trainer.data import BYTE_VOCABULARY
+    from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     seed_everything(args.seed)
     config = arguments.transformer_config(args, cpu=True)
@@ -94,8 +96,9 @@ class _Source:
 
 def _side(name: str, kind: str, made: Any, args: argparse.Namespace, source: _Source) -> Side:
     from moe_plugin.hosts.megatron.compat.optimizer import parts
+    from moe_plugin.hosts.megatron.trainer.loop import Loop
 
-    loop = train.Loop(args, made, None, None, None)
+    loop = Loop(args, made, None, None, None)
 
     def step(number: int) -> float:
         loss_2, _ = loop.step([iter([source(number)])], args.lr)

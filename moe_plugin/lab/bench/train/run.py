@@ -108,7 +108,7 @@ def _import_host(host: str) -> None:
         from moe_plugin.hosts.megatron.compat import cpu
 
         cpu.enable(force=True)
-        from moe_plugin.hosts.megatron.trainer import model  # noqa: F401
+        from moe_plugin.hosts.megatron.trainer import train  # noqa: F401
     else:
         from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
