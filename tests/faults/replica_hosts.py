@@ -217,17 +217,18 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
 
 def _megatron(replica: Replica, _: Mapping[int, Any]) -> None:
     """Megatron's training script, with a router whose bias follows the loads of all replicas."""
-    from moe_plugin.hosts.megatron.trainer import train as script
+    from moe_plugin.hosts.megatron import train as command
+    from moe_plugin.hosts.megatron.trainer.loop import Loop
     from tests.hosts.megatron.training import MODEL
 
-    of_loop = script.Loop.step
+    of_loop = Loop.step
 
     def step(self: Any, batches: Any, rate: float) -> Any:
         replica.pause()
         return of_loop(self, batches, rate)
 
-    script.Loop.step = step
-    raise SystemExit(script.main([
+    Loop.step = step
+    raise SystemExit(command.main([
         *MODEL, "--global-batch-size", "4", "--optimizer", "sgd", "--lr", "0.1",
         "--lr-decay-style", "constant", "--moe-router", "sigmoid_bias", "--cpu", "--data-path",
         replica.data, "--train-iters", str(replica.steps), "--log-file", str(replica.path),

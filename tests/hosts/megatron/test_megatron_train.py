@@ -125,6 +125,7 @@ def _train_with_warnings(argv: list[str]) -> tuple[Any, list[str]]:
 
 def _said(argv: list[str]) -> list[tuple[int, str]]:
     """Status and words of a script that fails on both ranks, and on the second one alone."""
+    from moe_plugin.hosts.megatron import train as command
     from moe_plugin.hosts.megatron.trainer import train as script
 
     found, script.start = [], lambda args: None  # type: ignore[assignment]
@@ -137,7 +138,7 @@ def _said(argv: list[str]) -> list[tuple[int, str]]:
         script.run = run  # type: ignore[assignment]
         words = io.StringIO()
         with mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stderr(words):
-            found.append((script.main(argv), words.getvalue()))
+            found.append((command.main(argv), words.getvalue()))
         dist.barrier()
     return found
 
