@@ -44,7 +44,7 @@ PLACES = {
     "loss": ("trainer.train", "Loop", "_all_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
     "finite": ("compat.finite", "PreparedGradients", "_gradients", EP2,
                "all_reduce(max) of torch.float32 ()"),
-    "balance losses": ("trainer.report", None, "auxiliary_losses", EP2,
+    "balance losses": ("trainer.loop", None, "auxiliary_losses", EP2,
                        "all_gather of the auxiliary losses' names"),
     "statistics": ("trainer.run", None, "layer_records", PP2,
                    "all_gather of the layers' records"),
