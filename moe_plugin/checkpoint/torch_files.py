@@ -43,23 +43,24 @@ class StoredTensor:
     Args:
         path: the file.
         tensor: its shape, strides and place, without values.
-        size: bytes of the file.
+        part: first byte and end of what `torch.save` wrote in the file.
     Raises:
-        ValueError: it is not a dense tensor, or reaches beyond the file.
+        ValueError: it is not a dense tensor, or reaches beyond that.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, size: int) -> None:
+    def __init__(self, path: Path, tensor: Tensor, part: tuple[int, int]) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise ValueError(f"a tensor of {tensor.layout} in it is not dense")
         storage = tensor.untyped_storage()
         self.path, self.entry = path, TensorEntry(tuple(tensor.shape), tensor.dtype)
         self.stride, item = tensor.stride(), tensor.dtype.itemsize
-        self.start = storage._checkpoint_offset + tensor.storage_offset() * item  # see torch.load
+        # see torch.load
+        self.start = part[0] + storage._checkpoint_offset + tensor.storage_offset() * item
         reach = sum((length - 1) * stride
                     for length, stride in zip(self.entry.shape, self.stride, strict=True))
         self.nbytes = (reach + 1) * item if self.entry.numel else 0
         within = tensor.storage_offset() * item + self.nbytes <= storage.nbytes()
-        if not within or self.start + self.nbytes > size:
+        if not within or self.start + self.nbytes > part[1]:
             raise ValueError("a tensor in it reaches beyond its end")
 
     def read(self, window: Window) -> Tensor:
@@ -90,23 +91,27 @@ def _structure(load: Callable[..., Any]) -> Any:
         return load()
 
 
-def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = False) -> Any:
+def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = False,
+                stream: Any = None, part: tuple[int, int] | None = None) -> Any:
     """What a file of `torch.save` holds, with a `Derived` in the place of every tensor; those of
     one storage and shape are read by one function.
 
     Args:
         allowed, what: see `trust.load`.
         trusted: unpickle classes of any kind.
+        stream, part: where the file is one of several in another: its bytes, and where they begin
+            and end there.
     Raises:
         ValueError: it has tensors that are not dense, or reach beyond the file. What `trust.load`
             raises.
     """
     def load(**options: Any) -> Any:
+        file = path if stream is None else stream
         if trusted:
-            return torch.load(path, weights_only=False, **options)
-        return trust.load(path, allowed, what, **options)
+            return torch.load(file, weights_only=False, **options)
+        return trust.load(file, allowed, what, **options)
 
-    return _lazily(path, _structure(load))
+    return _lazily(path, _structure(load), part or (0, os.path.getsize(path)))
 
 
 def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: bool = False,
@@ -135,11 +140,11 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
                               f"{short(error)}; {remedy}") from error
 
 
-def _lazily(path: Path, state: Any) -> Any:
-    size, known = os.path.getsize(path), {}
+def _lazily(path: Path, state: Any, part: tuple[int, int]) -> Any:
+    known: dict[Any, StoredTensor] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = StoredTensor(path, tensor.detach(), size)
+        one = StoredTensor(path, tensor.detach(), part)
         one = known.setdefault((one.start, one.entry, one.stride), one)
         return Derived(("", ""), one.entry, one.read)
 

@@ -31,7 +31,7 @@ from moe_plugin.checkpoint.formats.base import (
     open_source,
 )
 from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
-from moe_plugin.checkpoint.formats.megatron.writer import _Writer
+from moe_plugin.checkpoint.formats.megatron import writer as megatron_writer
 from moe_plugin.checkpoint.source import MODEL as MODEL_FIELD
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
@@ -210,7 +210,7 @@ def test_reshard_and_inspect(runs: Any, tmp_path: Path, capsys: Any) -> None:
     assert "MoE layer  decoder.layers.1.mlp. 4 experts" in said and "exp_avg_sq" in said
     shutil.rmtree(target)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch.object(_Writer, "finish", side_effect=full):
+    with mock.patch.object(megatron_writer, "_metadata", side_effect=full):
         assert main(["reshard", folder, str(target), "--to", "megatron"]) != 0
     assert "the disk is full" in capsys.readouterr().err and not target.exists()
     assert main(["reshard", folder, str(target), "--to", "megatron"]) == 0

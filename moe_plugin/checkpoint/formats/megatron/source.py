@@ -100,10 +100,6 @@ class MegatronSource(Source):
         """
         return [self.folder / name for name in self._files.file_names()]
 
-    def close(self) -> None:
-        """See `Source`."""
-        self._files.close()
-
     def _check_backend(self) -> None:
         path = self.folder / BACKEND
         try:

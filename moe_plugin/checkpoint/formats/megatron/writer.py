@@ -10,33 +10,38 @@ parallel sizes.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
 from moe_plugin.checkpoint.formats.megatron import common, names
-from moe_plugin.checkpoint.formats.megatron.folders import BACKEND, COMMON, LATEST, META, NATIVE
+from moe_plugin.checkpoint.formats.megatron.folders import (
+    BACKEND,
+    COMMON,
+    LATEST,
+    META,
+    METADATA,
+    NATIVE,
+)
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
@@ -73,12 +78,6 @@ class _Piece:
     @property
     def nbytes(self) -> int:
         return math.prod(self.sizes) * self.dtype.itemsize
-
-    def item(self) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
-        return WriteItem(MetadataIndex(self.name, self.offsets), WriteItemType.SHARD,
-                         tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype),
-                                                     torch.Size(self.shape)))
 
 
 def write(source: Source, path: Path, layout: CheckpointSizes, progress: WriteProgress) -> Path:
@@ -163,99 +162,64 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
     return found
 
 
-class _Writer(FileSystemWriter):
-    """torch's writer of files; its index names no class beyond torch's own."""
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder's name, as text."""
-        return Path(self.path).name
-
-
-class _Planner(SavePlanner):
-    """Gives torch's writer one piece at a time."""
-
-    def __init__(self, source: Source, pieces: Iterable[_Piece], objects: Mapping[str, bytes],
-                 progress: WriteProgress) -> None:
-        self._source, self._objects, self._progress = source, objects, progress
-        self._pieces = {(piece.name, piece.offsets): piece for piece in pieces}
-
-    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing to set up."""
-
-    def create_local_plan(self) -> SavePlan:
-        """The writer gets its plan directly."""
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The writer gets its plan directly."""
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Read what is written next."""
-        index = write_item.index
-        if write_item.type is WriteItemType.BYTE_IO:
-            data = self._objects[index.fqn]
-            self._progress.advance(len(data))
-            return io.BytesIO(data)
-        piece = self._pieces[index.fqn, tuple(index.offset)]
-        value = self._source.read(piece.key, piece.window)
-        self._progress.advance(piece.nbytes)
-        return value.reshape(piece.sizes).contiguous()
-
-
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
                    progress: WriteProgress) -> None:
-    writer = _Writer(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
-    planner = _Planner(source, pieces, objects, progress)
-    results: list[WriteResult] = []
+    """As `torch.distributed.checkpoint.FileSystemWriter` writes them."""
+    places: dict[MetadataIndex, _StorageInfo] = {}
     indexes: list[Path] = []
-    for number, items in enumerate(_files(pieces, objects)):
-        name = f"{folder.name}/__{number}_0.distcp"
-        index = folder / f"__{number}_0.json"
+    for number, content in enumerate(_files(pieces, objects)):
+        file, index = folder / f"__{number}_0.distcp", folder / f"__{number}_0.json"
+        names = [f"{folder.name}/{path.name}" for path in (file, index)]
         indexes.append(index)
-        if progress.keeps(name) and progress.keeps(f"{folder.name}/{index.name}"):
-            results += _kept(index)
-            continue
-        plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-        written = writer.write_data(plan, planner).value()
-        results += written
-        _write_index(index, written)
-        progress.wrote(name)
-        progress.wrote(f"{folder.name}/{index.name}")
-    writer.finish(_metadata(pieces, objects), [results])
-    progress.wrote(f"{folder.name}/.metadata")
+        if not all(map(progress.keeps, names)):
+            _write_file(file, index, content, source, objects, progress)
+            for name in names:
+                progress.wrote(name)
+        places |= {MetadataIndex(name, offsets): _StorageInfo(file.name, at, length)
+                   for name, offsets, at, length in json.loads(index.read_text())}
+    metadata = _metadata(pieces, objects)
+    metadata.storage_data = places
+    metadata.storage_meta = StorageMeta(checkpoint_id=folder.name)
+    metadata.version = "1.0.0"  # of torch's format
+    _write_whole(folder / METADATA, lambda stream: pickle.dump(metadata, stream))
+    progress.wrote(f"{folder.name}/{METADATA}")
     for index in indexes:
         index.unlink()
 
 
-def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[WriteItem]]:
-    items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[str | _Piece]]:
+    """The content of each file: names of objects, and pieces."""
+    content: list[str | _Piece] = [*objects]
     size = sum(map(len, objects.values()))
     for piece in pieces:
-        if items and size + piece.nbytes > FILE_BYTES:
-            yield items
-            items, size = [], 0
-        items.append(piece.item())
+        if content and size + piece.nbytes > FILE_BYTES:
+            yield content
+            content, size = [], 0
+        content.append(piece)
         size += piece.nbytes
-    if items:
-        yield items
+    if content:
+        yield content
 
 
-def _write_index(path: Path, results: list[WriteResult]) -> None:
-    rows = [[one.index.fqn, None if one.index.offset is None else list(one.index.offset),
-             one.storage_data.relative_path, one.storage_data.offset, one.storage_data.length]
-            for one in results]
-    _write_whole(path, lambda stream: stream.write(json.dumps(rows).encode()))
-
-
-def _kept(path: Path) -> list[WriteResult]:
-    return [WriteResult(MetadataIndex(fqn, offsets), length, _StorageInfo(file, offset, length))
-            for fqn, offsets, file, offset, length in json.loads(path.read_text())]
+def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source: Source,
+                objects: Mapping[str, bytes], progress: WriteProgress) -> None:
+    """Write a file, and in another one where each of its parts is."""
+    rows: list[tuple[Any, ...]] = []
+    with open(path, "wb") as stream:
+        for one in content:
+            start = stream.tell()
+            if isinstance(one, str):
+                stream.write(objects[one])
+                progress.advance(len(objects[one]))
+                rows.append((one, None, start, stream.tell() - start))
+            else:
+                value = source.read(one.key, one.window)
+                torch.save(value.reshape(one.sizes).contiguous(), stream)
+                progress.advance(one.nbytes)
+                rows.append((one.name, one.offsets, start, stream.tell() - start))
+        stream.flush()
+        os.fsync(stream.fileno())
+    _write_whole(index, lambda stream: stream.write(json.dumps(rows).encode()))
 
 
 def _metadata(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
