@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from moe_plugin.checkpoint.reshard import merge
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
-    Derived,
     Source,
     derive,
     part_of,
@@ -132,24 +131,6 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
         mine[ours].copy_(value)
     if stored:
         layer.experts.load_state_dict(stored)
-
-
-def layer_tensors(source: Source, prefix: str, neutral_prefix: str) -> Iterator[Derived]:
-    """The tensors of a `MoELayer` in a source, by neutral names.
-
-    Args:
-        prefix: of the layer's names in the source. neutral_prefix: `layers.N.moe.`.
-    Raises:
-        CheckpointError: a tensor has no neutral name.
-    """
-    for key in source.entries:
-        if not key[1].startswith(prefix):
-            continue
-        name = key[1].removeprefix(prefix)
-        if name not in NEUTRAL_NAMES:
-            raise CheckpointError(f"tensor {key[1]!r} of a router or expert has no neutral name; "
-                                  "convert to the checkpoint's own format")
-        yield derive(source, key, neutral_prefix + NEUTRAL_NAMES[name])
 
 
 def full_state(layer: MoELayer) -> Mapping[str, Tensor]:

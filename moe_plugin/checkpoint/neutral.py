@@ -54,6 +54,8 @@ from moe_plugin.checkpoint.source import (
     window_shape,
 )
 
+NEUTRAL = "neutral"  # `Source.format` of views with these names
+
 _NORM = r"(?:weight|bias)"
 NAMES = re.compile("|".join((
     r"embed\.weight", r"position\.weight", r"output\.weight", rf"final_norm\.{_NORM}",

@@ -39,7 +39,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print what was made."""
     from moe_plugin.checkpoint.formats.all import formats
-    from moe_plugin.checkpoint.formats.base import detect, open_source
+    from moe_plugin.checkpoint.formats.base import convert, detect, open_source
+    from moe_plugin.checkpoint.neutral import NEUTRAL
     from moe_plugin.checkpoint.upcycle import Upcycling, upcycle, write_new
 
     plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.origin or detect(args.source)
     to = formats.get(args.to or name)()
     with open_source(args.source, name, args.trust_checkpoint) as source:
-        made = upcycle(formats.get(name)().to_neutral(source), plan)
-        write_new(to.from_neutral(made), to, args.target)
+        made = upcycle(convert(source, NEUTRAL), plan)
+        write_new(convert(made, to.name), to, args.target)
     print(f"{args.target}: {len(made.layers)} MoE layers of {plan.experts} experts, "
           f"{plan.top_k} per token, format {to.name}")
     return 0

@@ -17,6 +17,7 @@ from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F40
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     WriteProgress,
+    convert,
     detect,
     formats,
     open_source,
@@ -44,13 +45,12 @@ def equal(got: Source, want: Source) -> None:
 
 
 def there_and_back(source: Source) -> Source:
-    form = formats.get("hf")()
-    neutral = form.to_neutral(source)
+    neutral = convert(source, "neutral")
     check_names(name for _, name in neutral.entries)
     # what another format would make of it: nothing is left of Hugging Face's own settings
     bare = View(neutral, [derive(neutral, key) for key in neutral.entries],
                 values={"model": neutral.values["model"]})
-    return form.from_neutral(bare)
+    return convert(bare, "hf")
 
 
 class Kept(WriteProgress):
@@ -129,8 +129,7 @@ def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path / "fused")
     save_file({name: value.contiguous() for name, value in model.state_dict().items()},
               tmp_path / "fused" / "model.safetensors")
-    form = formats.get("hf")()
-    fused, separate = (form.to_neutral(open_source(tmp_path / name))
+    fused, separate = (convert(open_source(tmp_path / name), "neutral")
                        for name in ("fused", "separate"))
     equal(fused, separate)
     assert fused.layers == separate.layers
@@ -209,12 +208,12 @@ def test_settings_that_nothing_holds_are_named(settings: dict[str, Any], message
                                                tmp_path: Path) -> None:
     path = folder(tmp_path, lambda _, config: config.update(settings))
     with pytest.raises(CheckpointError, match=message):
-        formats.get("hf")().to_neutral(open_source(path))
+        convert(open_source(path), "neutral")
 
 
 def test_what_no_family_holds_is_named(tmp_path: Path) -> None:
     tiny("mixtral").save_pretrained(tmp_path)
-    neutral = formats.get("hf")().to_neutral(open_source(tmp_path))
+    neutral = convert(open_source(tmp_path), "neutral")
 
     def changed(**settings: Any) -> Source:
         model = {**neutral.values["model"], **settings}
@@ -224,16 +223,16 @@ def test_what_no_family_holds_is_named(tmp_path: Path) -> None:
 
     form = formats.get("hf")()
     with pytest.raises(CheckpointError, match="the nearest is mixtral: router_scale=2.0, it has 1"):
-        form.from_neutral(changed(router_scale=2.0))
+        convert(changed(router_scale=2.0), "hf")
     with pytest.raises(CheckpointError, match="mixtral: odd=1, it does not know it"):
-        form.from_neutral(changed(extra={"odd": 1}))
+        convert(changed(extra={"odd": 1}), "hf")
     with pytest.raises(CheckpointError, match=r"whose norm is 'layernorm'; train it in Megatron "
                                               r"with --normalization RMSNorm \(fairseq"):
-        form.from_neutral(changed(norm="layernorm"))
+        convert(changed(norm="layernorm"), "hf")
     moment = replace(derive(neutral, (MODEL, "embed.weight")), key=("exp_avg", "embed.weight"))
     trained = View(neutral, [*(derive(neutral, key) for key in neutral.entries), moment])
     with pytest.raises(CheckpointError, match="holds no optimizer state, .* has exp_avg"):
-        form.write(form.from_neutral(trained), tmp_path, CheckpointSizes())
+        form.write(convert(trained, "hf"), tmp_path, CheckpointSizes())
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "llama"])
@@ -242,7 +241,7 @@ def test_layers_and_settings_are_shown(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with open_source(tmp_path) as source:
         found = summary(source)
-        neutral = formats.get("hf")().to_neutral(source)
+        neutral = convert(source, "neutral")
     assert found["settings"]["model_type"] == found["layout"]["model_type"] == kind
     assert len(found["layers"]) == len(neutral.layers)
     for (name, layer), wanted in zip(found["layers"].items(), neutral.layers.values(), strict=True):

@@ -151,7 +151,7 @@ def biased_neutral(path: Path) -> Source:
 def test_megatron(to: str, fp32: bool, tmp_path: Path) -> None:
     """Its settings have ours, as a run with `--moe-router-fp32` writes them."""
     form = formats.get(to)()
-    first = form.from_neutral(biased_neutral(tmp_path / "hf"))
+    first = convert(biased_neutral(tmp_path / "hf"), to)
     ours = {"moe_plugin": {"router.fp32": True}} if fp32 else {}
     first = View(first, map(first.tensor, first.entries), values={
         **first.values, "settings": {**first.values["settings"], **ours}})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats.base import formats, open_source
+from moe_plugin.checkpoint.formats.base import convert, open_source
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.checkpoint.upcycle import Upcycling, upcycle
 from moe_plugin.cli.main import main
@@ -80,7 +80,7 @@ def _full(_: int) -> None:
 
 def test_experts_are_the_pieces_and_groups_share_their_rows(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
-    dense = formats.get("hf")().to_neutral(open_source(tmp_path))
+    dense = convert(open_source(tmp_path), "neutral")
     made = upcycle(dense, Upcycling(experts=6, top_k=4, granularity=2, router_std=0.5))
     prefix = "layers.1.moe."
     w_in_FD = dense.read((MODEL, "layers.1.mlp.w_in.weight"))
@@ -132,8 +132,7 @@ def test_plans_that_would_change_the_output_are_refused(settings: dict[str, Any]
 def test_models_that_cannot_be_upcycled_are_named(tmp_path: Path) -> None:
     tiny("mixtral").save_pretrained(tmp_path / "moe")
     tiny("llama").save_pretrained(tmp_path / "dense")
-    form = formats.get("hf")()
-    moe, dense = (form.to_neutral(open_source(tmp_path / name)) for name in ("moe", "dense"))
+    moe, dense = (convert(open_source(tmp_path / name), "neutral") for name in ("moe", "dense"))
     with pytest.raises(CheckpointError, match="'layers.0.moe.' already has experts"):
         upcycle(moe, Upcycling(experts=4, top_k=2))
     with pytest.raises(CheckpointError, match="inner width 48 is not a multiple of granularity=5"):
@@ -142,4 +141,4 @@ def test_models_that_cannot_be_upcycled_are_named(tmp_path: Path) -> None:
         upcycle(dense, Upcycling(experts=4, top_k=2, every=4))
     plain_shared = upcycle(dense, Upcycling(experts=4, top_k=2, shared=0.5))
     with pytest.raises(CheckpointError, match="mixtral: shared expert=plain, it has none"):
-        form.from_neutral(plain_shared)
+        convert(plain_shared, "hf")

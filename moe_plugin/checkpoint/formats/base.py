@@ -88,18 +88,25 @@ def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 writer.write(path / name, make(), partial(progress.wrote, name))
 
 
+MakesView = Callable[[Source], Source]
+
+
 class Format(ABC):
     """One format of checkpoints. Its docstring's first sentence says what it is.
 
     Attributes:
         name: as registered.
         sizes: fields of `CheckpointSizes` that it knows, without "dtype".
-        writes: whether `write` exists.
+        views_as, views_of: what makes a view of a source of this format with the names of another
+            one, and of a source of another one with the names of this; "neutral" stands for the
+            names of `moe_plugin.checkpoint.neutral`. They raise `CheckpointError` where a tensor or
+            setting has no place there, by its name.
     """
 
     name: ClassVar[str]
     sizes: ClassVar[frozenset[str]] = frozenset()
-    writes: ClassVar[bool] = True
+    views_as: ClassVar[Mapping[str, MakesView]] = {}
+    views_of: ClassVar[Mapping[str, MakesView]] = {}
 
     @abstractmethod
     def detect(self, path: Path) -> bool:
@@ -131,35 +138,6 @@ class Format(ABC):
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
         """About how many bytes of tensors `write` writes, for a progress bar."""
         return sum(entry.nbytes for entry in source.entries.values())
-
-    def to_neutral(self, source: Source) -> Source:
-        """A view of a source of this format with neutral names (`moe_plugin.checkpoint.neutral`).
-
-        Raises:
-            CheckpointError: it has tensors or settings without a neutral name; by name.
-        """
-        raise CheckpointError(f"format {self.name!r} converts to itself alone")
-
-    def from_neutral(self, source: Source) -> Source:
-        """A view of a neutral source with this format's names.
-
-        Raises:
-            CheckpointError: the format cannot hold a tensor or setting; by name.
-        """
-        raise CheckpointError(f"format {self.name!r} converts from itself alone")
-
-    def as_format(self, source: Source, to: str) -> Source | None:
-        """A view of a source of this format with the names of another one, without neutral names;
-        None: there is no such way, or the other format knows it.
-
-        Raises:
-            CheckpointError: the other format cannot hold a tensor; by name.
-        """
-        return None
-
-    def from_format(self, source: Source) -> Source | None:
-        """The same for a source of another format, with the names of this one."""
-        return None
 
     def check(self, layout: CheckpointSizes) -> None:
         """`ValueError` where the layout has a size that the format does not know."""
@@ -233,15 +211,31 @@ def _as_checkpoint_error(what: str, format: str) -> Iterator[None]:
 
 
 def convert(source: Source, to: str) -> Source:
-    """A view of a source with the names of another format.
+    """A view of a source with the names of another format, or neutral ones, by way of others where
+    there is no direct one.
 
     Raises:
-        CheckpointError: see `Format.as_format`, `Format.to_neutral` and `Format.from_neutral`; the
-            source holds something else than its format.
+        CheckpointError: there is no way; see `Format.views_as`; the source holds something else
+            than its format.
     """
-    if source.format == to:
-        return source
-    reader, writer = formats.get(source.format)(), formats.get(to)()
     with _as_checkpoint_error(f"the {source.format} checkpoint", source.format):
-        view = reader.as_format(source, to) or writer.from_format(source)
-        return view or writer.from_neutral(reader.to_neutral(source))
+        for view in _shortest_way(source.format, to):
+            source = view(source)
+    return source
+
+
+def _shortest_way(origin: str, to: str) -> list[MakesView]:
+    steps: dict[tuple[str, str], MakesView] = {}
+    for name in formats.names():
+        steps |= {(name, other): view for other, view in formats.get(name).views_as.items()}
+        steps |= {(other, name): view for other, view in formats.get(name).views_of.items()}
+    ways: dict[str, list[MakesView]] = {origin: []}
+    for here in (reached := [origin]):
+        for (start, end), view in steps.items():
+            if start == here and end not in ways:
+                ways[end] = [*ways[here], view]
+                reached.append(end)
+    if to not in ways:
+        raise CheckpointError(f"format {origin!r} does not become {to!r}; it becomes one of: "
+                              f"{', '.join(reached)}")
+    return ways[to]

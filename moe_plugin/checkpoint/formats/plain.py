@@ -22,7 +22,7 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     write_files,
 )
-from moe_plugin.checkpoint.neutral import check_names
+from moe_plugin.checkpoint.neutral import NEUTRAL, check_names
 from moe_plugin.checkpoint.ranks import (
     GROUPS,
     RankedSource,
@@ -193,11 +193,36 @@ def part_of_rank(source: Source, rank: int, size: int,
     return {"model": columns[MODEL], "optimizer": optimizer}
 
 
+def to_neutral(source: Source) -> Source:
+    """The source, where its names are neutral ones; a view of it, where `extra` has the "hf_config"
+    of a model of `transformers`.
+    """
+    extra = source.values.get("extra")
+    if isinstance(extra, Mapping) and "hf_config" in extra:
+        return huggingface.to_neutral(View(source, map(source.tensor, source.entries), values={
+            **source.values, "config": extra["hf_config"]}))
+    check_names(name for _, name in source.entries)
+    settings = {name: extra[name] for name in _NEUTRAL if name in extra} if isinstance(
+        extra, Mapping) else {}
+    return View(source, map(source.tensor, source.entries), format=NEUTRAL,
+                values={**source.values, **settings})
+
+
+def from_neutral(source: Source) -> Source:
+    """The source: a plain checkpoint has any names."""
+    extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
+    values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
+    if optimizer is not None:  # of one group
+        values[GROUPS] = [{name: value for name, value in optimizer.items() if name != "step"}]
+    return View(source, map(source.tensor, source.entries), format="plain", values=values)
+
+
 @formats.register("plain")
 class PlainFormat(Format):
     """Folders of `moe_plugin.checkpoint.save`: one part for each expert-parallel rank."""
 
     name = "plain"
+    views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}
     sizes = frozenset({"world", "ep", "shards"})
 
     def detect(self, path: Path) -> bool:
@@ -232,33 +257,3 @@ class PlainFormat(Format):
                              "checkpoint has one part for each expert-parallel rank")
         same = source.describe().get("ranks", 1) if source.format == self.name else 1
         return layout.ep or layout.world or same
-
-    def to_neutral(self, source: Source) -> Source:
-        """The source, where its names are neutral ones; a view of it, where `extra` has the
-        "hf_config" of a model of `transformers`.
-        """
-        extra = source.values.get("extra")
-        if isinstance(extra, Mapping) and "hf_config" in extra:
-            return huggingface.to_neutral(View(source, map(source.tensor, source.entries), values={
-                **source.values, "config": extra["hf_config"]}))
-        check_names(name for _, name in source.entries)
-        settings = {name: extra[name] for name in _NEUTRAL if name in extra} if isinstance(
-            extra, Mapping) else {}
-        return View(source, map(source.tensor, source.entries),
-                    values={**source.values, **settings})
-
-    def from_neutral(self, source: Source) -> Source:
-        """The source: a plain checkpoint has any names."""
-        return View(source, map(source.tensor, source.entries), format=self.name,
-                    values={**source.values, "extra": _extra(source), **_groups(source)})
-
-
-def _extra(source: Source) -> dict[str, Any]:
-    return {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
-
-
-def _groups(source: Source) -> dict[str, Any]:
-    """The one group of a neutral source's optimizer."""
-    found = source.values.get("optimizer")
-    return {} if found is None else {GROUPS: [
-        {name: value for name, value in found.items() if name != "step"}]}

@@ -20,7 +20,7 @@ state. Source: Tutel, `experts/ffn.py`, `checkpoint/gather.py`, `checkpoint/scat
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     write_files,
 )
+from moe_plugin.checkpoint.name_table import NameTable, Others, Rule
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.ranks import COLUMNS
 from moe_plugin.checkpoint.source import (
@@ -48,26 +49,24 @@ from moe_plugin.checkpoint.source import (
     Window,
     joined,
     part_of,
-    transposed,
     window_shape,
 )
 from moe_plugin.checkpoint.torch_files import open_mapping
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 COUNT = "_num_global_experts"
-# within a layer: Tutel's name -> (ours, order of axes)
-NAMES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "gates.0.wg.weight": ("router.weight_ED", (0, 1)),
-    "gates.0.cosine_projector.weight": ("router.project_PD", (0, 1)),
-    "gates.0.cosine_projector.bias": ("router.project_P", (0,)),
-    "gates.0.sim_matrix": ("router.direction_EP", (1, 0)),
-    "gates.0.temperature": ("router.temperature", (0,)),
-    "experts.batched_fc1_w": ("experts.w_in_LDF", (0, 2, 1)),
-    "experts.batched_fc1_bias": ("experts.b_in_LF", (0, 1)),
-    "experts.batched_fc2_w": ("experts.w_out_LFD", (0, 1, 2)),
-    "experts.batched_fc2_bias": ("experts.b_out_LD", (0, 1)),
+# within a layer: Tutel's name -> (ours, whether the last two axes are swapped)
+NAMES: dict[str, tuple[str, bool]] = {
+    "gates.0.wg.weight": ("router.weight_ED", False),
+    "gates.0.cosine_projector.weight": ("router.project_PD", False),
+    "gates.0.cosine_projector.bias": ("router.project_P", False),
+    "gates.0.sim_matrix": ("router.direction_EP", True),
+    "gates.0.temperature": ("router.temperature", False),
+    "experts.batched_fc1_w": ("experts.w_in_LDF", True),
+    "experts.batched_fc1_bias": ("experts.b_in_LF", False),
+    "experts.batched_fc2_w": ("experts.w_out_LFD", False),
+    "experts.batched_fc2_bias": ("experts.b_out_LD", False),
 }
-_OURS = {ours: (theirs, order) for theirs, (ours, order) in NAMES.items()}  # orders of two or three
 
 
 def rank_files(path: Path) -> list[Path]:
@@ -199,8 +198,9 @@ def to_plain(source: Source) -> View:
     Raises:
         CheckpointError: a layer has something that ours has not; by name.
     """
-    derived = _renamed(source, NAMES, "our layer has no counterpart of Tutel's")
-    return View(source, derived, format="plain", values={**source.values, "extra": {}})
+    tensors = _table(source).neutral(map(source.tensor, source.entries), _outside(
+        source, "our layer has no counterpart of Tutel's", NAMES))
+    return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
@@ -209,32 +209,27 @@ def from_plain(source: Source) -> View:
     Raises:
         CheckpointError: a layer has something that Tutel's has not; by name.
     """
-    derived = _renamed(source, _OURS, "Tutel's layer has no counterpart of")
+    tensors = _table(source).theirs(source, _outside(
+        source, "Tutel's layer has no counterpart of", (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()
                        if not name.endswith("_extra_state")}
                for field, column in source.values.get(COLUMNS, {}).items()}
-    return View(source, derived, format="tutel", values={**source.values, COLUMNS: columns})
+    return View(source, tensors, format="tutel", values={**source.values, COLUMNS: columns})
 
 
-def _renamed(source: Source, names: Mapping[str, tuple[str, tuple[int, ...]]],
-             missing: str) -> list[Derived]:
-    """All tensors, those of layers by their other names; missing: what is wrong without one."""
-    derived = []
-    for key in source.entries:
-        prefix, inner = _split(key[1], source.layers)
-        one = source.tensor(key)
-        if prefix is not None:
-            if inner not in names:
-                raise CheckpointError(f"{missing} {key[1]!r}; it has those of {', '.join(names)}")
-            other, order = names[inner]
-            one = _turned(one, order).renamed(prefix + other)
-        derived.append(one)
-    return derived
+def _table(source: Source) -> NameTable:
+    return NameTable(Rule(prefix + theirs, (prefix + ours,), swap) for prefix in source.layers
+                     for theirs, (ours, swap) in NAMES.items())
 
 
-def _turned(one: Derived, order: Sequence[int]) -> Derived:
-    """With its axes in that order; an optimizer's count of steps has none."""
-    return transposed(one, order) if len(one.entry.shape) == len(order) else one
+def _outside(source: Source, missing: str, known: Iterable[str]) -> Others:
+    """What is outside of layers stays as it is; missing: what is wrong with what is inside."""
+    def others(one: Derived) -> Derived:
+        if _split(one.key[1], source.layers)[0] is not None:
+            raise CheckpointError(f"{missing} {one.key[1]!r}; it has those of {', '.join(known)}")
+        return one
+
+    return others
 
 
 def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
@@ -281,6 +276,7 @@ class TutelFormat(Format):
     """Tutel's checkpoints: a state dict of each rank, or one of all experts."""
 
     name = "tutel"
+    views_as, views_of = {"plain": to_plain}, {"plain": from_plain}
     sizes = frozenset({"world", "ep"})
 
     def detect(self, path: Path) -> bool:
@@ -300,14 +296,6 @@ class TutelFormat(Format):
             raise CheckpointError(f"there is no checkpoint of Tutel at {str(path)!r}: give its "
                                   "folder, its file, or a pattern such as DIR/{rank}-of-{size}.pt")
         return TutelSource(paths, trust)
-
-    def as_format(self, source: Source, to: str) -> Source | None:
-        """See `Format`."""
-        return to_plain(source) if to == "plain" else None
-
-    def from_format(self, source: Source) -> Source | None:
-        """See `Format`."""
-        return from_plain(source) if source.format == "plain" else None
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_of
-from moe_plugin.checkpoint.formats.huggingface.names import family_tensors
+from moe_plugin.checkpoint.formats.huggingface.names import SWAPPED, family_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import (
     PLAIN_IN_TRANSFORMERS,
     quantization_of,
@@ -26,7 +26,6 @@ from moe_plugin.checkpoint.layers import (
     NEUTRAL_NAMES,
     full_state,
     layer_settings,
-    layer_tensors,
     load_layer,
 )
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, View
@@ -249,8 +248,8 @@ def _allow_again(model: nn.Module) -> None:
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
     """A layer's tensors by the names of `transformers`."""
-    ours = StateSource(state, config)
-    neutral = View(ours, layer_tensors(ours, "", "layers.0.moe."))
+    neutral = to_neutral(StateSource({f"model.layers.0.{SWAPPED}{name}": value
+                                      for name, value in state.items()}, config))
     return View(neutral, family_tensors(neutral, family_of(config), fused=True))
 
 

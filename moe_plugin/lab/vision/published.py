@@ -26,7 +26,7 @@ from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in
 from moe_plugin.messages import short
 
-_OURS = {ours: (theirs, order) for theirs, (ours, order) in NAMES.items()}
+_OURS = {ours: (theirs, swap) for theirs, (ours, swap) in NAMES.items()}
 # made again from the sizes
 _BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 
@@ -56,8 +56,8 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
             if ours not in _OURS:
                 raise CheckpointError(f"{name}: {ours!r} has no published name; Tutel's layers "
                                       f"have {', '.join(sorted(_OURS))}")
-            theirs, order = _OURS[ours]
-            state[prefix + theirs] = value.detach().permute(order).contiguous()
+            theirs, swap = _OURS[ours]
+            state[prefix + theirs] = (value.detach().mT if swap else value.detach()).contiguous()
     file = path.with_name(f"{path.name}.rank{comm.rank}")
     scratch = file.with_name(file.name + ".writing")
     torch.save({"model": state}, scratch)
@@ -107,16 +107,16 @@ def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> 
 
 
 def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEBlock) -> Tensor:
-    theirs, order = _OURS.get(ours, ("", ()))
+    theirs, swap = _OURS.get(ours, ("", False))
     key = f"{name}._moe_layer.{theirs}"
     if any(key not in state for state in states):
         raise CheckpointError(f"{ours!r} of {name} is not in the files; build the model with their "
                               "router and experts")
-    back = [order.index(axis) for axis in range(len(order))]
     if not ours.startswith("experts."):
-        return states[0][key].permute(back)
+        return states[0][key].mT if swap else states[0][key]
     experts = int(states[0][f"{name}._moe_layer.{COUNT}"])
-    whole = torch.cat([state[key] for state in states]).permute(back)
+    whole = torch.cat([state[key] for state in states])
+    whole = whole.mT if swap else whole
     if whole.shape[0] != experts or experts != block.moe.config.num_experts:
         raise CheckpointError(
             f"{name} has {experts} experts, the files have {whole.shape[0]} parts of them, the "

@@ -11,7 +11,7 @@ import torch
 
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
-from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.ranks import GROUPS
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
@@ -66,8 +66,7 @@ def test_one_vector_is_the_state_of_each_parameter(runs: tuple[Path, Path],
     with open_source(flat) as one, open_source(apart) as other:
         assert any(field == "exp_avg_sq" for field, _ in one.entries)
         _same(one, other)
-        neutral = formats.get("fairseq")()
-        _same(neutral.to_neutral(one), neutral.to_neutral(other))
+        _same(convert(one, "neutral"), convert(other, "neutral"))
         key = next(key for key, entry in one.entries.items() if len(entry.shape) == 2
                    and key[0] == "exp_avg")
         window = (slice(1, 3), slice(2, 5))
@@ -101,4 +100,4 @@ def test_a_vector_of_another_length_is_refused(runs: tuple[Path, Path], tmp_path
     with open_source(tmp_path / "short") as source:
         assert {field for field, _ in source.entries} == {MODEL}
         with pytest.raises(CheckpointError, match="flattened.*another length.*--model-only"):
-            formats.get("fairseq")().to_neutral(source)
+            convert(source, "neutral")

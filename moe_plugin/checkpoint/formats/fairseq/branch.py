@@ -26,7 +26,7 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     write_files,
 )
-from moe_plugin.checkpoint.formats.fairseq import files, neutral
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.branch_names import (
     branch_order,
     expert_of,
@@ -213,6 +213,8 @@ class BranchFormat(Format):
     """Checkpoints of fairseq's `moe` branch: a shared file and a file for each rank's experts."""
 
     name = "fairseq_branch"
+    views_as = {"fairseq": lambda source: _for_ours(to_ours(source))}
+    views_of = {"fairseq": to_branch}
     sizes = frozenset({"world", "ep"})
 
     def detect(self, path: Path) -> bool:
@@ -230,22 +232,6 @@ class BranchFormat(Format):
             raise CheckpointError(f"there is no checkpoint of fairseq's moe branch at {str(path)!r}"
                                   ": give its folder, or NAME.pt for NAME-shared.pt")
         return BranchSource(found, trust)
-
-    def as_format(self, source: Source, to: str) -> Source | None:
-        """See `Format`."""
-        return _for_ours(to_ours(source)) if to == "fairseq" else None
-
-    def from_format(self, source: Source) -> Source | None:
-        """See `Format`."""
-        return to_branch(source) if source.format == "fairseq" else None
-
-    def to_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        return neutral.to_neutral(_for_ours(to_ours(source)))
-
-    def from_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        return to_branch(neutral.from_neutral(source))
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
@@ -335,7 +321,7 @@ def _for_ours(view: View) -> View:
     fields = {field for field, _ in view.entries} | set(columns)
     trained = {name for field in fields - {MODEL} for name in columns.get(field, {})}
     trained |= {name for field, name in view.entries if field != MODEL}
-    order = [name for name in our_order(name for _, name in view.origin.entries) if name in trained]
+    order = [name for name in our_order(view.origin) if name in trained]
     if _OPTIMIZER in rest and order:
         groups = _one_group(rest[_OPTIMIZER].get("param_groups") or [], len(order))
         rest[_OPTIMIZER] = {**rest[_OPTIMIZER], "param_groups": groups}

@@ -15,19 +15,12 @@ registers an MoE layer ahead of its transformer layer's `final_layer_norm`, our 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from moe_plugin.checkpoint.name_table import NameTable, Rule
 from moe_plugin.checkpoint.ranks import COLUMNS
-from moe_plugin.checkpoint.source import (
-    CheckpointError,
-    Derived,
-    Source,
-    View,
-    item_of,
-    stacked,
-    transposed,
-)
+from moe_plugin.checkpoint.source import CheckpointError, Derived, Source, View
 
 # the branch's name in an expert -> ours; both orders are those in which parameters are registered
 EXPERT = {"fc1.weight": "w_in_LDF", "fc1.bias": "b_in_LF", "fc2.weight": "w_out_LFD",
@@ -35,7 +28,6 @@ EXPERT = {"fc1.weight": "w_in_LDF", "fc1.bias": "b_in_LF", "fc2.weight": "w_out_
 _OURS = ("w_in_LDF", "w_out_LFD", "b_in_LF", "b_out_LD")
 _BRANCH_EXPERT = re.compile(r"(.+\.moe_layer\.)experts\.(\d+)\.(.+)")
 _OUR_EXPERT = re.compile(r"(.+\.moe_layer\.)moe\.experts\.(.+)")
-_GATE, _ROUTER = "moe_layer.gate.wg.weight", "moe_layer.moe.router.weight_ED"
 _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
@@ -61,55 +53,35 @@ def renumbered(name: str, index: int) -> str:
     return f"{found[1]}experts.{index}.{found[3]}"
 
 
-def our_name(name: str) -> str:
-    """Our name of a branch's parameter; of an expert's: of the tensor of all experts."""
-    expert = expert_of(name)
-    if expert is None:
-        return name.removesuffix(_GATE) + _ROUTER if name.endswith(_GATE) else name
-    return f"{expert[0]}moe.experts.{EXPERT[expert[2]]}"
-
-
-def our_layers(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
-    """Layers of the branch by our prefixes."""
-    return {prefix + "moe.": origin for prefix, origin in layers.items()}
+def _table(prefixes: Iterable[str]) -> NameTable:
+    """prefixes: of the branch's MoE layers, ending in `moe_layer.`."""
+    rules: list[Rule] = []
+    for prefix in prefixes:
+        rules.append(Rule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
+        rules += [Rule(f"{prefix}experts.{{e}}.{theirs}", (f"{prefix}moe.experts.{ours}",),
+                       swap=theirs.endswith("weight")) for theirs, ours in EXPERT.items()]
+    return NameTable(rules)
 
 
 def to_ours(source: Source) -> View:
     """A view of a source with the branch's names that has ours.
 
     Raises:
-        CheckpointError: see `expert_of`; experts are missing.
+        CheckpointError: experts are missing.
     """
-    groups: dict[tuple[str, str], dict[int, Derived]] = {}
-    derived = []
-    for field, name in source.entries:
-        expert = expert_of(name)
-        if expert is None:
-            derived.append(source.tensor((field, name)).renamed(our_name(name)))
-        else:
-            groups.setdefault((field, our_name(name)), {})[expert[1]] = source.tensor((field, name))
-    for (field, name), experts in groups.items():
-        count = source.layers[_prefix_of(name)]["num_experts"]
-        missing = sorted(set(range(count)) - set(experts))
-        if missing:
-            raise CheckpointError(f"expert {missing[0]} of {count} has no {name!r} in {field!r}: a "
-                                  "file of the branch's checkpoint is missing or of another one")
-        derived.append(_all_experts([experts[index] for index in range(count)]).renamed(name))
+    names, experts = _table(source.layers), _experts(source)
+    tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
     columns = source.values.get(COLUMNS, {})
-    return View(source, derived, format="fairseq", layers=our_layers(source.layers), values={
-        **source.values, COLUMNS: {field: {our_name(name): value for name, value in column.items()}
-                                   for field, column in columns.items()}})
+    return View(
+        source, tensors, format="fairseq",
+        layers={prefix + "moe.": origin for prefix, origin in source.layers.items()},
+        values={**source.values, COLUMNS: {
+            field: {names.neutral_name(name): value for name, value in column.items()}
+            for field, column in columns.items()}})
 
 
-def _prefix_of(name: str) -> str:
-    found = _OUR_EXPERT.fullmatch(name)
-    assert found is not None
-    return found[1]
-
-
-def _all_experts(each: Sequence[Derived]) -> Derived:
-    whole = stacked(each)
-    return transposed(whole, (0, 2, 1)) if len(whole.entry.shape) == 3 else whole
+def _experts(source: Source) -> int:
+    return max(origin["num_experts"] for origin in source.layers.values()) if source.layers else 0
 
 
 def to_branch(source: Source) -> View:
@@ -118,50 +90,29 @@ def to_branch(source: Source) -> View:
     Raises:
         CheckpointError: it has a parameter that the branch's layer has not; by name.
     """
-    derived: list[Derived] = []
-    names = {prefix: prefix.removesuffix("moe.") for prefix in source.layers}
-    for field, name in source.entries:
-        one = source.tensor((field, name))
-        derived += [one.renamed(other) if index is None else _one_expert(one, index).renamed(other)
-                    for other, index in branch_names(name, source.layers)]
+    def others(one: Derived) -> Derived:
+        if one.key[1].startswith(tuple(source.layers)):
+            raise CheckpointError(
+                f"the branch's MoE layer has no counterpart of {one.key[1]!r}; it has a gate of "
+                "one linear map and experts of two layers, with biases")
+        return one
+
+    prefixes = {prefix: prefix.removesuffix("moe.") for prefix in source.layers}
+    names, experts = _table(prefixes.values()), _experts(source)
     columns = {
         field: {other: value for name, value in column.items() if not name.endswith("_extra_state")
-                for other, _ in branch_names(name, source.layers)}
+                for other in names.their_names(name, experts)}
         for field, column in source.values.get(COLUMNS, {}).items()}
-    return View(source, derived, format="fairseq_branch",
-                layers={names[prefix]: origin for prefix, origin in source.layers.items()},
+    return View(source, names.theirs(source, others), format="fairseq_branch",
+                layers={prefixes[prefix]: origin for prefix, origin in source.layers.items()},
                 values={**source.values, COLUMNS: columns})
 
 
-def _one_expert(one: Derived, index: int) -> Derived:
-    part = item_of(one, index)
-    return transposed(part, (1, 0)) if len(part.entry.shape) == 2 else part
-
-
-def branch_names(name: str,
-                 layers: Mapping[str, Mapping[str, int]]) -> list[tuple[str, int | None]]:
-    """The branch's names of one of our tensors, each with the expert that it is of; None: all.
-
-    Args:
-        layers: see `Source`, of our models.
-    """
-    prefix = next((prefix for prefix in layers if name.startswith(prefix)), None)
-    if prefix is None:
-        return [(name, None)]
-    if name.endswith(_ROUTER):
-        return [(name.removesuffix(_ROUTER) + _GATE, None)]
-    found = _OUR_EXPERT.fullmatch(name)
-    inner = next((theirs for theirs, ours in EXPERT.items() if found and ours == found[2]), None)
-    if inner is None:
-        raise CheckpointError(f"the branch's MoE layer has no counterpart of {name!r}; it has a "
-                              "gate of one linear map and experts of two layers, with biases")
-    return [(f"{prefix.removesuffix('moe.')}experts.{index}.{inner}", index)
-            for index in range(layers[prefix]["num_experts"])]
-
-
-def our_order(names: Iterable[str]) -> list[str]:
-    """Our names of the branch's parameters, in the order of our models."""
-    return _ordered(dict.fromkeys(map(our_name, names)), _our_place)
+def our_order(source: Source) -> list[str]:
+    """Our names of the parameters of a source with the branch's, in the order of our models."""
+    table = _table(source.layers)
+    return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
+                    _our_place)
 
 
 def branch_order(names: Iterable[str]) -> list[str]:

@@ -33,6 +33,7 @@ from moe_plugin.checkpoint.formats.fairseq.entries import (
     names_by_order,
 )
 from moe_plugin.checkpoint.formats.fairseq.flat_state import by_parameter
+from moe_plugin.checkpoint.neutral import NEUTRAL
 from moe_plugin.checkpoint.ranks import (
     GROUPS,
     RankedSource,
@@ -250,6 +251,8 @@ class FairseqFormat(Format):
     """Checkpoints of fairseq with our layers, of one process or of every rank, and dense ones."""
 
     name = "fairseq"
+    views_as = {NEUTRAL: neutral.to_neutral}
+    views_of = {NEUTRAL: neutral.from_neutral}
     sizes = frozenset({"world", "ep", "shards"})
 
     def detect(self, path: Path) -> bool:
@@ -266,14 +269,6 @@ class FairseqFormat(Format):
             raise CheckpointError(f"there is no complete checkpoint of fairseq at {str(path)!r}: "
                                   "give its folder, or NAME.pt for NAME-rank-N.pt")
         return open_written(written, trust)
-
-    def to_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        return neutral.to_neutral(source)
-
-    def from_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        return neutral.from_neutral(source)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:

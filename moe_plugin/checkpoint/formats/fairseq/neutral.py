@@ -28,7 +28,7 @@ from moe_plugin.checkpoint.formats.fairseq.neutral_settings import (
     to_decoder,
 )
 from moe_plugin.checkpoint.layers import layer_settings
-from moe_plugin.checkpoint.neutral import OPTIMIZER_VALUES, check_names, is_zero
+from moe_plugin.checkpoint.neutral import NEUTRAL, OPTIMIZER_VALUES, is_zero
 from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -57,7 +57,6 @@ def to_neutral(source: Source) -> Source:
     model = to_decoder(source, model_arguments(state))
     kept = View(source, map(source.tensor, _kept(source)))
     derived = list(neutral_tensors(kept, model.tied))
-    check_names(one.key[1] for one in derived)
     layers = {neutral_prefix(prefix): {"num_experts": layer["num_experts"]}
               for prefix, layer in source.layers.items()}
     values = {name: value for name, value in source.values.items()
@@ -65,7 +64,7 @@ def to_neutral(source: Source) -> Source:
     values |= {"model": model.to_dict(), "step": source.values["step"] or 0}
     if any(one.key[0] != MODEL for one in derived):
         values["optimizer"] = _optimizer_values(source)
-    return View(source, derived, format="neutral", layers=layers, values=values)
+    return View(source, derived, format=NEUTRAL, layers=layers, values=values)
 
 
 def _kept(source: Source) -> list[tuple[str, str]]:

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from moe_plugin.checkpoint.layers import LAYER_NAMES, layer_tensors
+from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
+from moe_plugin.checkpoint.name_table import KINDS, NameTable, Rule, both_kinds, same_parts
 from moe_plugin.checkpoint.neutral import zeros
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -29,17 +30,16 @@ from moe_plugin.checkpoint.source import (
     Derived,
     Source,
     TensorEntry,
-    derive,
+    View,
     joined,
     part_of,
-    pieces_of,
     window_shape,
 )
 
 POSITIONS = "decoder.embed_positions.weight"
 PADDING_ROWS = 2  # fairseq counts positions from behind the number of the padding word, which is 1
 _BUFFERS = {"decoder.version": 3.0, "decoder.embed_positions._float_tensor": 0.0}
-_OUTER = {"decoder.embed_tokens.weight": "embed.weight",
+_OUTER = {"decoder.embed_tokens.weight": "embed.weight", POSITIONS: "position.weight",
           "decoder.output_projection.weight": "output.weight",
           "decoder.layer_norm.weight": "final_norm.weight",
           "decoder.layer_norm.bias": "final_norm.bias"}
@@ -47,10 +47,18 @@ _INNER = {"self_attn.k_proj": "attention.k", "self_attn.v_proj": "attention.v",
           "self_attn.q_proj": "attention.q", "self_attn.out_proj": "attention.o",
           "self_attn_layer_norm": "norm1", "fc1": "mlp.w_in", "fc2": "mlp.w_out",
           "final_layer_norm": "norm2"}  # in the order of a layer's parameters
-_JOINED = re.compile(r"self_attn\.in_proj_(weight|bias)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_NEUTRAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_WEIGHT = re.compile(rf"(layers\.\d+\.(?:{'|'.join(_INNER.values())}))\.weight")
 _MOE = "moe_layer.moe."
+_RULES = (
+    *same_parts("", "", _OUTER),
+    *same_parts("decoder.layers.{n}.", "layers.{n}.", both_kinds(_INNER)),
+    *same_parts(f"decoder.layers.{{n}}.{_MOE}", "layers.{n}.moe.", NEUTRAL_NAMES),
+)
+_WRITTEN = NameTable(_RULES)
+_READ = NameTable((*_RULES, *(
+    Rule(f"decoder.layers.{{n}}.self_attn.in_proj_{kind}",
+         tuple(f"layers.{{n}}.attention.{part}.{kind}" for part in "qkv")) for kind in KINDS)))
 
 
 def neutral_prefix(prefix: str) -> str:
@@ -71,39 +79,23 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
     Raises:
         CheckpointError: a tensor has no neutral name.
     """
-    for prefix in source.layers:
-        yield from layer_tensors(source, prefix, neutral_prefix(prefix))
-    for key in source.entries:
-        name = key[1]
-        if name in _BUFFERS or name.startswith(tuple(source.layers)) or (
-                tied and name == "decoder.output_projection.weight"):
-            continue
-        yield from _neutral(derive(source, key))
+    found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
+             and not (tied and key[1] == "decoder.output_projection.weight"))
+    return _READ.neutral((part_of(one, (slice(PADDING_ROWS, one.entry.shape[0]),))
+                          if one.key[1] == POSITIONS else one for one in found), _without_name)
 
 
-def _neutral(one: Derived) -> Iterator[Derived]:
+def _without_name(one: Derived) -> Derived:
     name = one.key[1]
-    if name in _OUTER:
-        yield one.renamed(_OUTER[name])
-        return
-    if name == POSITIONS:
-        yield part_of(one, (slice(PADDING_ROWS, one.entry.shape[0]),)).renamed("position.weight")
-        return
-    if found := _LAYER.fullmatch(name):
-        place, (part, _, kind) = f"layers.{found[1]}.", found[2].rpartition(".")
-        if part in _INNER and kind in ("weight", "bias"):
-            yield one.renamed(f"{place}{_INNER[part]}.{kind}")
-            return
-        if together := _JOINED.fullmatch(found[2]):
-            for letter, third in zip("qkv", pieces_of(one, 3), strict=True):
-                yield third.renamed(f"{place}attention.{letter}.{together[1]}")
-            return
     if width := re.search(r"\bproject_(in|out)_dim\b", name):
         raise CheckpointError(
             f"tensor {name!r} projects embeddings of another width (fairseq's default is 512, "
             "whatever --decoder-embed-dim is), which no other format has; train with "
             f"--decoder-{width[1]}put-dim equal to --decoder-embed-dim, or convert to "
             "fairseq alone")
+    if _MOE in name:
+        raise CheckpointError(f"tensor {name!r} of a router or expert has no neutral name; "
+                              "convert to the checkpoint's own format")
     raise CheckpointError(f"tensor {name!r} has no neutral name: only decoder language models "
                           "(transformer_lm) without parts of their own become another format's; "
                           "convert to fairseq alone")
@@ -115,35 +107,24 @@ def fairseq_tensors(source: Source) -> Iterator[Derived]:
     Raises:
         CheckpointError: fairseq's `transformer_lm` has no place for a tensor.
     """
-    parts = {neutral: theirs for theirs, neutral in _INNER.items()}
-    outer = {neutral: theirs for theirs, neutral in _OUTER.items()}
-    for key in source.entries:
-        one, name = derive(source, key), key[1]
-        prefix = next((prefix for prefix in source.layers if name.startswith(prefix)), None)
-        found = _NEUTRAL_LAYER.fullmatch(name)
-        if name in outer:
-            yield one.renamed(outer[name])
-        elif name == "position.weight":
-            yield _with_padding(one)
-        elif prefix is not None:
-            if name == f"{prefix}router.bias":
-                continue  # zero, see `from_neutral`
-            yield one.renamed(our_prefix(prefix) + LAYER_NAMES[name.removeprefix(prefix)])
-        elif found and found[2] in parts:
-            yield one.renamed(f"decoder.layers.{found[1]}.{parts[found[2]]}.{found[3]}")
-            bias = name.removesuffix("weight") + "bias"
-            if found[3] == "weight" and (key[0], bias) not in source.entries:
-                yield zeros(one, f"decoder.layers.{found[1]}.{parts[found[2]]}.bias")
-        else:
-            raise CheckpointError(f"tensor {name!r} has no place in fairseq's transformer_lm; "
-                                  "choose another format")
+    tensors = [source.tensor(key) for key in source.entries]
+    biases = [zeros(one, f"{found[1]}.bias") for one in tensors
+              if (found := _WEIGHT.fullmatch(one.key[1]))
+              and (one.key[0], f"{found[1]}.bias") not in source.entries]
+    for one in _WRITTEN.theirs(View(source, [*tensors, *biases]), _without_place):
+        yield _with_padding(one) if one.key[1] == POSITIONS else one
+
+
+def _without_place(one: Derived) -> Derived:
+    raise CheckpointError(f"tensor {one.key[1]!r} has no place in fairseq's transformer_lm; "
+                          "choose another format")
 
 
 def _with_padding(one: Derived) -> Derived:
     shape = (PADDING_ROWS, one.entry.shape[1])
     rows = Derived(one.key, TensorEntry(shape, one.entry.dtype),
                    lambda window: torch.zeros(window_shape(window), dtype=one.entry.dtype))
-    return joined([rows, one], 0).renamed(POSITIONS)
+    return joined([rows, one], 0)
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
@@ -169,7 +150,7 @@ def parameter_order(names: Sequence[str], moe: Sequence[str], tied: bool) -> lis
         names: of the model's tensors. moe: names below an MoE layer, in its own order.
         tied: the output matrix is the embedding.
     """
-    parts = [*(f"{part}.{kind}" for part in _INNER for kind in ("weight", "bias")),
+    parts = [*both_kinds(_INNER),
              *(_MOE + name for name in moe)]
     ahead = ["decoder.embed_tokens.weight", POSITIONS]
     behind = ["decoder.layer_norm.weight", "decoder.layer_norm.bias",

@@ -26,6 +26,7 @@ from moe_plugin.checkpoint.formats.huggingface.files import (
 )
 from moe_plugin.checkpoint.formats.huggingface.names import family_tensors, neutral_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, dequantized
+from moe_plugin.checkpoint.neutral import NEUTRAL
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -37,11 +38,40 @@ from moe_plugin.checkpoint.source import (
 )
 
 
+def to_neutral(source: Source) -> View:
+    """A view of a source with Hugging Face names and `values["config"]`, by neutral names.
+
+    Raises:
+        CheckpointError: the model has a part without a neutral name.
+    """
+    source = dequantized(source)
+    settings = decoder_settings(source.values["config"])
+    view = View(source, neutral_tensors(source, settings.tied), format=NEUTRAL,
+                values={**source.values, "model": settings.to_dict()})
+    view.layers = {
+        name.removesuffix("experts.w_in_LDF"): {"num_experts": entry.shape[0]}
+        for (_, name), entry in view.entries.items() if name.endswith("moe.experts.w_in_LDF")}
+    return view
+
+
+def from_neutral(source: Source) -> View:
+    """A view of a neutral source by the names of the family that holds it.
+
+    Raises:
+        CheckpointError: no family does.
+    """
+    model, original = Model.of(source), source.values.get("config", {})
+    family = family_for(model, original.get("model_type"))
+    return View(source, family_tensors(source, family), format="hf", layers={}, values={
+        **source.values, "config": config_of(family, model, original)})
+
+
 @formats.register("hf")
 class HuggingFaceFormat(Format):
     """Hugging Face: `config.json` and safetensors, as `from_pretrained` loads them."""
 
     name = "hf"
+    views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}
 
     def detect(self, path: Path) -> bool:
         """A folder with a configuration and safetensors."""
@@ -70,35 +100,6 @@ class HuggingFaceFormat(Format):
         config = {**source.values["config"], "torch_dtype": str(dtype).removeprefix("torch.")}
         config.pop("dtype", None)  # the same under a newer name
         write_folder(path, config, source, progress=progress)
-
-    def to_neutral(self, source: Source) -> Source:
-        """See `Format.to_neutral`."""
-        return to_neutral(source)
-
-    def from_neutral(self, source: Source) -> Source:
-        """See `Format.from_neutral`."""
-        model, original = Model.of(source), source.values.get("config", {})
-        family = family_for(model, original.get("model_type"))
-        config = config_of(family, model, original)
-        return View(source, family_tensors(source, family), format="hf", layers={},
-                    values={**source.values, "config": config})
-
-
-def to_neutral(source: Source) -> View:
-    """A view of a source with Hugging Face names and `values["config"]`, by neutral names.
-
-    Raises:
-        CheckpointError: the model has a part without a neutral name.
-    """
-    source = dequantized(source)
-    settings = decoder_settings(source.values["config"])
-    view = View(source, neutral_tensors(source, settings.tied), format="neutral",
-                values={**source.values, "model": settings.to_dict()})
-    view.layers = {
-        name.removesuffix("experts.w_in_LDF"): {"num_experts": entry.shape[0]}
-        for (_, name), entry in view.entries.items() if name.endswith("moe.experts.w_in_LDF")}
-    return view
-
 
 class StateSource(Source):
     """A state dict in memory as a source of format "hf".

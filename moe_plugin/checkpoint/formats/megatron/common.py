@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint.formats.megatron import names
-from moe_plugin.checkpoint.formats.megatron.source import optimizer_parts
 from moe_plugin.checkpoint.neutral import OPTIMIZER_VALUES
+from moe_plugin.checkpoint.source import MODEL_ONLY, CheckpointError, Source
 
+BY_PARAMETER = "fully_reshardable"  # sharding type of an optimizer's state
 # what tells one group from another, besides `is_expert_parallel`
 _SAME = ("wd_mult", "lr_mult", "is_decoupled_lr")
 # modules whose `_extra_state` Megatron asks for, by layer; those of Transformer Engine included
@@ -27,6 +28,29 @@ _MODULES = ("input_layernorm", "self_attention.linear_qkv", "self_attention.core
             "self_attention.linear_proj", "pre_mlp_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+
+
+def refuse_other_optimizers(source: Source) -> None:
+    """`CheckpointError` where the optimizer state of a checkpoint of Megatron is not stored by
+    parameter.
+    """
+    kept = source.values.get("megatron") or {}
+    if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
+        raise CheckpointError(
+            f"the checkpoint has optimizer state of the sharding type {kept['sharding_type']!r}, "
+            f"which only the ranks that wrote it can read; supported: {BY_PARAMETER!r}, and "
+            "optimizers without --use-distributed-optimizer. Load it where it was written and save "
+            "it with --dist-ckpt-optim-fully-reshardable, or take the model alone (--model-only, "
+            "into format megatron or megatron_native)")
+
+
+def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
+    """The optimizers of a chain in the common state, or the one there is."""
+    if not isinstance(state, dict) or not state:
+        return []
+    if all(isinstance(key, int) for key in state):
+        return [state[key] for key in sorted(state)]
+    return [state]
 
 
 def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:

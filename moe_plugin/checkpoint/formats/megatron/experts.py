@@ -14,29 +14,27 @@ Optimizer state follows its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron.folders import NATIVE, OURS
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    Derived,
-    Key,
-    Source,
-    View,
-    derive,
-    joined,
-    pieces_of,
-    transposed,
-)
+from moe_plugin.checkpoint.name_table import NameTable, Rule
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 
-_FC1, _FC2 = "experts.experts.linear_fc1", "experts.experts.linear_fc2"
-# ours, Megatron's, whether axes are swapped
-_PAIRS = (("w_in_LDF", "w_gate_LDF", f"{_FC1}.weight", True),
-          ("b_in_LF", "b_gate_LF", f"{_FC1}.bias", False),
-          ("w_out_LFD", None, f"{_FC2}.weight", True), ("b_out_LD", None, f"{_FC2}.bias", False))
-_SWAP = (0, 2, 1)
+# Megatron's tensor below `mlp.experts.experts.`, ours in it, whether the last two axes are swapped
+PAIRS = {"linear_fc1.weight": (("w_gate_LDF", "w_in_LDF"), True),
+         "linear_fc1.bias": (("b_gate_LF", "b_in_LF"), False),
+         "linear_fc2.weight": (("w_out_LFD",), True), "linear_fc2.bias": (("b_out_LD",), False)}
+GATES = ("w_gate_LDF", "b_gate_LF")
+
+
+def _table(gated: Mapping[str, bool]) -> NameTable:
+    """gated: whether experts have gates, by the prefix of each MoE layer."""
+    return NameTable(
+        Rule(f"{prefix}experts.experts.{theirs}",
+             tuple(f"{prefix}experts.{name}" for name in ours if has_gates or name not in GATES),
+             swap=swap, axis=1)
+        for prefix, has_gates in gated.items() for theirs, (ours, swap) in PAIRS.items())
 
 
 def to_native(source: Source) -> Source:
@@ -45,18 +43,14 @@ def to_native(source: Source) -> Source:
     Raises:
         CheckpointError: an expert's tensor has no counterpart; by name.
     """
-    derived, used = [], set()
-    for field, prefix in _experts(source):
-        for first, gate, theirs, swap in _PAIRS:
-            ours = [f"{prefix}experts.{name}" for name in (gate, first) if name]
-            keys = [(field, name) for name in ours if (field, name) in source.entries]
-            if not keys:
-                continue
-            parts = [transposed(one, _SWAP) if swap else one
-                     for one in (derive(source, key) for key in keys)]
-            derived.append(joined(parts, 1).renamed(prefix + theirs))
-            used.update(keys)
-    return _with_rest(source, derived, used, NATIVE)
+    names = _table({prefix: (MODEL, f"{prefix}experts.w_gate_LDF") in source.entries
+                    for prefix in source.layers})
+    kept = source.values.get("megatron")
+    if kept:  # what a tuner has learned is of our layers
+        kept = {**kept, "objects": {name: value for name, value in kept["objects"].items()
+                                    if ".mlp.tuner/" not in name}}
+    return View(source, names.theirs(source, _shared_by(source, NATIVE)), format=NATIVE,
+                values={**source.values, **({"megatron": kept} if kept else {})})
 
 
 def to_ours(source: Source) -> Source:
@@ -65,55 +59,29 @@ def to_ours(source: Source) -> Source:
     Raises:
         CheckpointError: an expert's tensor has no counterpart; by name.
     """
-    derived, used = [], set()
-    for field, prefix in _experts(source):
-        gated = _gated(source, prefix)
-        for first, gate, theirs, swap in _PAIRS:
-            key = (field, prefix + theirs)
-            if key not in source.entries:
-                continue
-            one = derive(source, key)
-            ours = [gate, first] if gated and gate else [first]
-            for name, part in zip(ours, pieces_of(one, len(ours), 1), strict=True):
-                part = transposed(part, _SWAP) if swap else part
-                derived.append(part.renamed(f"{prefix}experts.{name}"))
-            used.add(key)
-    return _with_rest(source, derived, used, OURS)
-
-
-def _experts(source: Source) -> Iterator[tuple[str, str]]:
-    """Field and prefix of every MoE layer."""
-    for field in dict.fromkeys(field for field, _ in source.entries):
-        for prefix in source.layers:
-            yield field, prefix
+    names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
+    tensors = map(source.tensor, source.entries)
+    return View(source, names.neutral(tensors, _shared_by(source, OURS)), format=OURS)
 
 
 def _gated(source: Source, prefix: str) -> bool:
     """Whether the first map holds gates: it is then twice as wide as the second is long."""
-    first, second = (source.entries.get((MODEL, f"{prefix}{name}.weight")) for name in (_FC1, _FC2))
+    first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
+                     for name in ("fc1", "fc2"))
     if first is None or second is None:
-        raise CheckpointError(f"layer {prefix!r} has no {_FC1}.weight and {_FC2}.weight: its "
-                              "experts are of another kind, which does not convert")
+        raise CheckpointError(
+            f"layer {prefix!r} has no experts.experts.linear_fc1.weight and linear_fc2.weight: its "
+            "experts are of another kind, which does not convert")
     return first.shape[1] == 2 * second.shape[2]
 
 
-def _with_rest(source: Source, derived: list[Derived], used: set[Key], format: str) -> Source:
-    for key in source.entries:
-        if key in used:
-            continue
-        if any(key[1].startswith(prefix + "experts.") for prefix in source.layers):
+def _shared_by(source: Source, format: str) -> Any:
+    """What is no expert's stays as it is."""
+    def others(one: Derived) -> Derived:
+        if any(one.key[1].startswith(prefix + "experts.") for prefix in source.layers):
             raise CheckpointError(
-                f"{key[1]!r} has no counterpart in format {format!r}: only experts of two linear "
-                "maps, gated or not, convert; continue with the format that it is in")
-        derived.append(derive(source, key))
-    return View(source, derived, format=format, values=_values(source.values, format))
+                f"{one.key[1]!r} has no counterpart in format {format!r}: only experts of two "
+                "linear maps, gated or not, convert; continue with the format that it is in")
+        return one
 
-
-def _values(values: Mapping[str, Any], format: str) -> Mapping[str, Any]:
-    kept = values.get("megatron")
-    if not kept:
-        return values
-    # what a tuner has learned is of our layers
-    objects = {name: value for name, value in kept["objects"].items()
-               if ".mlp.tuner/" not in name} if format == NATIVE else kept["objects"]
-    return {**values, "megatron": {**kept, "objects": objects}}
+    return others

@@ -15,7 +15,8 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
 )
-from moe_plugin.checkpoint.formats.megatron import folders
+from moe_plugin.checkpoint.formats.megatron import common, experts, folders, neutral
+from moe_plugin.checkpoint.neutral import NEUTRAL
 from moe_plugin.checkpoint.source import CheckpointError, Source
 
 _SIZES = frozenset({"world", "ep", "tp", "pp", "etp"})
@@ -43,10 +44,9 @@ class _Megatron(Format):
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
         """See `Format`. Megatron loads what is written at any parallel sizes."""
-        from moe_plugin.checkpoint.formats.megatron.source import refuse_other_optimizers
         from moe_plugin.checkpoint.formats.megatron.writer import write
 
-        refuse_other_optimizers(source)
+        common.refuse_other_optimizers(source)
         write(source, path, layout, progress)
 
 
@@ -57,25 +57,9 @@ class MegatronFormat(_Megatron):
     `SAVE` of the training script or of Megatron-LM's, or one of its folders `iter_...`.
     """
 
-    name: ClassVar[str] = "megatron"
-
-    def to_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        from moe_plugin.checkpoint.formats.megatron import neutral
-
-        return neutral.to_neutral(source)
-
-    def from_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        from moe_plugin.checkpoint.formats.megatron import neutral
-
-        return neutral.from_neutral(source)
-
-    def from_format(self, source: Source) -> Source | None:
-        """See `Format`."""
-        from moe_plugin.checkpoint.formats.megatron import experts
-
-        return experts.to_ours(source) if source.format == folders.NATIVE else None
+    name: ClassVar[str] = folders.OURS
+    views_as = {NEUTRAL: neutral.to_neutral}
+    views_of = {NEUTRAL: neutral.from_neutral}
 
 
 @formats.register("megatron_native")
@@ -85,22 +69,5 @@ class NativeFormat(_Megatron):
     As its SequentialMLP, GroupedMLP and TEGroupedMLP write them.
     """
 
-    name: ClassVar[str] = "megatron_native"
-
-    def to_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        from moe_plugin.checkpoint.formats.megatron import experts, neutral
-
-        return neutral.to_neutral(experts.to_ours(source))
-
-    def from_neutral(self, source: Source) -> Source:
-        """See `Format`."""
-        from moe_plugin.checkpoint.formats.megatron import experts, neutral
-
-        return experts.to_native(neutral.from_neutral(source))
-
-    def from_format(self, source: Source) -> Source | None:
-        """See `Format`."""
-        from moe_plugin.checkpoint.formats.megatron import experts
-
-        return experts.to_native(source) if source.format == folders.OURS else None
+    name: ClassVar[str] = folders.NATIVE
+    views_as, views_of = {folders.OURS: experts.to_ours}, {folders.OURS: experts.to_native}

@@ -17,54 +17,67 @@ The optimizer's fields follow their parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron import names, settings
-from moe_plugin.checkpoint.formats.megatron.common import optimizer_values
+from moe_plugin.checkpoint.formats.megatron.common import optimizer_values, refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.folders import OURS
-from moe_plugin.checkpoint.formats.megatron.source import refuse_other_optimizers
+from moe_plugin.checkpoint.name_table import KINDS, NameTable, Rule, same_parts
 from moe_plugin.checkpoint.neutral import (
+    NEUTRAL,
     DecoderSettings,
-    check_names,
     is_zero,
     masters,
     without_embed_scale,
     zeros,
 )
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    Derived,
-    Source,
-    View,
-    derive,
-    joined,
-    part_of,
-    pieces_of,
-)
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
+from moe_plugin.experts.ffn import SHARD_AXIS
 
-_EMBED, _POSITION, _OUTPUT = ("embedding.word_embeddings.weight",
-                              "embedding.position_embeddings.weight", "output_layer.weight")
-_OUTER = {_EMBED: "embed.weight", _POSITION: "position.weight", _OUTPUT: "output.weight",
-          "decoder.final_layernorm.weight": "final_norm.weight",
+_POSITION, _OUTPUT = "embedding.position_embeddings.weight", "output_layer.weight"
+_OUTER = {"embedding.word_embeddings.weight": "embed.weight", _POSITION: "position.weight",
+          _OUTPUT: "output.weight", "decoder.final_layernorm.weight": "final_norm.weight",
           "decoder.final_layernorm.bias": "final_norm.bias"}
-_QKV, _FC1, _SHARED_FC1 = ("self_attention.linear_qkv.", "mlp.linear_fc1.",
-                           "mlp.shared_experts.linear_fc1.")
-# beginnings of names in a layer, Megatron's and neutral; the norms' second name is another spec's
-_INNER = (("self_attention.linear_qkv.layer_norm_", "norm1."), ("input_layernorm.", "norm1."),
-          ("mlp.linear_fc1.layer_norm_", "norm2."), ("pre_mlp_layernorm.", "norm2."),
-          ("self_attention.linear_proj.", "attention.o."),
-          ("self_attention.q_layernorm.", "attention.q_norm."),
-          ("self_attention.k_layernorm.", "attention.k_norm."),
-          ("mlp.linear_fc2.", "mlp.w_out."), ("mlp.router.", "moe.router."),
-          ("mlp.experts.", "moe.experts."), ("mlp.shared_experts.linear_fc2.", "moe.shared.w_out."),
-          ("mlp.shared_experts.gate_weight", "moe.shared.gate.weight"))
-# parts of a neutral name that Megatron joins in one tensor: their beginning, the parts in order
-_JOINED = (("attention.", ("q", "k", "v"), _QKV), ("mlp.", ("w_gate", "w_in"), _FC1),
-           ("moe.shared.", ("w_gate", "w_in"), _SHARED_FC1))
+# beginnings of names in a layer, Megatron's and neutral ones
+_INNER = {"self_attention.linear_qkv.layer_norm_": "norm1.",
+          "mlp.linear_fc1.layer_norm_": "norm2.", "self_attention.linear_proj.": "attention.o.",
+          "self_attention.q_layernorm.": "attention.q_norm.",
+          "self_attention.k_layernorm.": "attention.k_norm.",
+          "mlp.linear_fc2.": "mlp.w_out.", "mlp.router.": "moe.router.",
+          "mlp.shared_experts.linear_fc2.": "moe.shared.w_out."}
+# norms as another spec of layers has them
+_OTHER_NORMS = {"input_layernorm.": "norm1.", "pre_mlp_layernorm.": "norm2."}
+_GATED = {"mlp.linear_fc1.": "mlp.", "mlp.shared_experts.linear_fc1.": "moe.shared."}
 _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
-_NEUTRAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"layers\.(\d+)\..+")
+
+
+def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
+    """The names of a model. other_norms: layers whose norms have their other names, too."""
+    def rules() -> Iterator[Rule]:
+        layer, ours = names.LAYERS + "{n}.", "layers.{n}."
+        gates = ("w_gate", "w_in") if model.gated else ("w_in",)
+        yield from same_parts("", "", _OUTER)
+        yield Rule(f"{layer}mlp.router.expert_bias", (f"{ours}moe.router.expert_bias",))
+        yield Rule(f"{layer}mlp.shared_experts.gate_weight", (f"{ours}moe.shared.gate.weight",))
+        for name in SHARD_AXIS:
+            yield Rule(f"{layer}mlp.experts.{name}", (f"{ours}moe.experts.{name}",))
+        for kind in KINDS:
+            for theirs, neutral in _INNER.items():
+                yield Rule(f"{layer}{theirs}{kind}", (f"{ours}{neutral}{kind}",))
+            for number in other_norms:
+                for theirs, neutral in _OTHER_NORMS.items():
+                    yield Rule(f"{names.LAYERS}{number}.{theirs}{kind}",
+                               (f"layers.{number}.{neutral}{kind}",))
+            for theirs, neutral in _GATED.items():
+                yield Rule(f"{layer}{theirs}{kind}",
+                           tuple(f"{ours}{neutral}{gate}.{kind}" for gate in gates))
+            yield Rule(f"{layer}self_attention.linear_qkv.{kind}",
+                       tuple(f"{ours}attention.{part}.{kind}" for part in "qkv"),
+                       shares=(model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)
+
+    return NameTable(rules())
 
 
 def to_neutral(source: Source) -> Source:
@@ -76,77 +89,41 @@ def to_neutral(source: Source) -> Source:
     refuse_other_optimizers(source)
     known = source.values.get("settings") or {}
     heads = known.get("num_attention_heads")
-    sizes = _attention(source, heads) if isinstance(heads, int) else (0, 0)
+    kv_heads = _kv_heads(source, heads) if isinstance(heads, int) else 0
     model = settings.to_decoder(known, tied=(MODEL, _OUTPUT) not in source.entries,
-                                learned=(MODEL, _POSITION) in source.entries, kv_heads=sizes[1])
-    derived: dict[Any, Derived] = {}
-    for key in source.entries:
-        for one in _neutral(derive(source, key), model, sizes[0]):
-            if one.key in derived and not one.key[1].partition(".norm")[1]:
-                raise CheckpointError(f"two tensors become {one.key[1]!r} in {one.key[0]!r}")
-            derived.setdefault(one.key, one)
-    check_names(name for _, name in derived)
+                                learned=(MODEL, _POSITION) in source.entries, kv_heads=kv_heads)
+    derived: list[Derived] = []
+    norms: set[Any] = set()  # may be there under two names
+    for one in _table(model).neutral(map(source.tensor, source.entries), _without_name):
+        if one.key not in norms:
+            derived.append(one)
+        if ".norm" in one.key[1]:
+            norms.add(one.key)
     layers = {prefix.replace("decoder.", "").replace(".mlp.", ".moe."): dict(layer)
               for prefix, layer in source.layers.items()}
     values = {name: value for name, value in source.values.items()
               if name not in ("megatron", "settings")}
-    if any(field != MODEL for field, _ in derived):
+    if any(one.key[0] != MODEL for one in derived):
         values["optimizer"] = optimizer_values(
             (source.values.get("megatron") or {}).get("common") or {})
-    return View(source, derived.values(), format="neutral", layers=layers,
+    return View(source, derived, format=NEUTRAL, layers=layers,
                 values={**values, "model": model.to_dict()})
 
 
-def _attention(source: Source, heads: int) -> tuple[int, int]:
-    """Width of a head and number of key and value heads, from the shapes."""
+def _without_name(one: Derived) -> Derived:
+    raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name, so that it cannot become "
+                          "another format's; convert to the checkpoint's own format")
+
+
+def _kv_heads(source: Source, heads: int) -> int:
+    """Number of key and value heads, from the shapes."""
     for (field, name), entry in source.entries.items():
         if field == MODEL and name.endswith("self_attention.linear_proj.weight"):
             width = entry.shape[1] // heads
             rows = source.entries[field, name.replace("linear_proj", "linear_qkv")].shape[0]
-            return width, (rows // width - heads) // 2
+            return (rows // width - heads) // 2
     raise CheckpointError("the checkpoint has no self_attention.linear_proj.weight: its attention "
                           "has no neutral names")
-
-
-def _neutral(one: Derived, model: DecoderSettings, width: int) -> Iterator[Derived]:
-    field, name = one.key
-    if name in _OUTER:
-        yield one.renamed(_OUTER[name])
-        return
-    rest, number = names.without_number(name)
-    rest = rest.removeprefix(names.LAYERS)
-    if number is None:
-        raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become "
-                              "another format's; convert to the checkpoint's own format")
-    prefix = f"layers.{number}."
-    for theirs, neutral in _INNER:
-        if rest.startswith(theirs):
-            yield one.renamed(prefix + neutral + rest.removeprefix(theirs))
-            return
-    if rest.startswith(_QKV):
-        parts = _split_qkv(one, model, width)
-        for letter, part in zip("qkv", parts, strict=True):
-            yield part.renamed(f"{prefix}attention.{letter}.{rest.removeprefix(_QKV)}")
-        return
-    for theirs, neutral in ((_FC1, "mlp."), (_SHARED_FC1, "moe.shared.")):
-        if rest.startswith(theirs):
-            maps = ("w_gate", "w_in") if model.gated else ("w_in",)
-            for part_name, part in zip(maps, pieces_of(one, len(maps)), strict=True):
-                yield part.renamed(f"{prefix}{neutral}{part_name}.{rest.removeprefix(theirs)}")
-            return
-    raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become another "
-                          "format's; convert to the checkpoint's own format")
-
-
-def _split_qkv(one: Derived, model: DecoderSettings, width: int) -> tuple[Derived, ...]:
-    queries = model.heads // model.kv_heads * width
-    found: tuple[list[Derived], ...] = ([], [], [])
-    for group in pieces_of(one, model.kv_heads):
-        at = 0
-        for parts, size in zip(found, (queries, width, width), strict=True):
-            parts.append(part_of(group, (slice(at, at + size),)))
-            at += size
-    return tuple(joined(parts, 0) for parts in found)
 
 
 def from_neutral(source: Source) -> Source:
@@ -158,16 +135,15 @@ def from_neutral(source: Source) -> Source:
     source = _with_fitting_biases(without_embed_scale(source))
     model = DecoderSettings.from_dict(source.values["model"])
     known = settings.from_decoder(model)
-    derived: dict[Any, Derived] = {}
-    for key in source.entries:
-        for one in _megatron(source, key, model):
-            derived.setdefault(one.key, one)
+    # ahead of experts, Megatron's own layers and Transformer Engine's call norms differently
+    moe = [prefix.split(".")[1] for prefix in source.layers]
+    derived = _table(model, moe).theirs(source, _without_place)
     known.update(_sizes(source, known))
     layers = {f"decoder.{prefix.replace('.moe.', '.mlp.')}": dict(layer)
               for prefix, layer in source.layers.items()}
     values = {name: value for name, value in source.values.items() if name != "model"}
     values["settings"] = known
-    return View(source, derived.values(), format=OURS, layers=layers, values=values)
+    return View(source, derived, format=OURS, layers=layers, values=values)
 
 
 def _with_fitting_biases(source: Source) -> Source:
@@ -200,62 +176,15 @@ def _with_fitting_biases(source: Source) -> Source:
     return View(view, [*kept, *masters(view)])
 
 
-def _megatron(source: Source, key: tuple[str, str], model: DecoderSettings) -> Iterator[Derived]:
-    field, name = key
-    one = derive(source, key)
-    outer = {neutral: theirs for theirs, neutral in _OUTER.items()}
-    if name in outer:
-        yield one.renamed(outer[name])
-        return
-    found = _NEUTRAL_LAYER.fullmatch(name)
-    if not found:
-        raise CheckpointError(f"tensor {name!r} has no place in Megatron's GPT model")
-    neutral_prefix, prefix, rest = f"layers.{found[1]}.", f"{names.LAYERS}{found[1]}.", found[2]
-    for start, parts, theirs in _JOINED:
-        part, _, leaf = rest.removeprefix(start).partition(".")
-        if not rest.startswith(start) or part not in parts:
-            continue
-        wanted = [other for other in parts if other != "w_gate" or model.gated]
-        if part not in wanted:
-            raise CheckpointError(f"tensor {name!r} is a gate, but the model has gated=False")
-        if part == wanted[0]:
-            keys = [(field, f"{neutral_prefix}{start}{each}.{leaf}") for each in wanted]
-            whole = [derive(source, _needed(source, one)) for one in keys]
-            joint = _join_qkv(whole, model) if theirs == _QKV else joined(whole, 0)
-            yield joint.renamed(prefix + theirs + leaf)
-        return
-    at = [theirs for theirs, neutral in _INNER if rest.startswith(neutral)]
-    if not at:
-        raise CheckpointError(f"tensor {name!r} has no place in Megatron's GPT model")
-    neutral = next(neutral for theirs, neutral in _INNER if theirs == at[0])
-    for theirs in at if _is_moe(source, neutral_prefix) else at[:1]:
-        yield one.renamed(prefix + theirs + rest.removeprefix(neutral))
-
-
-def _is_moe(source: Source, prefix: str) -> bool:
-    """Where a layer has experts, the norm ahead is called differently by Megatron's own layers and
-    by Transformer Engine's: it is written under both names.
-    """
-    return f"{prefix}moe." in source.layers
-
-
-def _needed(source: Source, key: tuple[str, str]) -> tuple[str, str]:
-    if key not in source.entries:
-        raise CheckpointError(f"the {source.format} checkpoint has no {key[1]!r} in {key[0]!r}, "
-                              "which Megatron's joined tensor needs")
-    return key
-
-
-def _join_qkv(parts: Sequence[Derived], model: DecoderSettings) -> Derived:
-    groups = [pieces_of(part, model.kv_heads) for part in parts]
-    return joined([part for group in zip(*groups, strict=True) for part in group], 0)
+def _without_place(one: Derived) -> Derived:
+    raise CheckpointError(f"tensor {one.key[1]!r} has no place in Megatron's GPT model")
 
 
 def _sizes(source: Source, known: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that shapes say."""
     shapes = {name: entry.shape for (field, name), entry in source.entries.items()
               if field == MODEL}
-    numbers = sorted({int(found[1]) for found in map(_NEUTRAL_LAYER.fullmatch, shapes) if found})
+    numbers = sorted({int(found[1]) for found in map(_LAYER.fullmatch, shapes) if found})
     moe = [int(f"layers.{number}.moe." in source.layers) for number in numbers]
     found: dict[str, Any] = {
         "num_layers": len(numbers), "hidden_size": shapes["embed.weight"][1],

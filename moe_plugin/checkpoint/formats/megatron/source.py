@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.formats.megatron import names
+from moe_plugin.checkpoint.formats.megatron.common import BY_PARAMETER, optimizer_parts
 from moe_plugin.checkpoint.formats.megatron.folders import (
     BACKEND,
     COMMON,
@@ -32,7 +33,6 @@ from moe_plugin.checkpoint.formats.megatron.folders import (
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles, Objects
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
-    MODEL_ONLY,
     CheckpointError,
     Key,
     Source,
@@ -43,7 +43,6 @@ from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 from moe_plugin.routing.contract import FLOAT32
 
-BY_PARAMETER = "fully_reshardable"
 _MAPPINGS = ("files", "checksums", "layout", "model", "settings")  # in `META`
 
 
@@ -199,29 +198,6 @@ class MegatronSource(Source):
                 "sharding_type": self.sharding_type,
             }
         }
-
-
-def refuse_other_optimizers(source: Source) -> None:
-    """`CheckpointError` where the optimizer state of a checkpoint of Megatron is not stored by
-    parameter.
-    """
-    kept = source.values.get("megatron") or {}
-    if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
-        raise CheckpointError(
-            f"the checkpoint has optimizer state of the sharding type {kept['sharding_type']!r}, "
-            f"which only the ranks that wrote it can read; supported: {BY_PARAMETER!r}, and "
-            "optimizers without --use-distributed-optimizer. Load it where it was written and save "
-            "it with --dist-ckpt-optim-fully-reshardable, or take the model alone (--model-only, "
-            "into format megatron or megatron_native)")
-
-
-def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """The optimizers of a chain in the common state, or the one there is."""
-    if not isinstance(state, dict) or not state:
-        return []
-    if all(isinstance(key, int) for key in state):
-        return [state[key] for key in sorted(state)]
-    return [state]
 
 
 def _load(file: Any, what: str, trusted: bool) -> Any:

@@ -28,11 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import trust as checkpoint_trust
+from moe_plugin.checkpoint.formats.megatron.common import refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.folders import BACKEND
-from moe_plugin.checkpoint.formats.megatron.source import (
-    MegatronSource,
-    refuse_other_optimizers,
-)
+from moe_plugin.checkpoint.formats.megatron.source import MegatronSource
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import collectives_named, comm_of
