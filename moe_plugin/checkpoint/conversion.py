@@ -180,11 +180,9 @@ class _Progress(WriteProgress):
         return True
 
     def advance(self, nbytes: int) -> None:
-        """See `WriteProgress`."""
         self._conversion.advance(nbytes)
 
     def wrote(self, name: str) -> None:
-        """See `WriteProgress`."""
         path = self._folder / name
         crc = checksums.seal_of(path)
         crc = checksums.crc_of(path) if crc is None else crc

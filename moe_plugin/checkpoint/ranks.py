@@ -22,40 +22,45 @@ COLUMNS = "columns"  # of `Source.values`: what is in columns and is no tensor
 GROUPS = "optimizer_groups"  # of `Source.values`
 
 
-class RankedSource(DerivedSource):
+def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],
+                  values: Mapping[str, Any], description: Mapping[str, Any],
+                  paths: Sequence[Path]) -> DerivedSource:
+    """A source of whole tensors in columns; what is none goes to its `values[COLUMNS]`.
+
+    Args:
+        description, paths: see `Source.describe` and `Source.files`.
+    """
+    rest = {field: {name: value for name, value in column.items()
+                    if not isinstance(value, Derived)} for field, column in columns.items()}
+    return DerivedSource(
+        marked((replace(value, key=(field, name)) for field, column in columns.items()
+                for name, value in column.items() if isinstance(value, Derived)), layers),
+        format, {**values, COLUMNS: rest}, layers, description, paths)
+
+
+def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
+                  description: Mapping[str, Any], paths: Sequence[Path]) -> DerivedSource:
     """The whole tensors of the ranks of one expert-parallel group.
 
     Args:
-        format: see `Source`.
         ranks: columns of each rank, in rank order.
-        values: see `Source`.
-        description: see `Source.describe`.
-        paths: the ranks' files.
+        description, paths: see `Source.describe` and `Source.files`.
     Raises:
         ValueError: see `reshard.merge`.
     """
+    layers = moe_layers(ranks[0][MODEL])
+    whole = {field: merge([rank.get(field, {}) for rank in ranks], layers) for field in ranks[0]}
+    return column_source(format, whole, moe_layers(whole[MODEL]), values, description, paths)
 
-    def __init__(self, format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
-                 description: Mapping[str, Any], paths: Sequence[Path]) -> None:
-        layers = moe_layers(ranks[0][MODEL])
-        whole = {field: merge([rank.get(field, {}) for rank in ranks], layers)
-                 for field in ranks[0]}
-        rest = {field: {name: value for name, value in column.items()
-                        if not isinstance(value, Derived)} for field, column in whole.items()}
-        layers = moe_layers(whole[MODEL])
-        super().__init__(marked(
-            (replace(value, key=(field, name)) for field, column in whole.items()
-             for name, value in column.items() if isinstance(value, Derived)), layers),
-            format, {**values, COLUMNS: rest}, layers)
-        self._description, self._paths = description, paths
 
-    def describe(self) -> Mapping[str, Any]:
-        """See `Source`."""
-        return self._description
-
-    def files(self) -> Sequence[Path]:
-        """See `Source`."""
-        return self._paths
+def columns_of(source: Source) -> dict[str, dict[str, Any]]:
+    """All that a source has in columns, tensors and other values."""
+    whole: dict[str, dict[str, Any]] = {MODEL: {}}
+    for field, name in source.entries:
+        whole.setdefault(field, {})[name] = source.tensor((field, name))
+    for field, column in source.values.get(COLUMNS, {}).items():
+        whole.setdefault(field, {}).update(column)
+    return whole
 
 
 def columns_of_rank(source: Source, rank: int, size: int,
@@ -69,11 +74,7 @@ def columns_of_rank(source: Source, rank: int, size: int,
     """
     if isinstance(shards, int):
         shards = dict.fromkeys(source.layers, shards)
-    whole: dict[str, dict[str, Any]] = {MODEL: {}}
-    for field, name in source.entries:
-        whole.setdefault(field, {})[name] = source.tensor((field, name))
-    for field, column in source.values.get(COLUMNS, {}).items():
-        whole.setdefault(field, {}).update(column)
+    whole = columns_of(source)
     for prefix, origin in source.layers.items():  # of a format that does not store it
         whole[MODEL].setdefault(prefix + "_extra_state", {
             "version": STATE_VERSION, "num_experts": origin["num_experts"], "ep_size": 1,

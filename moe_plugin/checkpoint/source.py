@@ -218,13 +218,17 @@ class DerivedSource(Source):
 
     Args:
         derived: all tensors. format, values, layers: see `Source`.
+        description, paths: see `Source.describe` and `Source.files`.
     Raises:
         CheckpointError: two tensors have the same key.
     """
 
     def __init__(self, derived: Iterable[Derived], format: str, values: Mapping[str, Any],
-                 layers: Mapping[str, Mapping[str, int]]) -> None:
+                 layers: Mapping[str, Mapping[str, int]],
+                 description: Mapping[str, Any] | None = None,
+                 paths: Sequence[Path] = ()) -> None:
         self.format, self.values, self.layers = format, values, layers
+        self._description, self._paths = description or {}, paths
         self._derived: dict[Key, Derived] = {}
         for one in derived:
             if one.key in self._derived:
@@ -237,8 +241,13 @@ class DerivedSource(Source):
         return self._derived[key].read(window)
 
     def tensor(self, key: Key) -> Derived:
-        """See `Source`."""
         return self._derived[key]
+
+    def describe(self) -> Mapping[str, Any]:
+        return self._description
+
+    def files(self) -> Sequence[Path]:
+        return self._paths
 
 
 class View(DerivedSource):
@@ -256,19 +265,11 @@ class View(DerivedSource):
                  layers: Mapping[str, Mapping[str, int]] | None = None) -> None:
         super().__init__(derived, origin.format if format is None else format,
                          origin.values if values is None else values,
-                         origin.layers if layers is None else layers)
+                         origin.layers if layers is None else layers, origin.describe(),
+                         origin.files())
         self.origin = origin
 
-    def describe(self) -> Mapping[str, Any]:
-        """The origin's."""
-        return self.origin.describe()
-
-    def files(self) -> Sequence[Path]:
-        """The origin's."""
-        return self.origin.files()
-
     def close(self) -> None:
-        """Close the origin."""
         self.origin.close()
 
 

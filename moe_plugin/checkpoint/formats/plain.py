@@ -25,9 +25,9 @@ from moe_plugin.checkpoint.formats.base import (
 from moe_plugin.checkpoint.neutral import NEUTRAL, check_names
 from moe_plugin.checkpoint.ranks import (
     GROUPS,
-    RankedSource,
     bytes_of_ranks,
     columns_of_rank,
+    ranked_source,
     sizes_of,
 )
 from moe_plugin.checkpoint.reshard import moe_layers
@@ -136,7 +136,7 @@ def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
     return path
 
 
-def open_folder(folder: Path, trusted: bool = False) -> RankedSource:
+def open_folder(folder: Path, trusted: bool = False) -> Source:
     """The checkpoint in a folder; its parts' checksums are not verified.
 
     Args:
@@ -153,7 +153,7 @@ def open_folder(folder: Path, trusted: bool = False) -> RankedSource:
         values = {"extra": index["extra"], "step": _step(index["extra"]),
                   GROUPS: None if optimizer is None else optimizer["groups"]}
         description = {"ranks": index["parts"], **sizes_of(layers)}
-        return RankedSource("plain", [_columns(part) for part in parts], values, description, paths)
+        return ranked_source("plain", list(map(_columns, parts)), values, description, paths)
     except UNREADABLE as error:
         raise CheckpointError(f"checkpoint {str(folder)!r}: its parts are not what save() writes, "
                               f"or not of one checkpoint ({short(error, 500)})") from error
@@ -226,19 +226,16 @@ class PlainFormat(Format):
     sizes = frozenset({"world", "ep", "shards"})
 
     def detect(self, path: Path) -> bool:
-        """See `Format`."""
         try:
             return path.is_dir() and "parts" in read_index(path)[0]
         except CheckpointError:
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format`."""
         return open_folder(path, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`."""
         size = self._size(source, layout)
         write_files(path, {
             part_name(rank, size): partial(part_of_rank, source, rank, size, layout.shards)
@@ -247,7 +244,6 @@ class PlainFormat(Format):
         progress.wrote(INDEX)
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """See `Format`."""
         size = self._size(source, layout)
         return bytes_of_ranks(source, size, size)
 

@@ -36,13 +36,11 @@ from moe_plugin.checkpoint.formats.base import (
     write_files,
 )
 from moe_plugin.checkpoint.name_table import NameTable, Others, Rule
-from moe_plugin.checkpoint.precision import marked
-from moe_plugin.checkpoint.ranks import COLUMNS
+from moe_plugin.checkpoint.ranks import COLUMNS, column_source
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
     Derived,
-    DerivedSource,
     Source,
     TensorEntry,
     View,
@@ -134,57 +132,44 @@ def _check_names(state: Mapping[Any, Any]) -> None:
         raise ValueError("it holds no state_dict()")
 
 
-class TutelSource(DerivedSource):
+def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
     """The whole tensors of all ranks' files."""
+    states = [_open_file(path, trusted) for path in paths]
+    prefixes = {name.removesuffix(COUNT): int(_number(value))
+                for name, value in states[0].items() if name.endswith(COUNT)}
+    if not prefixes:
+        raise CheckpointError(f"checkpoint file {str(paths[0])!r} has no layer of Tutel "
+                              f"({COUNT}); save it with a Tutel from 2022 on")
+    whole = {name: value for name, value in states[0].items()
+             if not (name.endswith(COUNT) and isinstance(value, Derived))}
+    for name, value in whole.items():
+        prefix = next((p for p in prefixes if name.startswith(p + "experts.")), None)
+        if prefix is not None and isinstance(value, Derived):
+            whole[name] = _joined(name, paths, states, prefixes[prefix])
+    layers = {prefix: {"num_experts": count} for prefix, count in prefixes.items()}
+    return column_source("tutel", {MODEL: whole}, layers, {"step": None}, {"ranks": len(paths)},
+                         paths)
 
-    def __init__(self, paths: Sequence[Path], trusted: bool) -> None:
-        self._paths = list(paths)
-        states = [_open_file(path, trusted) for path in paths]
-        prefixes = {name.removesuffix(COUNT): int(_number(value))
-                    for name, value in states[0].items() if name.endswith(COUNT)}
-        if not prefixes:
-            raise CheckpointError(f"checkpoint file {str(paths[0])!r} has no layer of Tutel "
-                                  f"({COUNT}); save it with a Tutel from 2022 on")
-        whole: list[Derived] = []
-        rest: dict[str, Any] = {}
-        for name, value in states[0].items():
-            if not isinstance(value, Derived):
-                rest[name] = value
-            elif not name.endswith(COUNT):
-                prefix = next((p for p in prefixes if name.startswith(p + "experts.")), None)
-                if prefix is not None:
-                    value = self._joined(name, states, prefixes[prefix])
-                whole.append(Derived((MODEL, name), value.entry, value.read))
-        layers = {prefix: {"num_experts": count} for prefix, count in prefixes.items()}
-        super().__init__(marked(whole, layers), "tutel",
-                         {"step": None, COLUMNS: {MODEL: rest}}, layers)
 
-    def _joined(self, name: str, states: Sequence[Mapping[str, Any]], experts: int) -> Derived:
-        """A tensor of all experts from the ranks' parts."""
-        parts, size = [], len(states)
-        for path, state in zip(self._paths, states, strict=True):
-            if not isinstance(state.get(name), Derived):
-                raise CheckpointError(f"checkpoint file {str(path)!r} has no tensor {name!r}")
-            parts.append(state[name])
-        shards = max(1, size // experts)
-        if parts[0].entry.shape[0] * size != experts * shards:
-            raise CheckpointError(
-                f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, the "
-                f"layer has {experts}: files are missing or of another checkpoint")
-        runs = [joined(parts[at:at + shards], 1) for at in range(0, size, shards)]
-        one = joined(runs, 0) if len(runs) > 1 else runs[0]
-        if shards > 1 and name.endswith("batched_fc2_bias"):  # its last pieces are filled up
-            width = states[0][name.removesuffix("bias") + "w"].entry.shape[2]
-            return part_of(one, (slice(0, experts), slice(0, width)))
-        return one
-
-    def describe(self) -> Mapping[str, Any]:
-        """See `Source`."""
-        return {"ranks": len(self._paths)}
-
-    def files(self) -> Sequence[Path]:
-        """See `Source`."""
-        return self._paths
+def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]],
+            experts: int) -> Derived:
+    """A tensor of all experts from the ranks' parts."""
+    parts, size = [], len(states)
+    for path, state in zip(paths, states, strict=True):
+        if not isinstance(state.get(name), Derived):
+            raise CheckpointError(f"checkpoint file {str(path)!r} has no tensor {name!r}")
+        parts.append(state[name])
+    shards = max(1, size // experts)
+    if parts[0].entry.shape[0] * size != experts * shards:
+        raise CheckpointError(
+            f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, the "
+            f"layer has {experts}: files are missing or of another checkpoint")
+    runs = [joined(parts[at:at + shards], 1) for at in range(0, size, shards)]
+    one = joined(runs, 0) if len(runs) > 1 else runs[0]
+    if shards > 1 and name.endswith("batched_fc2_bias"):  # its last pieces are filled up
+        width = states[0][name.removesuffix("bias") + "w"].entry.shape[2]
+        return part_of(one, (slice(0, experts), slice(0, width)))
+    return one
 
 
 def _number(value: Any) -> Any:
@@ -280,7 +265,6 @@ class TutelFormat(Format):
     sizes = frozenset({"world", "ep"})
 
     def detect(self, path: Path) -> bool:
-        """See `Format`."""
         try:
             paths = rank_files(path)
             if not paths or paths[0].suffix not in SUFFIXES:
@@ -290,12 +274,11 @@ class TutelFormat(Format):
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format`."""
         paths = rank_files(path)
         if not paths:
             raise CheckpointError(f"there is no checkpoint of Tutel at {str(path)!r}: give its "
                                   "folder, its file, or a pattern such as DIR/{rank}-of-{size}.pt")
-        return TutelSource(paths, trust)
+        return _open_ranks(paths, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:

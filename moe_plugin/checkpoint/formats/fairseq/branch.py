@@ -13,7 +13,6 @@ import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,111 +37,85 @@ from moe_plugin.checkpoint.formats.fairseq.branch_names import (
 from moe_plugin.checkpoint.formats.fairseq.entries import OPTIMIZER as _OPTIMIZER
 from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS, trained_names
 from moe_plugin.checkpoint.formats.fairseq.entries import STATE as _STATE
-from moe_plugin.checkpoint.formats.fairseq.format import read_file
-from moe_plugin.checkpoint.precision import marked
-from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
+from moe_plugin.checkpoint.formats.fairseq.format import read_file, state_by_index
+from moe_plugin.checkpoint.ranks import GROUPS, column_source, columns_of
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
     CheckpointError,
     Derived,
-    DerivedSource,
     Source,
     View,
 )
 
-_GATE = ".gate.wg.weight"
+_GATE = "gate.wg.weight"
 _SHARED = re.compile(r"-shared(?=\.pt$)")
 State = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Paths of one checkpoint: of the shared file, and of the ranks in order."""
-
-    shared: str
-    ranks: tuple[str, ...]
-
-
-def _find(path: Path) -> _Files | None:
-    """The files that a folder, or the name of any of them, stands for."""
+def _find(path: Path) -> list[str]:
+    """The files that a folder, or the name of any of them, stands for: the shared one, and those of
+    the ranks in order. Empty: there are none.
+    """
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     stem = _SHARED.sub("", files.without_rank(name)).removesuffix(".pt")
     shared = f"{stem}-shared.pt"
     if not os.path.isfile(shared):
-        return None
+        return []
     found = {int(number): path for path in glob.glob(glob.escape(stem) + "-rank-*.pt")
              for number in re.findall(r"-rank-(\d+)\.pt$", path)}
-    missing = sorted(set(range(len(found))) - set(found))
-    if missing or not found:
-        number = missing[0] if missing else 0
-        raise CheckpointError(f"checkpoint file '{stem}-rank-{number}.pt' is missing: experts are "
-                              f"in it, next to {shared!r}")
-    return _Files(shared, tuple(found[rank] for rank in sorted(found)))
+    if missing := sorted(set(range(max(1, len(found)))) - set(found)):
+        raise CheckpointError(f"checkpoint file '{stem}-rank-{missing[0]}.pt' is missing: experts "
+                              f"are in it, next to {shared!r}")
+    return [shared, *(found[rank] for rank in sorted(found))]
 
 
-class BranchSource(DerivedSource):
+def _open(paths: Sequence[str], trusted: bool) -> Source:
     """The whole tensors of the files of one checkpoint."""
-
-    def __init__(self, found: _Files, trusted: bool) -> None:
-        self._files = found
-        shared = read_file(found.shared, trusted)
-        ranks = [read_file(path, trusted) for path in found.ranks]
-        experts = {value.entry.shape[0] for name, value in shared[MODEL].items()
-                   if name.endswith(_GATE)}
-        if len(experts) != 1:
-            raise CheckpointError(f"checkpoint {found.shared!r} has gates of {sorted(experts)} "
-                                  "experts; must be one number")
-        [count], local = experts, _local_experts(ranks[0], found)
-        if (len(ranks) * local) % count or (local > 1 and len(ranks) * local != count):
-            raise CheckpointError(
-                f"checkpoint {found.shared!r} has {count} experts, its {len(found.ranks)} rank "
-                f"files have {local} each: files are missing or of another checkpoint")
-        self._ranks, self._ep = len(ranks), count // local
-        steps = {_step(state) for state in (shared, *ranks)}
-        if len(steps) != 1:
-            raise CheckpointError(f"the files of checkpoint {found.shared!r} are of steps "
-                                  f"{sorted(map(str, steps))}; use files of one step")
-        parts = [(shared, shared[MODEL], found.shared)]
-        for rank, state in enumerate(ranks[:self._ep]):
-            numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
-                        for name, value in state[MODEL].items()}
-            parts.append((state, numbered, found.ranks[rank]))
-        self._unread = next(filter(None, (_unread(*part) for part in parts)), "")
-        columns: dict[str, dict[str, Any]] = {}
-        for state, model, _ in parts:
-            for field, column in _columns(state, model, bool(self._unread)).items():
-                columns.setdefault(field, {}).update(column)
-        layers = {name.removesuffix("gate.wg.weight"): {"num_experts": count}
-                  for name in shared[MODEL] if name.endswith(_GATE)}
-        rest = {field: {name: value for name, value in column.items()
-                        if not isinstance(value, Derived)} for field, column in columns.items()}
-        super().__init__(marked(
-            (replace(value, key=(field, name)) for field, column in columns.items()
-             for name, value in column.items() if isinstance(value, Derived)), layers),
-            "fairseq_branch", {**_values(shared, bool(self._unread)), COLUMNS: rest}, layers)
-
-    def describe(self) -> Mapping[str, Any]:
-        """See `Source`."""
-        unread = {"optimizer_state": f"not read: {self._unread}"} if self._unread else {}
-        return {"ranks": self._ranks, "ep": self._ep, **unread}
-
-    def files(self) -> Sequence[Path]:
-        """See `Source`."""
-        return [Path(path) for path in (self._files.shared, *self._files.ranks)]
+    shared, *ranks = (read_file(path, trusted) for path in paths)
+    gates = {name: value.entry.shape[0] for name, value in shared[MODEL].items()
+             if name.endswith("." + _GATE)}
+    if len(set(gates.values())) != 1:
+        raise CheckpointError(f"checkpoint {paths[0]!r} has gates of "
+                              f"{sorted(set(gates.values()))} experts; must be one number")
+    [count], local = set(gates.values()), _local_experts(ranks[0], paths[1])
+    if (len(ranks) * local) % count or (local > 1 and len(ranks) * local != count):
+        raise CheckpointError(
+            f"checkpoint {paths[0]!r} has {count} experts, its {len(ranks)} rank files have "
+            f"{local} each: files are missing or of another checkpoint")
+    steps = {_step(state) for state in (shared, *ranks)}
+    if len(steps) != 1:
+        raise CheckpointError(f"the files of checkpoint {paths[0]!r} are of steps "
+                              f"{sorted(map(str, steps))}; use files of one step")
+    parts, ep = [(shared, shared[MODEL], paths[0])], count // local
+    for rank, state in enumerate(ranks[:ep]):
+        numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
+                    for name, value in state[MODEL].items()}
+        parts.append((state, numbered, paths[1 + rank]))
+    unread = next(filter(None, (_unread(*part) for part in parts)), "")
+    columns: dict[str, dict[str, Any]] = {}
+    for state, model, _ in parts:
+        for field, column in _columns(state, model, bool(unread)).items():
+            columns.setdefault(field, {}).update(column)
+    layers = {name.removesuffix(_GATE): {"num_experts": count} for name in gates}
+    description = {"ranks": len(ranks), "ep": ep}
+    if unread:
+        description["optimizer_state"] = f"not read: {unread}"
+    return column_source("fairseq_branch", columns, layers, _values(shared, bool(unread)),
+                         description, [Path(path) for path in paths])
 
 
-def _local_experts(state: State, found: _Files) -> int:
+def _local_experts(state: State, path: str) -> int:
     """Experts in a rank's file."""
     numbers = set()
     for name in state[MODEL]:
         expert = expert_of(name)
         if expert is None:
-            raise CheckpointError(f"checkpoint file {found.ranks[0]!r} has {name!r}, which is no "
+            raise CheckpointError(f"checkpoint file {path!r} has {name!r}, which is no "
                                   "parameter of an expert: it is not of fairseq's moe branch")
         numbers.add(expert[1])
     if not numbers or numbers != set(range(len(numbers))):
-        raise CheckpointError(f"checkpoint file {found.ranks[0]!r} has experts {sorted(numbers)}; "
+        raise CheckpointError(f"checkpoint file {path!r} has experts {sorted(numbers)}; "
                               "must be 0, 1, ...")
     return len(numbers)
 
@@ -218,20 +191,18 @@ class BranchFormat(Format):
     sizes = frozenset({"world", "ep"})
 
     def detect(self, path: Path) -> bool:
-        """See `Format`."""
         try:
             found = _find(path)
-            return found is not None and files.MANIFEST not in read_file(found.shared)
+            return bool(found) and files.MANIFEST not in read_file(found[0])
         except (CheckpointError, trust.UntrustedFile):
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format`."""
         found = _find(path)
-        if found is None:
+        if not found:
             raise CheckpointError(f"there is no checkpoint of fairseq's moe branch at {str(path)!r}"
                                   ": give its folder, or NAME.pt for NAME-shared.pt")
-        return BranchSource(found, trust)
+        return _open(found, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
@@ -246,60 +217,56 @@ class BranchFormat(Format):
         if count % size or (layout.world or size) != size:
             raise ValueError(f"--ep {size} does not fit {count} experts: must be a divisor, and "
                              "--world the same")
-        content = _Content(source)
-        write_files(path, {
-            f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt":
-            partial(content.state, rank, count // size) for rank in (None, *range(size))}, progress)
-
-
-class _Content:
-    """Files' content from a source with the branch's names."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self._rest = source, dict(source.values[_STATE])
-        self._rest.pop(files.MANIFEST, None)
-        self._model_only = bool(source.values.get(MODEL_ONLY))
-        if self._rest.get(_OPTIMIZER) and not self._model_only and source.values.get(
-                GROUPS) is None:
+        if (source.values[_STATE].get(_OPTIMIZER) and source.values.get(GROUPS) is None
+                and not source.values.get(MODEL_ONLY)):
             raise CheckpointError(
                 "the checkpoint has optimizer state without the names of its parameters, which no "
                 "other file can keep; give --model-only")
-        self._columns: dict[str, dict[str, Any]] = {
-            field: dict(column) for field, column in source.values.get(COLUMNS, {}).items()}
-        for field, name in source.entries:
-            self._columns.setdefault(field, {})[name] = source.tensor((field, name))
+        write_files(path, {
+            f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt":
+            partial(_state_of_file, source, rank, count // size)
+            for rank in (None, *range(size))}, progress)
 
-    def state(self, rank: int | None, local: int) -> dict[str, Any]:
-        """rank: None: the shared file. local: experts on a rank."""
-        own = {name: self._name(name, rank, local) for name in branch_order(self._columns[MODEL])}
-        own = {name: other for name, other in own.items() if other is not None}
-        model = {other: self._columns[MODEL][name] for name, other in own.items()}
-        state = {**self._rest, MODEL: model}
-        optimizer = state.pop(_OPTIMIZER, None)
-        if optimizer is not None and not self._model_only:
-            state[_OPTIMIZER] = self._optimizer(optimizer, own, rank, local)
+
+def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, Any]:
+    """A file's content from a source with the branch's names.
+
+    Args:
+        rank: None: the shared file. local: experts on a rank.
+    """
+    columns, state = columns_of(source), dict(source.values[_STATE])
+    state.pop(files.MANIFEST, None)
+    optimizer = state.pop(_OPTIMIZER, None)
+    every = branch_order(columns[MODEL])
+    own = {name: other for name in every if (other := _name_in_file(name, rank, local)) is not None}
+    state[MODEL] = {other: columns[MODEL][name] for name, other in own.items()}
+    if optimizer is None or source.values.get(MODEL_ONLY):
         return state
+    # numbers of parameters are those in one rank's model, of which a file has a part
+    trained = _trained_in(columns)
+    order = [name for name in every if name in trained and (
+        expert_of(name) is None or _name_in_file(name, rank or 0, local) is not None)]
+    by_index = state_by_index({field: column for field, column in columns.items()
+                               if field != MODEL}, order)
+    state[_OPTIMIZER] = {
+        **optimizer,
+        "param_groups": _one_group(optimizer.get("param_groups") or [], len(order)),
+        "state": {index: values for index, values in by_index.items() if order[index] in own}}
+    return state
 
-    def _name(self, name: str, rank: int | None, local: int) -> str | None:
-        """A parameter's name in a file; None: it is in another one."""
-        expert = expert_of(name)
-        if expert is None or rank is None:
-            return name if expert is None and rank is None else None
-        owner, index = divmod(expert[1], local)
-        return renumbered(name, index) if owner == rank else None
 
-    def _optimizer(self, optimizer: State, own: Mapping[str, str], rank: int | None,
-                   local: int) -> dict[str, Any]:
-        """State by the number of a parameter in one rank's model, of which a file has a part."""
-        fields = [field for field in self._columns if field != MODEL]
-        trained = {name for field in fields for name in self._columns[field]}
-        order = [name for name in branch_order(self._columns[MODEL]) if name in trained and (
-            expert_of(name) is None or self._name(name, rank or 0, local) is not None)]
-        state = {index: {field: self._columns[field][name] for field in fields
-                         if name in self._columns[field]}
-                 for index, name in enumerate(order) if name in own}
-        groups = optimizer.get("param_groups") or []
-        return {**optimizer, "param_groups": _one_group(groups, len(order)), "state": state}
+def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
+    """A parameter's name in a file; None: it is in another one."""
+    expert = expert_of(name)
+    if expert is None or rank is None:
+        return name if expert is None and rank is None else None
+    owner, index = divmod(expert[1], local)
+    return renumbered(name, index) if owner == rank else None
+
+
+def _trained_in(columns: Mapping[str, State]) -> set[str]:
+    """Names of the parameters that optimizer state is of."""
+    return {name for field, column in columns.items() if field != MODEL for name in column}
 
 
 def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
@@ -316,11 +283,7 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
 
 def _for_ours(view: View) -> View:
     """The view with what our files have besides tensors."""
-    rest = dict(view.values[_STATE])
-    columns = view.values[COLUMNS]
-    fields = {field for field, _ in view.entries} | set(columns)
-    trained = {name for field in fields - {MODEL} for name in columns.get(field, {})}
-    trained |= {name for field, name in view.entries if field != MODEL}
+    rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]
     if _OPTIMIZER in rest and order:
         groups = _one_group(rest[_OPTIMIZER].get("param_groups") or [], len(order))

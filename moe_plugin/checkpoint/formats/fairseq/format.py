@@ -36,9 +36,9 @@ from moe_plugin.checkpoint.formats.fairseq.flat_state import by_parameter
 from moe_plugin.checkpoint.neutral import NEUTRAL
 from moe_plugin.checkpoint.ranks import (
     GROUPS,
-    RankedSource,
     bytes_of_ranks,
     columns_of_rank,
+    ranked_source,
     sizes_of,
 )
 from moe_plugin.checkpoint.reshard import moe_layers
@@ -125,7 +125,7 @@ def _manifest(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state.get(files.MANIFEST) or dense
 
 
-def open_written(written: Written, trusted: bool = False) -> RankedSource:
+def open_written(written: Written, trusted: bool = False) -> Source:
     """The files of one step as a source.
 
     Raises:
@@ -143,7 +143,7 @@ def open_written(written: Written, trusted: bool = False) -> RankedSource:
         description["optimizer_state"] = "without names: it loads at its own number of ranks alone"
         values[GROUPS] = None
     try:
-        return RankedSource("fairseq", [_columns(state) for state in states], values, description,
+        return ranked_source("fairseq", [_columns(state) for state in states], values, description,
                             [Path(path) for path in written.paths])
     except CheckpointError:
         raise
@@ -217,7 +217,7 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     averages = {key: columns.pop(field) for key, field in AVERAGES.items() if field in columns}
     state["extra_state"] = _moved(rest["extra_state"], old, world) | averages
     if rest.get(OPTIMIZER) is not None:
-        state[OPTIMIZER] = {**rest[OPTIMIZER], "state": _by_index(columns, order)}
+        state[OPTIMIZER] = {**rest[OPTIMIZER], "state": state_by_index(columns, order)}
     if source.layers:
         state[files.MANIFEST] = {
             **_manifest(rest), "version": files.VERSION, "world_size": world, "rank": rank,
@@ -227,8 +227,9 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     return state
 
 
-def _by_index(columns: Mapping[str, Mapping[str, Any]],
-              order: Sequence[str]) -> dict[int, dict[str, Any]]:
+def state_by_index(columns: Mapping[str, Mapping[str, Any]],
+                   order: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """An optimizer's state by the number of a parameter in `order`."""
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
         found = {field: column[name] for field, column in columns.items() if name in column}
@@ -256,14 +257,12 @@ class FairseqFormat(Format):
     sizes = frozenset({"world", "ep", "shards"})
 
     def detect(self, path: Path) -> bool:
-        """See `Format`."""
         try:
             return bool(_written(path))
         except (CheckpointError, trust.UntrustedFile):
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format`."""
         written = _written(path, trust)
         if written is None:
             raise CheckpointError(f"there is no complete checkpoint of fairseq at {str(path)!r}: "
@@ -272,7 +271,6 @@ class FairseqFormat(Format):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`."""
         world, ep = _sizes(source, layout)
         write_files(path, {
             "checkpoint_last.pt" if world == 1 else f"checkpoint_last-rank-{rank}.pt":
@@ -280,7 +278,6 @@ class FairseqFormat(Format):
             for rank in range(world)}, progress)
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """See `Format`."""
         return bytes_of_ranks(source, *_sizes(source, layout))
 
 

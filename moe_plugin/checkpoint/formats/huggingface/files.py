@@ -120,7 +120,6 @@ class HuggingFaceSource(Source):
         return {"model_type": self.values["config"].get("model_type")}
 
     def files(self) -> Sequence[Path]:
-        """See `Source`."""
         return [self.path / file for file in self._files]
 
     def close(self) -> None:

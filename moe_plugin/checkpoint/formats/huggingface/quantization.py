@@ -134,7 +134,6 @@ class Dequantized(View):
             + f", read as {str(self._dtype).removeprefix('torch.')}")}
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """See `Source`."""
         return Dequantized(self.origin, self._quantization, dtype)
 
 

@@ -26,12 +26,10 @@ class _Megatron(Format):
     sizes = _SIZES
 
     def detect(self, path: Path) -> bool:
-        """See `Format`."""
         return (path.is_dir() and folders.is_checkpoint(path)
                 and folders.format_of(path) == self.name)
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format`."""
         from moe_plugin.checkpoint.formats.megatron import source as sources
 
         found = sources.MegatronSource(path, trust)
