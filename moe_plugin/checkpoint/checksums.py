@@ -7,13 +7,18 @@ entry. Files from before are not sealed and still load.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import itemgetter
+from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
-from moe_plugin.regular_files import check_input
+from moe_plugin.regular_files import check_input, read_at
 
 try:
     from isal.isal_zlib import crc32  # the same sums, several times as fast
@@ -21,6 +26,7 @@ except ImportError:
     from zlib import crc32
 
 CHUNK = 1 << 20
+_POLYNOMIAL, _ONE = 0xEDB88320, 1 << 31  # of CRC-32, and x^0; bits are reflected: x^31 is 1
 _TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
 _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 _JSON_START = '{"sealed": true'
@@ -148,3 +154,94 @@ def open_json(text: str) -> tuple[Any, bool]:
     if start:
         del values["sealed"], values["crc32"]
     return values, start
+
+
+def combined(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two pieces of data that follow each other, from those of both."""
+    return _times(_after(second_bytes), first) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo that of CRC-32."""
+    product, bit = 0, _ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+        bit >>= 1
+    return product
+
+
+@functools.lru_cache(maxsize=256)  # most pieces are of a few lengths
+def _after(nbytes: int) -> int:
+    """x^(8 nbytes): what a sum is multiplied by where so many bytes follow."""
+    power, square = _ONE, _ONE >> 8  # x^8
+    while nbytes:
+        if nbytes & 1:
+            power = _times(square, power)
+        square, nbytes = _times(square, square), nbytes >> 1
+    return power
+
+
+class ReadSums:
+    """Sums of pieces of one file, from which that of the whole file is made: what is converted is
+    verified as it is read, once. Several threads may add to it.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, tuple[int, int]] = {}  # first byte: (bytes, sum)
+        self._lock = Lock()
+
+    def add(self, start: int, data: memoryview) -> None:
+        """Note a piece that was read; of those that begin at one byte the longest counts."""
+        if data.nbytes > self._pieces.get(start, (0, 0))[0]:
+            piece = data.nbytes, crc32(data)
+            with self._lock:  # another thread may have added a longer one meanwhile
+                self._pieces[start] = max(piece, self._pieces.get(start, (0, 0)), key=itemgetter(0))
+
+    def crc_of(self, path: str | os.PathLike[str], size: int) -> int:
+        """CRC-32 of the first `size` bytes of the file; what no piece has is read now.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        crc = at = 0
+        with open(path, "rb", buffering=0) as file:
+            for start, (nbytes, piece) in sorted(self._pieces.items()):
+                if start >= at and start + nbytes <= size:  # of two that overlap the first
+                    crc = combined(_read_on(file.fileno(), at, start, crc), piece, nbytes)
+                    at = start + nbytes
+            return _read_on(file.fileno(), at, size, crc)
+
+
+def _read_on(file: int, at: int, until: int, crc: int) -> int:
+    """The sum, after these bytes of a file were added to it."""
+    buffer = memoryview(bytearray(min(CHUNK, max(until - at, 1))))
+    while at < until:
+        part = buffer[:until - at]
+        part = part[:part.nbytes - read_at(file, part, at)]
+        if not part:
+            break  # it was cut short: the sum is another one
+        crc, at = crc32(part, crc), at + part.nbytes
+    return crc
+
+
+_SUMMED: dict[Path, ReadSums] = {}
+
+
+@contextmanager
+def summed(paths: Iterable[Path]) -> Iterator[Mapping[Path, ReadSums]]:
+    """Sum what is read of these files meanwhile."""
+    mine = {path: ReadSums() for path in paths}
+    _SUMMED.update(mine)
+    try:
+        yield mine
+    finally:
+        for path, sums in mine.items():
+            if _SUMMED.get(path) is sums:
+                del _SUMMED[path]
+
+
+def sums_of(path: Path) -> ReadSums | None:
+    """Where reads of a file are noted; None: nowhere."""
+    return _SUMMED.get(path)

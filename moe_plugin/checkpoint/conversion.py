@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import checksums
+from moe_plugin.checkpoint.checksums import ReadSums, summed
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, convert, formats
-from moe_plugin.checkpoint.ranks import COLUMNS
-from moe_plugin.checkpoint.read_sums import ReadSums, summed
+from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,

@@ -29,10 +29,10 @@ from moe_plugin.checkpoint.formats.plain import (
     write_index,
 )
 from moe_plugin.checkpoint.reshard import moe_layers
-from moe_plugin.checkpoint.sharded import as_stored, whole
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.local import LocalComm
+from moe_plugin.dtensors import is_sharded, sharded_as
 from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
@@ -360,3 +360,33 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
         for index, name in enumerate(names) if name in state["by_name"]
     }
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def whole(state: Any, comm: Comm) -> Any:
+    """A state dict with whole tensors; collective over the ranks that share them.
+
+    Args:
+        state: nested mappings; its sharded tensors are in the same order on all ranks.
+        comm: the ranks that write the checkpoint.
+    Raises:
+        ValueError: other ranks than these share a tensor.
+    """
+    if isinstance(state, Mapping):
+        return {key: whole(value, comm) for key, value in state.items()}
+    if not is_sharded(state):
+        return state
+    ranks = state.device_mesh.size()
+    if ranks != comm.size:
+        raise ValueError(
+            f"parameters are sharded over {ranks} ranks and the checkpoint is written by "
+            f"{comm.size}: must be the same ranks, and those that share the experts; keep the "
+            "parameters on every rank (ddp_model), or spread the experts over all of them")
+    return state.full_tensor().cpu()  # not the whole model on a device
+
+
+def as_stored(value: Any, mine: Any) -> Any:
+    """What `whole` made of a tensor, sharded like the one in its place; other values as they are.
+    """
+    if is_sharded(mine) and isinstance(value, Tensor) and value.shape == mine.shape:
+        return sharded_as(value, mine)
+    return value

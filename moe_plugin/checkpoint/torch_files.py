@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import checksums, trust
+from moe_plugin.checkpoint.checksums import sums_of
 from moe_plugin.checkpoint.file_workers import FileWorkers
-from moe_plugin.checkpoint.read_sums import sums_of
 from moe_plugin.checkpoint.read_windows import read_strided
 from moe_plugin.checkpoint.source import (
     UNREADABLE,

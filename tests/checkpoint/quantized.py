@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.huggingface import StateSource
 from moe_plugin.checkpoint.formats.huggingface.files import HuggingFaceSource, write_folder
+from moe_plugin.checkpoint.formats.huggingface.format import StateSource
 from moe_plugin.checkpoint.source import MODEL
 from tests.checkpoint.hf_models import tiny
 

@@ -11,7 +11,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, save
-from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
 from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main

@@ -17,7 +17,7 @@ from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
-from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import MODEL, Derived, Source, TensorEntry, View

@@ -15,7 +15,7 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
-from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.quantization import dequantized
 from moe_plugin.checkpoint.source import MODEL, Window, window_shape
 from moe_plugin.cli.main import main

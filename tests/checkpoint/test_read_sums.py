@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.checkpoint import read_sums
-from moe_plugin.checkpoint.read_sums import ReadSums, combined, summed, sums_of
+from moe_plugin.checkpoint import checksums
+from moe_plugin.checkpoint.checksums import ReadSums, combined, summed, sums_of
 from moe_plugin.regular_files import begin_writing
 
 pytestmark = pytest.mark.fast
@@ -44,8 +44,8 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     sums = ReadSums()
     for start, stop in ((3000, 4500), (100, 2000), (1500, 2600), (100, 900)):
         sums.add(start, memoryview(content)[start:stop])
-    whole = read_sums._read_on
-    monkeypatch.setattr(read_sums, "_read_on", lambda file, at, until, crc: (
+    whole = checksums._read_on
+    monkeypatch.setattr(checksums, "_read_on", lambda file, at, until, crc: (
         read.append((at, until)), whole(file, at, until, crc))[1])
     assert sums.crc_of(path, 5000) == zlib.crc32(content)
     assert read == [(0, 100), (2000, 3000), (4500, 5000)]
@@ -61,7 +61,7 @@ def test_of_two_threads_that_read_from_one_byte_the_longer_piece_counts(
             sums.add(0, memoryview(content))  # by the other thread, while this one sums
         return zlib.crc32(data, crc)
 
-    monkeypatch.setattr(read_sums, "crc32", summed_meanwhile)
+    monkeypatch.setattr(checksums, "crc32", summed_meanwhile)
     sums.add(0, memoryview(content)[:10])
     assert sums._pieces == {0: (100, zlib.crc32(content))}
     assert sums.crc_of(path, 100) == zlib.crc32(content)

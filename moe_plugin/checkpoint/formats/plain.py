@@ -23,14 +23,14 @@ from moe_plugin.checkpoint.formats.base import (
     write_files,
 )
 from moe_plugin.checkpoint.neutral import NEUTRAL, check_names
-from moe_plugin.checkpoint.ranks import (
+from moe_plugin.checkpoint.reshard import (
     GROUPS,
     bytes_of_ranks,
     columns_of_rank,
+    moe_layers,
     ranked_source,
     sizes_of,
 )
-from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,

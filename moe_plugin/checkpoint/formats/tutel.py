@@ -36,7 +36,7 @@ from moe_plugin.checkpoint.formats.base import (
     write_files,
 )
 from moe_plugin.checkpoint.name_table import NameTable, Others, Rule
-from moe_plugin.checkpoint.ranks import COLUMNS, column_source
+from moe_plugin.checkpoint.reshard import COLUMNS, column_source
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,

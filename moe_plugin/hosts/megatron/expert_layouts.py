@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.megatron.common import fitted
-from moe_plugin.checkpoint.formats.megatron.folders import METADATA
+from moe_plugin.checkpoint.formats.megatron.names import METADATA
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.names import (
@@ -42,7 +42,7 @@ def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: 
          **kwargs: Any) -> Any:
     """`megatron.core.dist_checkpointing.load`, whichever layout the checkpoint's experts have.
 
-    The index is unpickled without a limit, as torch does it next (see `checkpoint_trust`).
+    The index is unpickled without a limit, as torch does it next (see `check_classes`).
 
     Args:
         original: Megatron's.

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.formats.huggingface import StateSource, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_of
+from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.names import SWAPPED, family_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import (
     PLAIN_IN_TRANSFORMERS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_plugin.checkpoint.formats.fairseq.part_state import part_state
+from moe_plugin.checkpoint.formats.fairseq.resume import part_state
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.hosts.fairseq.evaluation_turns import Turns
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating

@@ -13,7 +13,7 @@ from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
 from moe_plugin.checkpoint.formats.fairseq import files
-from moe_plugin.checkpoint.ranks import GROUPS
+from moe_plugin.checkpoint.reshard import GROUPS
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import Corpus, fork

@@ -38,7 +38,7 @@ from moe_plugin.checkpoint.formats.fairseq.entries import OPTIMIZER as _OPTIMIZE
 from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS, trained_names
 from moe_plugin.checkpoint.formats.fairseq.entries import STATE as _STATE
 from moe_plugin.checkpoint.formats.fairseq.format import read_file, state_by_index
-from moe_plugin.checkpoint.ranks import GROUPS, column_source, columns_of
+from moe_plugin.checkpoint.reshard import GROUPS, column_source, columns_of
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,

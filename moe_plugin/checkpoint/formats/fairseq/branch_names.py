@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_plugin.checkpoint.name_table import NameTable, Rule
-from moe_plugin.checkpoint.ranks import COLUMNS
+from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source, View
 
 # the branch's name in an expert -> ours; both orders are those in which parameters are registered

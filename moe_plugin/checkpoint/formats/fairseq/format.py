@@ -30,18 +30,18 @@ from moe_plugin.checkpoint.formats.fairseq.entries import (
     OPTIMIZER,
     PARAMETERS,
     STATE,
+    by_parameter,
     names_by_order,
 )
-from moe_plugin.checkpoint.formats.fairseq.flat_state import by_parameter
 from moe_plugin.checkpoint.neutral import NEUTRAL
-from moe_plugin.checkpoint.ranks import (
+from moe_plugin.checkpoint.reshard import (
     GROUPS,
     bytes_of_ranks,
     columns_of_rank,
+    moe_layers,
     ranked_source,
     sizes_of,
 )
-from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source
 from moe_plugin.messages import short
 

@@ -29,7 +29,7 @@ from moe_plugin.checkpoint.formats.fairseq.neutral_settings import (
 )
 from moe_plugin.checkpoint.layers import layer_settings
 from moe_plugin.checkpoint.neutral import NEUTRAL, OPTIMIZER_VALUES, is_zero
-from moe_plugin.checkpoint.ranks import COLUMNS, GROUPS
+from moe_plugin.checkpoint.reshard import COLUMNS, GROUPS
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,

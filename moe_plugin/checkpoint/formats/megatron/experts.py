@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_plugin.checkpoint.formats.megatron.folders import NATIVE, OURS
+from moe_plugin.checkpoint.formats.megatron.names import NATIVE, OURS
 from moe_plugin.checkpoint.name_table import NameTable, Rule
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 

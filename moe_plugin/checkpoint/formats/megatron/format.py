@@ -15,7 +15,7 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
 )
-from moe_plugin.checkpoint.formats.megatron import common, experts, folders, neutral
+from moe_plugin.checkpoint.formats.megatron import common, experts, names, neutral
 from moe_plugin.checkpoint.neutral import NEUTRAL
 from moe_plugin.checkpoint.source import CheckpointError, Source
 
@@ -26,8 +26,8 @@ class _Megatron(Format):
     sizes = _SIZES
 
     def detect(self, path: Path) -> bool:
-        return (path.is_dir() and folders.is_checkpoint(path)
-                and folders.format_of(path) == self.name)
+        return (path.is_dir() and names.is_checkpoint(path)
+                and names.format_of(path) == self.name)
 
     def open(self, path: Path, trust: bool = False) -> Source:
         from moe_plugin.checkpoint.formats.megatron import source as sources
@@ -55,7 +55,7 @@ class MegatronFormat(_Megatron):
     `SAVE` of the training script or of Megatron-LM's, or one of its folders `iter_...`.
     """
 
-    name: ClassVar[str] = folders.OURS
+    name: ClassVar[str] = names.OURS
     views_as = {NEUTRAL: neutral.to_neutral}
     views_of = {NEUTRAL: neutral.from_neutral}
 
@@ -67,5 +67,5 @@ class NativeFormat(_Megatron):
     As its SequentialMLP, GroupedMLP and TEGroupedMLP write them.
     """
 
-    name: ClassVar[str] = folders.NATIVE
-    views_as, views_of = {folders.OURS: experts.to_ours}, {folders.OURS: experts.to_native}
+    name: ClassVar[str] = names.NATIVE
+    views_as, views_of = {names.OURS: experts.to_ours}, {names.OURS: experts.to_native}

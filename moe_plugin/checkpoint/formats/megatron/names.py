@@ -1,4 +1,4 @@
-"""Names of Megatron's tensors in a distributed checkpoint, and by layer.
+"""Names in Megatron's distributed checkpoints: of files, and of tensors as stored and by layer.
 
 Where all layers are alike, Megatron stores one tensor for all of them: its first axis counts
 layers, and the name has no number (`decoder.layers.mlp.router.weight`). Otherwise each layer has
@@ -11,8 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from moe_plugin.checkpoint.source import MODEL, Key, TensorEntry
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Key, TensorEntry
+from moe_plugin.messages import short
+
+LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
+META, COMMON, BACKEND = "moe_plugin.json", "common.pt", "metadata.json"
+OURS, NATIVE = "megatron", "megatron_native"  # names of the formats
 
 LAYERS = "decoder.layers."
 # Megatron's names of float32 master weights: of the distributed optimizer, and of the other one
@@ -102,3 +108,36 @@ def is_native(names: Iterable[str]) -> bool:
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
     """Name of an object: one of `shape` many that share a key."""
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a distributed checkpoint of Megatron, or the folder above some."""
+    if (path / LATEST).is_file():
+        if (path / LATEST).stat().st_size > 16:
+            return False
+        path = folder_of(path)
+    return (path / METADATA).is_file() and (path / BACKEND).is_file()
+
+
+def folder_of(path: Path) -> Path:
+    """The checkpoint's own folder: the newest one where `path` is the folder above.
+
+    Raises:
+        CheckpointError: the file that names the newest one is damaged.
+    """
+    if not (path / LATEST).is_file():
+        return path
+    text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release":
+        return path / text
+    if not text.isdecimal() or len(text) > 15:
+        raise CheckpointError(
+            f"{str(path / LATEST)!r} contains {short(text)}, must contain the number of an "
+            "iteration; write the number of one of the folders iter_... there")
+    return path / f"iter_{int(text):07d}"
+
+
+def format_of(path: Path) -> str:
+    """`megatron` or, where experts are Megatron's own, `megatron_native`; from the index alone."""
+    content = (folder_of(path) / METADATA).read_bytes()
+    return NATIVE if NATIVE_EXPERTS.encode() in content else OURS

@@ -22,7 +22,7 @@ from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron import names, settings
 from moe_plugin.checkpoint.formats.megatron.common import optimizer_values, refuse_other_optimizers
-from moe_plugin.checkpoint.formats.megatron.folders import OURS
+from moe_plugin.checkpoint.formats.megatron.names import OURS
 from moe_plugin.checkpoint.name_table import KINDS, NameTable, Rule, same_parts
 from moe_plugin.checkpoint.neutral import (
     NEUTRAL,

@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.formats.megatron import names
 from moe_plugin.checkpoint.formats.megatron.common import BY_PARAMETER, optimizer_parts
-from moe_plugin.checkpoint.formats.megatron.folders import (
+from moe_plugin.checkpoint.formats.megatron.names import (
     BACKEND,
     COMMON,
     META,

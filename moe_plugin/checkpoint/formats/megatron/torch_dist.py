@@ -9,6 +9,7 @@ listed classes.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -28,8 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moe_plugin.checkpoint import checksums, trust
-from moe_plugin.checkpoint.formats.megatron.folders import METADATA
-from moe_plugin.checkpoint.formats.megatron.trust import ALLOWED
+from moe_plugin.checkpoint.formats.megatron.names import METADATA
 from moe_plugin.checkpoint.source import (
     UNREADABLE,
     CheckpointError,
@@ -41,6 +41,25 @@ from moe_plugin.checkpoint.source import (
 from moe_plugin.checkpoint.torch_files import open_lazily
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
+
+# that the pickles of a checkpoint may name
+_METADATA, _PLANNER = ("torch.distributed.checkpoint.metadata.",
+                       "torch.distributed.checkpoint.planner.")
+ALLOWED = {
+    *(_METADATA + name
+      for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+                   "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+                   "_MEM_FORMAT_ENCODING")),
+    *(_PLANNER + name
+      for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem",
+                   "WriteItemType")),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
+    "torch.serialization._get_layout", "torch.Size", "collections.OrderedDict",
+    # dataclasses with what torch's own hold and more, which 0.15 writes
+    *("megatron.core.dist_checkpointing.strategies.torch." + name
+      for name in ("MCoreMetadata", "MCoreSavePlan")),
+}
 
 
 class DistributedFiles:
@@ -234,3 +253,28 @@ class Objects(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def check_classes(folder: str) -> None:
+    """Of all pickles of a checkpoint, before torch and Megatron read them without a limit:
+    `UntrustedFile` where one names other classes than the listed ones and
+    Megatron's own (`megatron.core.safe_globals`).
+    """
+    common, index = (os.path.join(folder, name) for name in ("common.pt", ".metadata"))
+    if os.path.exists(common):
+        trust.check(common, common)
+    if not os.path.exists(index):
+        return
+    with open(index, "rb") as stream:
+        metadata = trust.Unpickler(stream, ALLOWED, index).load()
+    for key, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata.get(key.fqn), BytesStorageMetadata):
+            _check_entry(folder, key.fqn, place)
+
+
+def _check_entry(folder: str, name: str, place: Any) -> None:
+    path = os.path.join(folder, place.relative_path)
+    with open(path, "rb") as stream:
+        stream.seek(place.offset)
+        content = stream.read(place.length)
+    trust.check(io.BytesIO(content), f"entry {name!r} of {path}")

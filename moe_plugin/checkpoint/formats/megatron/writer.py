@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
 from moe_plugin.checkpoint.formats.megatron import common, names
-from moe_plugin.checkpoint.formats.megatron.folders import (
+from moe_plugin.checkpoint.formats.megatron.names import (
     BACKEND,
     COMMON,
     LATEST,

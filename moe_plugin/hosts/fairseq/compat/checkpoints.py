@@ -110,7 +110,7 @@ def evaluation_from_rank_files() -> None:
     from fairseq import checkpoint_utils
 
     from moe_plugin.checkpoint.formats.fairseq import files
-    from moe_plugin.checkpoint.formats.fairseq.part_state import part_state
+    from moe_plugin.checkpoint.formats.fairseq.resume import part_state
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation, evaluating
 

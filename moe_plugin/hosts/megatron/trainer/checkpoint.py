@@ -27,9 +27,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats.megatron import trust as checkpoint_trust
+from moe_plugin.checkpoint.formats.megatron import torch_dist
 from moe_plugin.checkpoint.formats.megatron.common import refuse_other_optimizers
-from moe_plugin.checkpoint.formats.megatron.folders import BACKEND
+from moe_plugin.checkpoint.formats.megatron.names import BACKEND
 from moe_plugin.checkpoint.formats.megatron.source import MegatronSource
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
@@ -186,7 +186,7 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     Args:
         root: folder of the checkpoints.
         training: what is loaded.
-        trust: load also a checkpoint that could run code (see `checkpoint_trust`).
+        trust: load also a checkpoint that could run code (see `torch_dist.check_classes`).
     Raises:
         ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
             is changed on disk.
@@ -210,7 +210,7 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     with_optimizer = training.optimizer is not None
     try:
         if not trust:
-            checkpoint_trust.check(path)
+            torch_dist.check_classes(path)
         state = _state(training, loading=True, same_layout=same, layers_apart=apart)
         if with_optimizer and not (with_optimizer := _has_optimizer(path, trust)):
             del state["optimizer"]
