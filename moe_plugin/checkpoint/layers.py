@@ -14,7 +14,6 @@ from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
     Source,
-    derive,
     part_of,
 )
 from moe_plugin.experts.ffn import SHARD_AXIS
@@ -121,7 +120,7 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
             window = local_window(name.removeprefix("experts."), theirs[name].shape,
                                   layer.placement)
         if ours in on_disk:
-            whole = derive(source, (MODEL, prefix + name))
+            whole = source.tensor((MODEL, prefix + name))
             stored[ours.removeprefix("experts.")] = part_of(whole, window)
             continue
         value = source.read((MODEL, prefix + name), window)

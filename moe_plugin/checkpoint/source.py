@@ -187,7 +187,7 @@ class Source(ABC):
         return ()
 
     def close(self) -> None:
-        """Give the files back."""
+        """Give files back that a reader keeps open."""
 
     def __enter__(self) -> Source:
         return self
@@ -271,12 +271,6 @@ class View(DerivedSource):
 
     def close(self) -> None:
         self.origin.close()
-
-
-def derive(source: Source, key: Key, name: str | None = None) -> Derived:
-    """A tensor of a source as it is, under another name where one is given."""
-    one = source.tensor(key)
-    return one if name is None else one.renamed(name)
 
 
 def transposed(one: Derived, order: Sequence[int]) -> Derived:

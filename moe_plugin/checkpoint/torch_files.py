@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -41,27 +41,14 @@ class StoredTensor:
     """Where a tensor is in a file.
 
     Args:
-        path: the file.
-        tensor: its shape, strides and place, without values.
-        part: first byte and end of what `torch.save` wrote in the file.
-    Raises:
-        ValueError: it is not a dense tensor, or reaches beyond that.
+        start: byte of its first element.
+        stride: in elements; not negative.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, part: tuple[int, int]) -> None:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ValueError(f"a tensor of {tensor.layout} in it is not dense")
-        storage = tensor.untyped_storage()
-        self.path, self.entry = path, TensorEntry(tuple(tensor.shape), tensor.dtype)
-        self.stride, item = tensor.stride(), tensor.dtype.itemsize
-        # see torch.load
-        self.start = part[0] + storage._checkpoint_offset + tensor.storage_offset() * item
-        reach = sum((length - 1) * stride
-                    for length, stride in zip(self.entry.shape, self.stride, strict=True))
-        self.nbytes = (reach + 1) * item if self.entry.numel else 0
-        within = tensor.storage_offset() * item + self.nbytes <= storage.nbytes()
-        if not within or self.start + self.nbytes > part[1]:
-            raise ValueError("a tensor in it reaches beyond its end")
+    def __init__(self, path: Path, start: int, shape: Sequence[int], stride: Sequence[int],
+                 dtype: torch.dtype) -> None:
+        self.path, self.start, self.stride = path, start, tuple(stride)
+        self.entry = TensorEntry(tuple(shape), dtype)
 
     def read(self, window: Window) -> Tensor:
         """The values of a window, in memory of their own.
@@ -79,6 +66,27 @@ class StoredTensor:
         except (OSError, EOFError) as error:
             raise CheckpointError(f"checkpoint file {str(self.path)!r} cannot be read "
                                   f"({short(error)}); use another checkpoint") from error
+
+
+def _place_of(path: Path, tensor: Tensor, part: tuple[int, int]) -> StoredTensor:
+    """Where a tensor of `_structure` is in a file.
+
+    Args:
+        part: first byte and end of what `torch.save` wrote in the file.
+    Raises:
+        ValueError: it is not a dense tensor, or reaches beyond that.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(f"a tensor of {tensor.layout} in it is not dense")
+    storage, item = tensor.untyped_storage(), tensor.dtype.itemsize
+    ahead = tensor.storage_offset() * item
+    start = part[0] + storage._checkpoint_offset + ahead  # see torch.load
+    reach = sum((length - 1) * stride
+                for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (reach + 1) * item if tensor.numel() else 0
+    if ahead + nbytes > storage.nbytes() or start + nbytes > part[1]:
+        raise ValueError("a tensor in it reaches beyond its end")
+    return StoredTensor(path, start, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _structure(load: Callable[..., Any]) -> Any:
@@ -144,7 +152,7 @@ def _lazily(path: Path, state: Any, part: tuple[int, int]) -> Any:
     known: dict[Any, StoredTensor] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = StoredTensor(path, tensor.detach(), part)
+        one = _place_of(path, tensor.detach(), part)
         one = known.setdefault((one.start, one.entry, one.stride), one)
         return Derived(("", ""), one.entry, one.read)
 
@@ -170,16 +178,6 @@ def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_each(entry, kind, change) for entry in value)
     return value
-
-
-def write_sealed(path: Path, state: Any, advance: Callable[[int], None] = lambda _: None) -> None:
-    """`SealedWriter.write` of one file.
-
-    Args:
-        advance: called with the number of bytes of tensors that were written.
-    """
-    with SealedWriter(advance) as writer:
-        writer.write(path, state)
 
 
 class SealedWriter:

@@ -36,7 +36,6 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
     View,
     Window,
-    derive,
     pieces_of,
     stacked,
     transposed,
@@ -123,7 +122,7 @@ def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
     for key in source.entries:
         parts = key[1].split(".")
         if key[0] == MODEL and parts[0] == "layers" and parts[2] == "mlp":
-            found.setdefault(int(parts[1]), {})[".".join(parts[3:])] = derive(source, key)
+            found.setdefault(int(parts[1]), {})[".".join(parts[3:])] = source.tensor(key)
     return found
 
 
@@ -135,7 +134,7 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, De
         parts = key[1].split(".")
         if parts[0] == "layers" and parts[2] == "mlp" and int(parts[1]) in chosen:
             continue
-        yield derive(source, key)
+        yield source.tensor(key)
     for layer in sorted(chosen):
         yield from _moe(mlps[layer], plan, layer)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.huggingface.files import HuggingFaceSource, write_folder
-from moe_plugin.checkpoint.formats.huggingface.format import StateSource
+from moe_plugin.checkpoint.formats.huggingface.files import open_safetensors, write_folder
+from moe_plugin.checkpoint.formats.huggingface.format import state_source
 from moe_plugin.checkpoint.source import MODEL
 from tests.checkpoint.hf_models import tiny
 
@@ -50,7 +50,7 @@ def folder(path: Path, kind: str = "mixtral", quantize: Callable[[Tensor], tuple
            = quantized, scale: str = "weight_scale_inv", **quantization: Any) -> dict[str, Tensor]:
     """Write a quantized model; returns what its weights are, in float64."""
     tiny(kind).save_pretrained(path / "plain")
-    with HuggingFaceSource(path / "plain") as source:
+    with open_safetensors(path / "plain") as source:
         state, wanted = {}, {}
         for key in source.entries:
             name, value = key[1], source.read(key)
@@ -72,7 +72,7 @@ def folder(path: Path, kind: str = "mixtral", quantize: Callable[[Tensor], tuple
 def write(path: Path, state: dict[str, Tensor], config: dict[str, Any]) -> Path:
     """Write a state dict as a folder, as it is."""
     path.mkdir(exist_ok=True)
-    write_folder(path, config, StateSource(state, config))
+    write_folder(path, config, state_source(state, config))
     return path
 
 

@@ -301,7 +301,8 @@ def test_files_keep_shared_tensors_and_strides(tmp_path: Path) -> None:
     same(torch_files.read_all(lazy), state)
     assert isinstance(lazy["cut"], Derived) and lazy["rest"] == [1, ("x", None)]
     for given in (lazy, state, {**state, "a": lazy["a"], "b": lazy["b"]}):
-        torch_files.write_sealed(tmp_path / "out.pt", given)
+        with torch_files.SealedWriter() as writer:
+            writer.write(tmp_path / "out.pt", given)
         assert checksums.verify(tmp_path / "out.pt")
         back = torch.load(tmp_path / "out.pt", weights_only=True)
         same(back, state)
@@ -333,7 +334,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
                    for kind in ("moe.experts", "dense", "dense2")}
         model = {"moe._extra_state": origin, "moe.experts.w_in_LDF": _ones(entries["dense.weight"]),
                  "dense": _ones(entries["dense.weight"]), "dense2": _ones(entries["dense.weight"])}
-        torch_files.write_sealed(folder / part_name(0, 1), {"model": model, "optimizer": None})
+        with torch_files.SealedWriter() as writer:
+            writer.write(folder / part_name(0, 1), {"model": model, "optimizer": None})
         write_index(folder, 1, {})
     size = (tmp_path / "large" / part_name(0, 1)).stat().st_size
     done = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True,

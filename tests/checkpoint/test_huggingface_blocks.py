@@ -11,7 +11,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, save
-from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
@@ -152,7 +152,7 @@ def test_gradients_are_those_of_transformers(kind: str) -> None:
     for model in (ours, theirs):
         model(ids, labels=ids).loss.backward()
     grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    neutral = to_neutral(StateSource(grads, theirs.config.to_dict()))
+    neutral = to_neutral(state_source(grads, theirs.config.to_dict()))
     for name, block in swapped_blocks(ours):
         prefix = f"layers.{name.split('.')[2]}.moe."
         mine = dict(block.moe.named_parameters())

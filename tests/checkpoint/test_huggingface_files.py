@@ -22,10 +22,10 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     open_source,
 )
-from moe_plugin.checkpoint.formats.huggingface.files import HuggingFaceSource, write_folder
+from moe_plugin.checkpoint.formats.huggingface.files import open_safetensors, write_folder
 from moe_plugin.checkpoint.inspection import summary
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
-from moe_plugin.checkpoint.source import MODEL, Source, View, cast, derive
+from moe_plugin.checkpoint.source import MODEL, Source, View, cast
 from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def there_and_back(source: Source) -> Source:
     neutral = convert(source, "neutral")
     check_names(name for _, name in neutral.entries)
     # what another format would make of it: nothing is left of Hugging Face's own settings
-    bare = View(neutral, [derive(neutral, key) for key in neutral.entries],
+    bare = View(neutral, [neutral.tensor(key) for key in neutral.entries],
                 values={"model": neutral.values["model"]})
     return convert(bare, "hf")
 
@@ -144,7 +144,7 @@ def test_the_data_type_can_change(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "in")
     (tmp_path / "out").mkdir()
     source = open_source(tmp_path / "in")
-    lower = View(source, [cast(derive(source, key), torch.bfloat16) for key in source.entries])
+    lower = View(source, [cast(source.tensor(key), torch.bfloat16) for key in source.entries])
     formats.get("hf")().write(lower, tmp_path / "out", CheckpointSizes())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
@@ -196,7 +196,7 @@ def _pickle(path: Path, config: dict[str, Any]) -> None:
 ])
 def test_damaged_folders_are_errors(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        HuggingFaceSource(folder(tmp_path, change))
+        open_safetensors(folder(tmp_path, change))
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -218,7 +218,7 @@ def test_what_no_family_holds_is_named(tmp_path: Path) -> None:
     def changed(**settings: Any) -> Source:
         model = {**neutral.values["model"], **settings}
         DecoderSettings.from_dict(model)
-        return View(neutral, [derive(neutral, key) for key in neutral.entries],
+        return View(neutral, [neutral.tensor(key) for key in neutral.entries],
                     values={"model": model})
 
     form = formats.get("hf")()
@@ -229,8 +229,8 @@ def test_what_no_family_holds_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"whose norm is 'layernorm'; train it in Megatron "
                                               r"with --normalization RMSNorm \(fairseq"):
         convert(changed(norm="layernorm"), "hf")
-    moment = replace(derive(neutral, (MODEL, "embed.weight")), key=("exp_avg", "embed.weight"))
-    trained = View(neutral, [*(derive(neutral, key) for key in neutral.entries), moment])
+    moment = replace(neutral.tensor((MODEL, "embed.weight")), key=("exp_avg", "embed.weight"))
+    trained = View(neutral, [*(neutral.tensor(key) for key in neutral.entries), moment])
     with pytest.raises(CheckpointError, match="holds no optimizer state, .* has exp_avg"):
         form.write(convert(trained, "hf"), tmp_path, CheckpointSizes())
 

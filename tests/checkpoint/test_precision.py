@@ -17,7 +17,7 @@ from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
-from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import MODEL, Derived, Source, TensorEntry, View
@@ -275,6 +275,6 @@ def test_averages_of_a_16_bit_model() -> None:
 
 
 def test_a_state_dict_says_what_stays() -> None:
-    entries = StateSource({"mlp.gate.weight": torch.zeros(2, 2),
+    entries = state_source({"mlp.gate.weight": torch.zeros(2, 2),
                            "mlp.gate.e_score_correction_bias": torch.ones(2)}, {}).entries
     assert [entry.keeps_float32 for entry in entries.values()] == [False, True]

@@ -5,6 +5,7 @@ are refused by name at every door.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
-from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.quantization import dequantized
-from moe_plugin.checkpoint.source import MODEL, Window, window_shape
+from moe_plugin.checkpoint.source import MODEL, Derived, View, Window, window_shape
 from moe_plugin.cli.main import main
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
 from tests.checkpoint.hf_models import logits, tiny, tokens
@@ -58,7 +59,7 @@ def test_blocks_of_128_whose_last_are_cut() -> None:
     torch.manual_seed(0)
     codes, scales = quantized(torch.randn(200, 300), (128, 128))
     assert scales.shape == (2, 3)
-    source = dequantized(StateSource({WEIGHT: codes, WEIGHT + "_scale_inv": scales}, {
+    source = dequantized(state_source({WEIGHT: codes, WEIGHT + "_scale_inv": scales}, {
         "torch_dtype": "float32", "quantization_config": {"quant_method": "fp8"}}))
     want = product(codes, scales, (128, 128))
     torch.testing.assert_close(source.read((MODEL, WEIGHT)).double(), want, rtol=1e-7, atol=0)
@@ -139,7 +140,7 @@ def _one(codes: torch.Tensor, scales: torch.Tensor, name: str = WEIGHT, scale: s
     config = {"quantization_config": {"quant_method": "fp8", **quantization}}
     state = {name: codes, (name + scale if scale.startswith("_") else
                            name.removesuffix("weight") + scale): scales, **(more or {})}
-    source = dequantized(StateSource(state, config))
+    source = dequantized(state_source(state, config))
     assert list(source.entries) == [(MODEL, name)]
     return source.decoded(torch.float64).read((MODEL, name))
 
@@ -179,16 +180,19 @@ def test_experts_in_one_tensor() -> None:
                        codes.double() * halves.double().repeat_interleave(16, 1))
 
 
-class Recorded(StateSource):
+class Recorded(View):
     """Counts the numbers of each read."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.most = 0
+        origin, self.most = state_source(*args), 0
+        super().__init__(origin, map(self._counted, map(origin.tensor, origin.entries)))
 
-    def _read(self, key: tuple[str, str], window: Window) -> torch.Tensor:
-        self.most = max(self.most, torch.Size(window_shape(window)).numel())
-        return super()._read(key, window)
+    def _counted(self, one: Derived) -> Derived:
+        def read(window: Window) -> torch.Tensor:
+            self.most = max(self.most, torch.Size(window_shape(window)).numel())
+            return one.read(window)
+
+        return replace(one, read=read)
 
 
 def test_a_window_reads_its_codes_and_scales_alone() -> None:

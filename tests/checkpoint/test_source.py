@@ -15,7 +15,6 @@ from moe_plugin.checkpoint.source import (
     View,
     Window,
     cast,
-    derive,
     item_of,
     joined,
     part_of,
@@ -44,7 +43,7 @@ class InMemory(Source):
 def test_derived_tensors_equal_torch_on_every_window_and_read_it_alone():
     a, b = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
     source = InMemory(a=a, b=b)
-    first, second = derive(source, ("model", "a")), derive(source, ("model", "b"))
+    first, second = source.tensor(("model", "a")), source.tensor(("model", "b"))
     cases = {
         "same": (first, a),
         "transposed": (transposed(first, (2, 0, 1)), a.permute(2, 0, 1)),
@@ -74,7 +73,7 @@ def test_windows_and_names_that_do_not_fit_are_refused():
             source.read(("model", "a"), window)
     with pytest.raises(CheckpointError, match="no tensor 'c'"):
         source.read(("model", "c"))
-    one = derive(source, ("model", "a"))
+    one = source.tensor(("model", "a"))
     with pytest.raises(CheckpointError, match="two tensors"):
         View(source, [one, one])
     with pytest.raises(CheckpointError, match="does not join"):

@@ -19,7 +19,7 @@ from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface.files import write_folder
-from moe_plugin.checkpoint.formats.huggingface.format import StateSource
+from moe_plugin.checkpoint.formats.huggingface.format import state_source
 from tests.checkpoint import quantized, test_tutel
 from tests.fuzz.hostile import VALUES, replaced
 
@@ -59,7 +59,7 @@ def sample(name: str) -> Path:
         if name != format:
             state, config = _with_codes(state), {**CONFIG, "quantization_config": {
                 "quant_method": "fp8", "weight_block_size": list(BLOCK)}}
-        write_folder(folder, config, StateSource(state, config), most=2000)
+        write_folder(folder, config, state_source(state, config), most=2000)
     elif format == "tutel":
         test_tutel.saved(folder, test_tutel.whole_state(), 2, "{rank}-of-{size}.pt")
     elif format == "fairseq_branch":

@@ -28,7 +28,7 @@ ONLY_FROM_PYTHON = (
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
 ASKED_BY_BENCHMARKS = {
-    "checkpoint.torch_files.write_sealed", "hosts.megatron.compat.core.destroy_groups",
+    "hosts.megatron.compat.core.destroy_groups",
     "hosts.megatron.compat.core.forget_losses", "hosts.megatron.compat.core.gpt_moe_layer_spec",
     "hosts.megatron.compat.cpu.building",
     "planner.units.parse_rate", "planner.units.parse_time",

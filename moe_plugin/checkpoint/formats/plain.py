@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats import huggingface
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -22,6 +21,7 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     write_files,
 )
+from moe_plugin.checkpoint.formats.huggingface import format as huggingface
 from moe_plugin.checkpoint.neutral import NEUTRAL, check_names
 from moe_plugin.checkpoint.reshard import (
     GROUPS,

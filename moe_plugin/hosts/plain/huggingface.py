@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_of
-from moe_plugin.checkpoint.formats.huggingface.format import StateSource, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.names import SWAPPED, family_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import (
     PLAIN_IN_TRANSFORMERS,
@@ -91,7 +91,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         state = {f"model.layers.{index}.mlp.{name}": value
                  for name, value in layer.mlp.state_dict().items()}
         prefix = f"layers.{index}.moe."
-        source = to_neutral(StateSource(state, config))
+        source = to_neutral(state_source(state, config))
         if prefix not in source.layers:
             continue
         name, block = names[id(layer.mlp)], layer.mlp
@@ -145,7 +145,7 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
     if _all_alike(block, moe):
         return
     trains = {name: value.requires_grad for name, value in block.named_parameters()}
-    flags = to_neutral(StateSource({
+    flags = to_neutral(state_source({
         name: torch.tensor(trains.get(name.split(".mlp.", 1)[1], False)).expand(value.shape)
         for name, value in state.items()}, config))
     for name, parameter in moe.named_parameters():
@@ -248,7 +248,7 @@ def _allow_again(model: nn.Module) -> None:
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
     """A layer's tensors by the names of `transformers`."""
-    neutral = to_neutral(StateSource({f"model.layers.0.{SWAPPED}{name}": value
+    neutral = to_neutral(state_source({f"model.layers.0.{SWAPPED}{name}": value
                                       for name, value in state.items()}, config))
     return View(neutral, family_tensors(neutral, family_of(config), fused=True))
 

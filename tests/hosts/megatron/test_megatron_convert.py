@@ -41,7 +41,6 @@ from moe_plugin.checkpoint.source import (
     Source,
     TensorEntry,
     View,
-    derive,
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.config import from_dict
@@ -176,7 +175,7 @@ def test_layouts_and_neutral_names_round_trip_bit_for_bit(case: str, runs: Any,
 
 
 def _only(view: Source, like: Source) -> Source:
-    return View(view, [derive(view, key) for key in like.entries])
+    return View(view, [view.tensor(key) for key in like.entries])
 
 
 def test_biases_of_experts_change_their_layout_and_come_back() -> None:
@@ -282,7 +281,7 @@ def test_optimizer_state_that_only_its_ranks_can_read_is_refused_by_name(
                     lambda: convert(source, "neutral")):
             with pytest.raises(CheckpointError, match="'dp_reshardable'.*fully-reshardable"):
                 act()
-        model = View(source, [derive(source, key) for key in source.entries],
+        model = View(source, [source.tensor(key) for key in source.entries],
                      values={**source.values, MODEL_ONLY: True})
         path = _written(model, tmp_path / "model")
     [message] = on_ranks(1, refusal, [*argv, "--load", str(tmp_path / "saved")])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ from torch import Tensor
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.formats.base import WriteProgress
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
-from moe_plugin.checkpoint.precision import mark_float32
-from moe_plugin.checkpoint.read_windows import read_strided
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
-    Key,
+    Derived,
+    DerivedSource,
     Source,
     TensorEntry,
     Window,
     blocks,
-    window_shape,
 )
+from moe_plugin.checkpoint.torch_files import StoredTensor
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
@@ -43,96 +43,51 @@ _EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.|gate_up_proj$|down_proj$)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class HuggingFaceSource(Source):
-    """A folder of safetensors with its `config.json`; names are those of the files.
+def open_safetensors(path: Path) -> DerivedSource:
+    """A folder of safetensors with its `config.json`, which is `values["config"]`; names are those
+    of the files.
 
-    `values["config"]` is the configuration.
-
-    Args:
-        path: the folder.
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-
-    format = "hf"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        config = read_json(path / CONFIG)
-        if (path / MODELOPT).is_file():
-            config.setdefault("quantization_config", {"quant_method": "modelopt"})
-        self.values: Mapping[str, Any] = {"config": config}
-        self._files: dict[str, SafetensorsFile] = {}
-        self._file_of: dict[Key, str] = {}
-        try:
-            entries = self._find()
-        except BaseException:
-            self.close()
-            raise
-        self.layers: Mapping[str, Mapping[str, Any]] = _layers_of(entries)
-        if family := FAMILIES.get(str(self.values["config"].get("model_type"))):
-            self.layers = {name: {**layer, FLOAT32: family.float32}
-                           for name, layer in self.layers.items()}
-        self.entries: Mapping[Key, TensorEntry] = mark_float32(entries, self.layers)
-
-    def _find(self) -> dict[Key, TensorEntry]:
-        weights, entries = weight_map(self.path), {}
-        for file in dict.fromkeys(weights.values()):
-            held = self._open(file).held
-            for name in sorted(held):
-                if weights.get(name, file) == file:
-                    entries[MODEL, name] = TensorEntry(held[name].shape, held[name].dtype)
-                    self._file_of[MODEL, name] = file
-            lost = [name for name, at in weights.items()
-                    if name and at == file and name not in held]
-            if lost:
-                raise CheckpointError(f"{str(self.path / file)!r} has no tensor {lost[0]!r}, which "
-                                      f"{INDEX} says is there; get the file again")
-        return entries
-
-    def _open(self, file: str) -> SafetensorsFile:
-        if file not in self._files:
-            path = self.path / file
-            try:
-                check_input(path)
-                self._files[file] = SafetensorsFile(path)
-            except (OSError, ValueError) as error:
-                remedy = ("convert the model to one of them" if isinstance(error, UnknownDtype)
-                          else "get the file again")
-                raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
-                                      f"({short(error)}); {remedy}") from error
-        return self._files[file]
-
-    def _read(self, key: Key, window: Window) -> Tensor:
-        path = self.path / self._file_of[key]
-        held = self._open(path.name).held[key[1]]
-        stride = torch.empty(held.shape, device="meta").stride()
-        first = held.offset + held.dtype.itemsize * sum(
-            part.start * step for part, step in zip(window, stride, strict=True))
-        try:
-            return read_strided(held.file, first, window_shape(window), stride, held.dtype)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"tensor {key[1]!r} in {str(path)!r} cannot be read "
-                                  f"({short(error)}); get the file again") from error
-
-    def describe(self) -> Mapping[str, Any]:
-        """The type of the model."""
-        return {"model_type": self.values["config"].get("model_type")}
-
-    def files(self) -> Sequence[Path]:
-        return [self.path / file for file in self._files]
-
-    def close(self) -> None:
-        """Give the files back."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+    config = read_json(path / CONFIG)
+    if (path / MODELOPT).is_file():
+        config.setdefault("quantization_config", {"quant_method": "modelopt"})
+    weights, found = weight_map(path), {}
+    files = list(dict.fromkeys(weights.values()))
+    for file in files:
+        held = _tensors_in(path / file)
+        found |= {name: Derived((MODEL, name), one.entry, one.read)
+                  for name, one in held.items() if weights.get(name, file) == file}
+        lost = [name for name, at in weights.items() if name and at == file and name not in held]
+        if lost:
+            raise CheckpointError(f"{str(path / file)!r} has no tensor {lost[0]!r}, which {INDEX} "
+                                  "says is there; get the file again")
+    layers: dict[str, dict[str, Any]] = _layers_of({name: one.entry for name, one in found.items()})
+    if family := FAMILIES.get(str(config.get("model_type"))):
+        layers = {name: {**layer, FLOAT32: family.float32} for name, layer in layers.items()}
+    return DerivedSource(marked(found.values(), layers), "hf", {"config": config}, layers,
+                         {"model_type": config.get("model_type")}, [path / file for file in files])
 
 
-def _layers_of(entries: Mapping[Key, TensorEntry]) -> dict[str, dict[str, int]]:
+def _tensors_in(path: Path) -> dict[str, StoredTensor]:
+    try:
+        check_input(path)
+        with SafetensorsFile(path) as file:
+            return {name: StoredTensor(path, held.offset, held.shape,
+                                       torch.empty(held.shape, device="meta").stride(), held.dtype)
+                    for name, held in sorted(file.held.items())}
+    except (OSError, ValueError) as error:
+        remedy = ("convert the model to one of them" if isinstance(error, UnknownDtype)
+                  else "get the file again")
+        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({short(error)}); "
+                              f"{remedy}") from error
+
+
+def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
     """MoE layers by the names of experts, one by one or all of a layer in one tensor."""
-    layers: dict[str, dict[str, int]] = {}
-    for (_, name), entry in entries.items():
+    layers: dict[str, dict[str, Any]] = {}
+    for name, entry in entries.items():
         if found := _EXPERT.match(name):
             count = int(found[2]) + 1 if found[2] else entry.shape[0] if entry.shape else 0
             layer = layers.setdefault(found[1], {"num_experts": 0})

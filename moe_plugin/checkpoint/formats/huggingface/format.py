@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
@@ -21,20 +22,21 @@ from moe_plugin.checkpoint.formats.huggingface.files import (
     CONFIG,
     INDEX,
     SINGLE,
-    HuggingFaceSource,
+    open_safetensors,
     write_folder,
 )
 from moe_plugin.checkpoint.formats.huggingface.names import family_tensors, neutral_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, dequantized
 from moe_plugin.checkpoint.neutral import NEUTRAL
-from moe_plugin.checkpoint.precision import mark_float32
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
+    Derived,
+    DerivedSource,
     Source,
     TensorEntry,
     View,
-    Window,
 )
 
 
@@ -80,12 +82,7 @@ class HuggingFaceFormat(Format):
 
     def open(self, path: Path, trust: bool = False) -> Source:
         """See `Format.open`; nothing is ever unpickled."""
-        source = HuggingFaceSource(path)
-        try:
-            return dequantized(source)
-        except CheckpointError:
-            source.close()
-            raise
+        return dequantized(open_safetensors(path))
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
@@ -101,21 +98,13 @@ class HuggingFaceFormat(Format):
         config.pop("dtype", None)  # the same under a newer name
         write_folder(path, config, source, progress=progress)
 
-class StateSource(Source):
-    """A state dict in memory as a source of format "hf".
+def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> DerivedSource:
+    """The tensors of a state dict in memory as a source of format "hf".
 
     Args:
-        state: tensors by Hugging Face's names. config: `config.json`'s values.
+        state: by Hugging Face's names. config: `config.json`'s values.
     """
-
-    format = "hf"
-
-    def __init__(self, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        self._state = {name: value for name, value in state.items()
-                       if isinstance(value, torch.Tensor)}
-        self.entries = mark_float32({(MODEL, name): TensorEntry(tuple(value.shape), value.dtype)
-                                     for name, value in self._state.items()}, {})
-        self.values, self.layers = {"config": dict(config)}, {}
-
-    def _read(self, key: tuple[str, str], window: Window) -> Tensor:
-        return self._state[key[1]].detach()[window]
+    tensors = (Derived((MODEL, name), TensorEntry(tuple(value.shape), value.dtype),
+                       partial(operator.getitem, value.detach()))
+               for name, value in state.items() if isinstance(value, torch.Tensor))
+    return DerivedSource(marked(tensors, {}), "hf", {"config": dict(config)}, {})

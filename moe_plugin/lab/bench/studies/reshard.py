@@ -56,8 +56,9 @@ def write_checkpoint(folder: Path, gib: float) -> int:
             model[prefix + "norm.weight"] = noise(WIDTH)
         state = {name: {field: noise(*value.entry.shape) for field in FIELDS}
                  for name, value in model.items() if isinstance(value, Derived)}
-        torch_files.write_sealed(folder / part_name(rank, PARTS), {
-            "model": model, "optimizer": {"by_name": state, "groups": [{"lr": 0.1}]}})
+        with torch_files.SealedWriter() as writer:
+            writer.write(folder / part_name(rank, PARTS), {
+                "model": model, "optimizer": {"by_name": state, "groups": [{"lr": 0.1}]}})
     write_index(folder, PARTS, {"step": 1})
     return sum(path.stat().st_size for path in folder.iterdir())
 
