@@ -19,7 +19,13 @@ import torch
 
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.checksums import ReadSums, summed
-from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, convert, formats
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    WriteProgress,
+    convert,
+    formats,
+    write_whole,
+)
 from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -189,15 +195,8 @@ class _Progress(WriteProgress):
         with self._lock:
             self.finished[name] = [path.stat().st_size, crc]
             self.finished = dict(sorted(self.finished.items()))  # whichever ended first
-            self._save()
-
-    def _save(self) -> None:
-        half = self._folder / (PLAN + ".new")
-        with open(half, "w", encoding="utf-8") as stream:
-            stream.write(checksums.seal_json({"plan": self._plan, "finished": self.finished}))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(half, self._folder / PLAN)
+            write_whole(self._folder / PLAN, checksums.seal_json(
+                {"plan": self._plan, "finished": self.finished}))
 
 
 def _is_as_written(path: Path, crc: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from moe_plugin.checkpoint.formats.base import convert
 from moe_plugin.checkpoint.formats.huggingface.files import write_safetensors
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
+from moe_plugin.checkpoint.torch_files import SealedWriter
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.regular_files import check_output, half_of, write_remedy
 
@@ -25,16 +26,15 @@ def write_experts(source: Source, path: str | os.PathLike[str],
         CheckpointError: the checkpoint has no feed-forward experts, or the file cannot be written.
     """
     view, path = convert(source, "plain"), check_output(path)
-    entries = {name: entry for (field, name), entry in view.entries.items()
-               if field == MODEL and name.rpartition(".")[2] in SHARD_AXIS
-               and ".experts." in f".{name}"}
-    if not entries:
+    names = [name for field, name in view.entries if field == MODEL
+             and name.rpartition(".")[2] in SHARD_AXIS and ".experts." in f".{name}"]
+    if not names:
         raise CheckpointError(f"the {source.format} checkpoint has no feed-forward experts to "
                               f"write to {str(path)!r}; give that of a model with MoE layers")
     half = half_of(path)
     try:
-        write_safetensors(half, entries, lambda name, window: view.read((MODEL, name), window),
-                          advance)
+        with SealedWriter(advance) as writer:
+            write_safetensors(writer, half, view, names)
         os.replace(half, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}); "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint.neutral import DecoderSettings
-from moe_plugin.checkpoint.reshard import merge
+from moe_plugin.checkpoint.reshard import merge, window_of_rank
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -87,12 +87,7 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
     Args:
         name: below `experts.`, one of `SHARD_AXIS`. shape: of the whole tensor.
     """
-    window = [slice(0, size) for size in shape]
-    window[0] = slice(place.first_expert, place.first_expert + place.local)
-    axis = SHARD_AXIS[name]
-    size = shape[axis] // place.shards
-    window[axis] = slice(place.shard * size, (place.shard + 1) * size)
-    return tuple(window)
+    return window_of_rank(shape, place.comm.rank, place.local, place.shards, SHARD_AXIS[name])
 
 
 @torch.no_grad()

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint.precision import marked
-from moe_plugin.checkpoint.source import MODEL, Derived, DerivedSource, Source, joined, part_of
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    Derived,
+    DerivedSource,
+    Source,
+    Window,
+    joined,
+    part_of,
+)
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.tuning.layout_selector import STATE_VERSION
 
@@ -167,20 +175,30 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
     if not shape:
         return {key: value}
     shards = shards or max(1, size // experts)
-    local = experts * shards // size
+    axis = _axis(key, name) if shards > 1 else 0
+    if shards > 1 and shape[axis] % shards:
+        raise ValueError(f"{key!r} of shape {shape} does not fit {shards} shards: axis {axis} "
+                         "must be a multiple; choose another number")
+    window = window_of_rank(shape, rank, experts * shards // size, shards, axis)
+    if isinstance(value, Derived):
+        return {key: value if rank == 0 and size == 1 else part_of(value, window)}
+    return {key: value[window]}
+
+
+def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
+    """What a rank of an expert-parallel group stores of a tensor of all experts.
+
+    Args:
+        local: experts on a rank. shards: consecutive ranks that each have a part of the same
+            experts along `axis`.
+    """
     run, shard = divmod(rank, shards)
-    window = [slice(0, length) for length in shape]
+    window = [slice(0, size) for size in shape]
     window[0] = slice(run * local, (run + 1) * local)
     if shards > 1:
-        axis = _axis(key, name)
-        width, rest = divmod(shape[axis], shards)
-        if rest:
-            raise ValueError(f"{key!r} of shape {shape} does not fit {shards} shards: axis {axis} "
-                             "must be a multiple; choose another number")
+        width = shape[axis] // shards
         window[axis] = slice(shard * width, (shard + 1) * width)
-    if isinstance(value, Derived):
-        return {key: value if rank == 0 and size == 1 else part_of(value, tuple(window))}
-    return {key: value[tuple(window)]}
+    return tuple(window)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

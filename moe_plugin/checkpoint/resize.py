@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.checkpoint.reshard import window_of_rank
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.resharding import Resharding
@@ -161,15 +162,10 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
     axis, shards = SHARD_AXIS[name], place.shards
     shape = [place.experts, *local.shape[1:]]
     shape[axis] *= shards
-    boxes = {}
-    for rank, position in enumerate(positions):
-        run, shard = divmod(position, shards)
-        box = [(0, size) for size in shape]
-        box[0] = (run * place.local, (run + 1) * place.local)
-        if shards > 1:
-            box[axis] = (shard * local.shape[axis], (shard + 1) * local.shape[axis])
-        boxes[rank] = tuple(box)
-    return TensorLayout(tuple(shape), boxes)
+    return TensorLayout(tuple(shape), {
+        rank: tuple((part.start, part.stop) for part in window_of_rank(
+            shape, position, place.local, shards, axis))
+        for rank, position in enumerate(positions)})
 
 
 def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: nn.Parameter,

@@ -220,19 +220,34 @@ class SealedWriter:
         placed = _places(written, skeleton)
         order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
                        key=lambda pair: pair[0])
-        self._workers.start(partial(self._make, path, order, done))
+        self.fill(path, order, done)
 
-    def _make(self, path: Path, order: list[tuple[int, Derived]],
-              done: Callable[[], None]) -> Iterator[None]:
+    def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
+             done: Callable[[], None] = lambda: None, seal: bool = True) -> None:
+        """Begin to write tensors into a file that is there.
+
+        Args:
+            order: first byte of each, ascending.
+            done: see `write`.
+            seal: the file ends with its checksum.
+        """
+        self._workers.start(partial(self._make, path, order, done, seal))
+
+    def _make(self, path: Path, order: Sequence[tuple[int, Derived]],
+              done: Callable[[], None], seal: bool) -> Iterator[None]:
         with (open(path, "r+b", buffering=0) as file,
               ThreadPoolExecutor(1) as disk):  # ends before the file is closed
-            self._fill(file, _blocks(order, self._readers), disk)
+            crc = self._fill(file, _blocks(order, self._readers), disk)
+            if seal:
+                file.seek(0, os.SEEK_END)
+                _write_all(file, memoryview(checksums.trailer(crc)))
             yield
             os.fsync(file.fileno())
         done()
 
     def _fill(self, file: io.FileIO, pieces: Iterator[tuple[int | None, memoryview]],
-              disk: Executor) -> None:
+              disk: Executor) -> int:
+        """Returns the checksum of the whole file."""
         size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
         for start, data in pieces:
             self._workers.check()
@@ -245,9 +260,7 @@ class SealedWriter:
             if at - begun >= FLUSH:  # the disk begins to take it, without a wait
                 disk.submit(begin_writing, file.fileno(), begun, at - begun)
                 begun = at
-        at, crc = _keep(file, at, size, crc)
-        file.seek(size)
-        _write_all(file, memoryview(checksums.trailer(crc)))
+        return _keep(file, at, size, crc)[1]
 
     def __enter__(self) -> SealedWriter:
         return self

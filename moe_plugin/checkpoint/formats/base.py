@@ -5,13 +5,14 @@ A host registers its formats in a module of its own, so that this room needs no 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -20,6 +21,7 @@ from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.messages import short
 from moe_plugin.registry import Registry
+from moe_plugin.regular_files import half_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,22 @@ class WriteProgress:
 
     def wrote(self, name: str) -> None:
         """The file is complete."""
+
+
+def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
+    """Write a small file, flushed to disk; it gets its name when it is complete.
+
+    content: text, or what writes to the stream that it is given.
+    """
+    half = half_of(path)
+    with open(half, "wb") as stream:
+        if isinstance(content, str):
+            stream.write(content.encode())
+        else:
+            content(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(half, path)
 
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
     write_files,
+    write_whole,
 )
 from moe_plugin.checkpoint.formats.huggingface import format as huggingface
 from moe_plugin.checkpoint.neutral import NEUTRAL, check_names
@@ -56,13 +56,9 @@ def part_name(rank: int, size: int) -> str:
 def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
     """Write the index of parts that are complete."""
     paths = [folder / part_name(rank, parts) for rank in range(parts)]
-    text = checksums.seal_json({
+    write_whole(folder / INDEX, checksums.seal_json({
         "version": VERSION, "parts": parts, "bytes": [path.stat().st_size for path in paths],
-        "seals": [checksums.seal_of(path) for path in paths], "extra": dict(extra)})
-    with open(folder / INDEX, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+        "seals": [checksums.seal_of(path) for path in paths], "extra": dict(extra)}))
 
 
 def read_index(source: Path) -> tuple[dict[str, Any], bool]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.megatron.common import fitted
-from moe_plugin.checkpoint.formats.megatron.names import METADATA
+from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
+from moe_plugin.checkpoint.formats.megatron.names import METADATA, NATIVE_EXPERTS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.names import (
@@ -29,12 +30,7 @@ from moe_plugin.hosts.megatron.compat.names import (
     dict_list_map_outplace,
 )
 
-_NATIVE = "mlp.experts.experts."
-# ours, Megatron's, whether the last two axes are swapped; of the first maps, the gate comes first
-_FC1 = {"w_in_LDF": ("linear_fc1.weight", True), "w_gate_LDF": ("linear_fc1.weight", True),
-        "b_in_LF": ("linear_fc1.bias", False), "b_gate_LF": ("linear_fc1.bias", False)}
-_FC2 = {"w_out_LFD": ("linear_fc2.weight", True), "b_out_LD": ("linear_fc2.bias", False)}
-_GATES = ("w_gate_LDF", "b_gate_LF")
+_THEIRS = {one: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for one in ours}
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -70,16 +66,16 @@ def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
 def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
     if isinstance(leaf, ShardedObject):
         # objects of modules that only Megatron's own experts have
-        missing = _NATIVE in leaf.key and leaf.unique_key not in known
+        missing = NATIVE_EXPERTS in leaf.key and leaf.unique_key not in known
         return LocalNonpersistentObject(leaf.data) if missing else leaf
     if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.key in known:
         return leaf
     prefix, _, name = leaf.key.rpartition(".")
-    theirs = {**_FC1, **_FC2}.get(name)
+    theirs = _THEIRS.get(name)
     if theirs is not None and isinstance(leaf, ShardedTensor):
         other = f"{prefix}.experts.{theirs[0]}"
         return _as_native(leaf, name, other, shapes[other]) if other in known else leaf
-    prefix, native, name = leaf.key.partition(_NATIVE)
+    prefix, native, name = leaf.key.partition(NATIVE_EXPERTS)
     if native and any(f"{prefix}mlp.experts.{ours}" in known for ours in ("w_in_LDF", "w_out_LFD")):
         return _as_ours(leaf, f"{prefix}mlp.experts.", name, known)
     return leaf
@@ -88,12 +84,12 @@ def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
 def _as_native(leaf: ShardedTensor, name: str, other: str,
                shape: tuple[int, ...]) -> ShardedTensorFactory:
     """Asks for our tensor in Megatron's layout."""
-    swap, ahead = {**_FC1, **_FC2}[name][1], leaf.prepend_axis_num
+    (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
     order = _swapped if swap else tuple
     whole, offset, parts = (list(order(one)) for one in (
         leaf.global_shape, leaf.global_offset, leaf.axis_fragmentations))
-    if name in _FC1 and shape[ahead + 1] == 2 * whole[ahead + 1]:
-        if name not in _GATES:
+    if len(PAIRS[theirs][0]) == 2 and shape[ahead + 1] == 2 * whole[ahead + 1]:
+        if name not in GATES:
             offset[ahead + 1] += whole[ahead + 1]
         whole[ahead + 1] *= 2
         parts[ahead + 1] *= 2
@@ -110,20 +106,19 @@ def _as_native(leaf: ShardedTensor, name: str, other: str,
 def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
              known: set[str]) -> ShardedTensorFactory:
     """Asks for Megatron's tensor in our layout."""
-    swap = name.endswith("weight")
-    names = [ours for ours, (theirs, _) in {**_FC1, **_FC2}.items() if theirs == name]
-    gated = any(prefix + ours in known for ours in names if ours in _GATES)
+    names, swap = PAIRS[name]  # the gate is the first of two
+    gated = len(names) == 2 and prefix + names[0] in known
 
     def convert(one: ShardedTensor) -> ShardedTensor:
-        ours = next(each for each in names if each not in _GATES)
+        ours = names[-1]
         axis = len(one.global_shape) - (2 if swap else 1)  # of the inner width
         whole, offset, parts = (list(values) for values in (
             one.global_shape, one.global_offset, one.axis_fragmentations))
-        if gated and len(names) == 2:
+        if gated:
             whole[axis] //= 2
             parts[axis] //= 2
             if offset[axis] < whole[axis]:
-                ours = next(each for each in names if each in _GATES)
+                ours = names[0]
             else:
                 offset[axis] -= whole[axis]
         if swap:
@@ -145,7 +140,7 @@ def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
         return inner_merge(dict_list_map_outplace(
             lambda one: back(one) if isinstance(one, Tensor) else one, found))
 
-    return ShardedTensorFactory(prefix + names[0], leaf.data, build, merge, leaf.replica_id)
+    return ShardedTensorFactory(prefix + names[-1], leaf.data, build, merge, leaf.replica_id)
 
 
 def _factory_parts(leaf: Any) -> tuple[Callable[..., Any], Callable[[Any], Tensor]]:

@@ -5,18 +5,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moe_plugin.checkpoint.file_workers import FileWorkers
-from moe_plugin.checkpoint.formats.base import WriteProgress
+from moe_plugin.checkpoint.formats.base import WriteProgress, write_whole
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
@@ -26,10 +23,8 @@ from moe_plugin.checkpoint.source import (
     DerivedSource,
     Source,
     TensorEntry,
-    Window,
-    blocks,
 )
-from moe_plugin.checkpoint.torch_files import StoredTensor
+from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
@@ -38,7 +33,6 @@ from moe_plugin.routing.contract import FLOAT32
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantization
 SHARD_BYTES = 5 << 30
-BLOCK_BYTES = 32 << 20  # most that a writer holds at a time
 _EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.|gate_up_proj$|down_proj$)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -153,75 +147,50 @@ def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[s
 
 def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
                  progress: WriteProgress = WriteProgress()) -> None:
-    """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time,
-    two files at once where there are two cores.
+    """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time.
 
     Args:
         most: bytes of a file, unless one tensor has more.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
-    files = shards_of(entries, most)
-    with FileWorkers() as workers:
-        def written(nbytes: int) -> None:
-            workers.check()
-            progress.advance(nbytes)
-
-        def make(file: str) -> Iterator[None]:
-            held = {name: entries[name] for name in files[file]}
-            write_safetensors(path / file, held, lambda name, at: source.read((MODEL, name), at),
-                              written)
-            progress.wrote(file)
-            yield
-
-        for file in files:
+    files, as_json = shards_of(entries, most), partial(json.dumps, indent=2)
+    with SealedWriter(progress.advance) as writer:
+        for file, names in files.items():
             if not progress.keeps(file):
-                workers.start(partial(make, file))
+                write_safetensors(writer, path / file, source, names,
+                                  partial(progress.wrote, file))
     if len(files) > 1:
         total = sum(entry.nbytes for entry in entries.values())
-        write_json(path / INDEX, {
+        write_whole(path / INDEX, as_json({
             "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in files.items() for name in names}})
+            "weight_map": {name: file for file, names in files.items() for name in names}}))
         progress.wrote(INDEX)
-    write_json(path / CONFIG, config)
+    write_whole(path / CONFIG, as_json(config))
     progress.wrote(CONFIG)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write JSON, flushed to disk."""
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(values, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def write_safetensors(path: Path, entries: Mapping[str, TensorEntry],
-                      read: Callable[[str, Window], Tensor],
-                      advance: Callable[[int], None]) -> None:
-    """Write one file piece by piece; the library's own writer needs all tensors in memory.
+def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],
+                      done: Callable[[], None] = lambda: None) -> None:
+    """Begin to write one file; the library's own writer needs all tensors in memory.
 
     Layout: 8 bytes with the length of a JSON header, the header, the values in its order. Source:
     the format's description at github.com/huggingface/safetensors.
 
     Args:
-        read: values of a window of a tensor. advance: called with bytes as they are written.
+        names: of the source's "model" tensors. done: see `SealedWriter.write`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, entry in entries.items():
+    start, order = 0, []
+    for name in names:
+        entry = source.entries[MODEL, name]
         if entry.dtype not in _NAMES:
             raise CheckpointError(f"tensor {name!r} is {entry.dtype}, which safetensors cannot "
                                   f"hold; it can: {', '.join(DTYPES)}")
+        order.append((start, Derived((MODEL, name), entry, partial(source.read, (MODEL, name)))))
         header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape),
                         "data_offsets": [start, start + entry.nbytes]}
         start += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in entries.items():
-            for window in blocks(entry, BLOCK_BYTES):
-                value = read(name, window).contiguous()
-                stream.write(value.reshape(-1).view(torch.uint8).numpy().data)
-                advance(value.nbytes)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    writer.fill(path, [(8 + len(text) + at, one) for at, one in order], done, seal=False)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, write_whole
 from moe_plugin.checkpoint.formats.megatron import common, names
 from moe_plugin.checkpoint.formats.megatron.names import (
     BACKEND,
@@ -103,10 +103,10 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
     objects = _objects(source, kept, stacked)
     _write_tensors(source, folder, pieces, objects, progress)
     state = _common(source, kept, layout)
-    _write_whole(folder / COMMON, lambda stream: torch.save(state, stream))
-    _write_whole(folder / BACKEND, lambda stream: stream.write(json.dumps(_BACKEND).encode()))
+    write_whole(folder / COMMON, lambda stream: torch.save(state, stream))
+    write_whole(folder / BACKEND, json.dumps(_BACKEND))
     _write_meta(folder, source, kept, layout)
-    _write_whole(path / LATEST, lambda stream: stream.write(str(iteration).encode()))
+    write_whole(path / LATEST, str(iteration))
     for name in (COMMON, BACKEND, META):
         progress.wrote(f"{folder.name}/{name}")
     progress.wrote(LATEST)
@@ -181,7 +181,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta(checkpoint_id=folder.name)
     metadata.version = "1.0.0"  # of torch's format
-    _write_whole(folder / METADATA, lambda stream: pickle.dump(metadata, stream))
+    write_whole(folder / METADATA, lambda stream: pickle.dump(metadata, stream))
     progress.wrote(f"{folder.name}/{METADATA}")
     for index in indexes:
         index.unlink()
@@ -219,7 +219,7 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
                 rows.append((one.name, one.offsets, start, stream.tell() - start))
         stream.flush()
         os.fsync(stream.fileno())
-    _write_whole(index, lambda stream: stream.write(json.dumps(rows).encode()))
+    write_whole(index, json.dumps(rows))
 
 
 def _metadata(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
@@ -268,8 +268,7 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
         "consumed_samples": int(source.values.get("consumed_samples", 0)),
         "megatron_core": meta.get("megatron_core", ""), "files": sizes, "checksums": sums
     }
-    text = checksums.seal_json(values)
-    _write_whole(folder / META, lambda stream: stream.write(text.encode()))
+    write_whole(folder / META, checksums.seal_json(values))
 
 
 def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,12 +278,3 @@ def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
             "add_bias_linear", "normalization")
     pairs = {**{name: name for name in same}, **theirs}
     return {name: settings[given] for name, given in pairs.items() if given in settings}
-
-
-def _write_whole(path: Path, fill: Any) -> None:
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as stream:
-        fill(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(part, path)
