@@ -32,7 +32,7 @@ Others = Callable[[Derived], Derived]
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """A tensor of a format, and the neutral ones that it holds.
 
     Attributes:
@@ -86,14 +86,14 @@ def _whole(pieces: list[Derived], axis: int) -> Derived:
 class _Index:
     """Rules by the names that they have places in."""
 
-    def __init__(self, rules: Iterable[tuple[str, Rule]]) -> None:
-        self._alike: dict[str, list[tuple[re.Pattern[str], Rule]]] = {}
+    def __init__(self, rules: Iterable[tuple[str, NameRule]]) -> None:
+        self._alike: dict[str, list[tuple[re.Pattern[str], NameRule]]] = {}
         for name, rule in rules:
             pattern = re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(name))
             alike = self._alike.setdefault(_NUMBER.sub("0", _PLACE.sub("0", name)), [])
             alike.append((re.compile(pattern), rule))
 
-    def find(self, name: str) -> list[tuple[Rule, dict[str, str]]]:
+    def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
         """Rules for a name, each with what is in its places."""
         return [(rule, found.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
@@ -105,7 +105,7 @@ class NameTable:
     neutral tensor is written under the names of all.
     """
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[NameRule]) -> None:
         self._order = {rule: place for place, rule in enumerate(rules)}
         self._theirs = _Index((rule.theirs, rule) for rule in self._order)
         self._ours = _Index((name, rule) for rule in self._order for name in rule.ours)
@@ -130,7 +130,7 @@ class NameTable:
         Raises:
             CheckpointError: experts are missing, or not of the axes that their names say.
         """
-        single: dict[Key, tuple[Rule, dict[int, Derived]]] = {}
+        single: dict[Key, tuple[NameRule, dict[int, Derived]]] = {}
         for one in tensors:
             rule, at = next(iter(self._theirs.find(one.key[1])), (None, {}))
             if rule is None:
@@ -157,7 +157,7 @@ class NameTable:
         Raises:
             CheckpointError: some of the tensors that one of the format's joins are missing.
         """
-        single: dict[Key, list[tuple[Rule, dict[str, str], Derived]]] = {}
+        single: dict[Key, list[tuple[NameRule, dict[str, str], Derived]]] = {}
         for key in source.entries:
             found = self._ours.find(key[1])
             if not found:
@@ -186,21 +186,21 @@ def _checked(one: Derived, name: str) -> Derived:
     return one.renamed(name)
 
 
-def _needed(source: Source, key: Key, rule: Rule) -> Key:
+def _needed(source: Source, key: Key, rule: NameRule) -> Key:
     if key not in source.entries:
         raise CheckpointError(f"the {source.format} checkpoint has no {key[1]!r} in {key[0]!r}, "
                               f"which {rule.theirs!r} joins with others")
     return key
 
 
-def same_parts(theirs: str, ours: str, names: Any) -> Iterator[Rule]:
+def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
     """Rules of tensors that are the same but for their names.
 
     Args:
         theirs, ours: in front of all names.
         names: the format's -> neutral ones.
     """
-    return (Rule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
+    return (NameRule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
 
 
 def both_kinds(names: Any) -> dict[str, str]:

@@ -35,7 +35,7 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     write_files,
 )
-from moe_plugin.checkpoint.name_table import NameTable, Others, Rule
+from moe_plugin.checkpoint.name_table import NameRule, NameTable, Others
 from moe_plugin.checkpoint.reshard import COLUMNS, column_source
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -203,7 +203,7 @@ def from_plain(source: Source) -> View:
 
 
 def _table(source: Source) -> NameTable:
-    return NameTable(Rule(prefix + theirs, (prefix + ours,), swap) for prefix in source.layers
+    return NameTable(NameRule(prefix + theirs, (prefix + ours,), swap) for prefix in source.layers
                      for theirs, (ours, swap) in NAMES.items())
 
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from moe_plugin.checkpoint.name_table import NameTable, Rule
+from moe_plugin.checkpoint.name_table import NameRule, NameTable
 from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source, View
 
@@ -55,10 +55,10 @@ def renumbered(name: str, index: int) -> str:
 
 def _table(prefixes: Iterable[str]) -> NameTable:
     """prefixes: of the branch's MoE layers, ending in `moe_layer.`."""
-    rules: list[Rule] = []
+    rules: list[NameRule] = []
     for prefix in prefixes:
-        rules.append(Rule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
-        rules += [Rule(f"{prefix}experts.{{e}}.{theirs}", (f"{prefix}moe.experts.{ours}",),
+        rules.append(NameRule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
+        rules += [NameRule(f"{prefix}experts.{{e}}.{theirs}", (f"{prefix}moe.experts.{ours}",),
                        swap=theirs.endswith("weight")) for theirs, ours in EXPERT.items()]
     return NameTable(rules)
 

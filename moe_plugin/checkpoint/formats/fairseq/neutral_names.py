@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
-from moe_plugin.checkpoint.name_table import KINDS, NameTable, Rule, both_kinds, same_parts
+from moe_plugin.checkpoint.name_table import KINDS, NameRule, NameTable, both_kinds, same_parts
 from moe_plugin.checkpoint.neutral import zeros
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -57,7 +57,7 @@ _RULES = (
 )
 _WRITTEN = NameTable(_RULES)
 _READ = NameTable((*_RULES, *(
-    Rule(f"decoder.layers.{{n}}.self_attn.in_proj_{kind}",
+    NameRule(f"decoder.layers.{{n}}.self_attn.in_proj_{kind}",
          tuple(f"layers.{{n}}.attention.{part}.{kind}" for part in "qkv")) for kind in KINDS)))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from moe_plugin.checkpoint.formats.huggingface.families import Family
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
-from moe_plugin.checkpoint.name_table import NameTable, Rule, both_kinds, same_parts
+from moe_plugin.checkpoint.name_table import NameRule, NameTable, both_kinds, same_parts
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source
 
 _ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_norm": "q_norm",
@@ -33,7 +33,7 @@ _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # from the settings
 
 
 def _rules(model: str, blocks: Iterable[str], shared: Iterable[str],
-           parts: Iterable[str], fused: bool) -> Iterator[Rule]:
+           parts: Iterable[str], fused: bool) -> Iterator[NameRule]:
     """The rules of a family.
 
     Args:
@@ -54,12 +54,12 @@ def _rules(model: str, blocks: Iterable[str], shared: Iterable[str],
     experts = f"{ours}moe.experts."
     for block in blocks:
         for part in parts:
-            yield Rule(f"{layer}{block}.experts.{{e}}.{part}.weight",
+            yield NameRule(f"{layer}{block}.experts.{{e}}.{part}.weight",
                        (experts + _EXPERT_PARTS[part],), swap=True)
     if fused:
-        yield Rule(f"{layer}mlp.experts.gate_up_proj",
+        yield NameRule(f"{layer}mlp.experts.gate_up_proj",
                    (f"{experts}w_gate_LDF", f"{experts}w_in_LDF"), swap=True, axis=1)
-        yield Rule(f"{layer}mlp.experts.down_proj", (f"{experts}w_out_LFD",), swap=True)
+        yield NameRule(f"{layer}mlp.experts.down_proj", (f"{experts}w_out_LFD",), swap=True)
 
 
 _READ = NameTable(rule for model in ("model.", "") for rule in (

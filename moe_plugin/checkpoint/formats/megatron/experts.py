@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron.names import NATIVE, OURS
-from moe_plugin.checkpoint.name_table import NameTable, Rule
+from moe_plugin.checkpoint.name_table import NameRule, NameTable
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 
 # Megatron's tensor below `mlp.experts.experts.`, ours in it, whether the last two axes are swapped
@@ -31,7 +31,7 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 def _table(gated: Mapping[str, bool]) -> NameTable:
     """gated: whether experts have gates, by the prefix of each MoE layer."""
     return NameTable(
-        Rule(f"{prefix}experts.experts.{theirs}",
+        NameRule(f"{prefix}experts.experts.{theirs}",
              tuple(f"{prefix}experts.{name}" for name in ours if has_gates or name not in GATES),
              swap=swap, axis=1)
         for prefix, has_gates in gated.items() for theirs, (ours, swap) in PAIRS.items())

@@ -23,7 +23,7 @@ from typing import Any
 from moe_plugin.checkpoint.formats.megatron import names, settings
 from moe_plugin.checkpoint.formats.megatron.common import optimizer_values, refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.names import OURS
-from moe_plugin.checkpoint.name_table import KINDS, NameTable, Rule, same_parts
+from moe_plugin.checkpoint.name_table import KINDS, NameRule, NameTable, same_parts
 from moe_plugin.checkpoint.neutral import (
     NEUTRAL,
     DecoderSettings,
@@ -55,25 +55,25 @@ _LAYER = re.compile(r"layers\.(\d+)\..+")
 
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
     """The names of a model. other_norms: layers whose norms have their other names, too."""
-    def rules() -> Iterator[Rule]:
+    def rules() -> Iterator[NameRule]:
         layer, ours = names.LAYERS + "{n}.", "layers.{n}."
         gates = ("w_gate", "w_in") if model.gated else ("w_in",)
         yield from same_parts("", "", _OUTER)
-        yield Rule(f"{layer}mlp.router.expert_bias", (f"{ours}moe.router.expert_bias",))
-        yield Rule(f"{layer}mlp.shared_experts.gate_weight", (f"{ours}moe.shared.gate.weight",))
+        yield NameRule(f"{layer}mlp.router.expert_bias", (f"{ours}moe.router.expert_bias",))
+        yield NameRule(f"{layer}mlp.shared_experts.gate_weight", (f"{ours}moe.shared.gate.weight",))
         for name in SHARD_AXIS:
-            yield Rule(f"{layer}mlp.experts.{name}", (f"{ours}moe.experts.{name}",))
+            yield NameRule(f"{layer}mlp.experts.{name}", (f"{ours}moe.experts.{name}",))
         for kind in KINDS:
             for theirs, neutral in _INNER.items():
-                yield Rule(f"{layer}{theirs}{kind}", (f"{ours}{neutral}{kind}",))
+                yield NameRule(f"{layer}{theirs}{kind}", (f"{ours}{neutral}{kind}",))
             for number in other_norms:
                 for theirs, neutral in _OTHER_NORMS.items():
-                    yield Rule(f"{names.LAYERS}{number}.{theirs}{kind}",
+                    yield NameRule(f"{names.LAYERS}{number}.{theirs}{kind}",
                                (f"layers.{number}.{neutral}{kind}",))
             for theirs, neutral in _GATED.items():
-                yield Rule(f"{layer}{theirs}{kind}",
+                yield NameRule(f"{layer}{theirs}{kind}",
                            tuple(f"{ours}{neutral}{gate}.{kind}" for gate in gates))
-            yield Rule(f"{layer}self_attention.linear_qkv.{kind}",
+            yield NameRule(f"{layer}self_attention.linear_qkv.{kind}",
                        tuple(f"{ours}attention.{part}.{kind}" for part in "qkv"),
                        shares=(model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)
 
