@@ -37,7 +37,7 @@ fields have the same names and shapes. A source's `layers` has the prefixes `lay
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -53,6 +53,7 @@ from moe_plugin.checkpoint.source import (
     cast,
     window_shape,
 )
+from moe_plugin.messages import short
 
 NEUTRAL = "neutral"  # `Source.format` of views with these names
 
@@ -143,13 +144,75 @@ class DecoderSettings:
             raise CheckpointError(f"incomplete model settings: {error}") from error
 
 
-def other_settings(model: DecoderSettings, held: Container[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and default of the settings besides `held` that are not at their default."""
+class NeutralModel:
+    """What a neutral source holds, by its settings and the shapes of its tensors.
+
+    Attributes:
+        width, vocabulary: D, V. head_dim: H.
+        dense, moe: numbers of the layers with an MLP, and with experts; layers: how many in all.
+        experts, expert_width, shared_width, dense_width: E, F, G, F; 0 where there are none.
+        biases: of attention: "none", "qkv" or "all". qk_norm: "none", "head" or "all".
+        shared: "none", "plain" or "gated". dtype: of the embedding.
+    Raises:
+        CheckpointError: it is no whole model.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.settings = s = DecoderSettings.from_dict(source.values["model"])
+        shapes = {name: entry.shape for (kind, name), entry in source.entries.items()
+                  if kind == MODEL}
+        if "embed.weight" not in shapes or "layers.0.norm1.weight" not in shapes:
+            raise CheckpointError("the source has no embedding or no layer 0: it is no whole model")
+
+        def size(name: str, axis: int = 0) -> int:
+            return shapes[name][axis] if name in shapes else 0
+
+        self.vocabulary, self.width = shapes["embed.weight"]
+        self.dtype = str(source.entries[MODEL, "embed.weight"].dtype).removeprefix("torch.")
+        self.dense, self.moe = (tuple(sorted(
+            int(name.split(".")[1]) for name in shapes if name.endswith(end)))
+            for end in (".mlp.w_in.weight", ".moe.experts.w_in_LDF"))
+        self.layers = len(self.dense) + len(self.moe)
+        attention = "layers.0.attention."
+        self.head_dim = size(f"{attention}q.weight") // s.heads
+        normed = size(f"{attention}q_norm.weight")
+        self.qk_norm = "none" if not normed else "head" if normed == self.head_dim else "all"
+        everywhere = any(f"{attention}{part}.bias" in shapes for part in ("o", "kv_a"))
+        self.biases = ("all" if everywhere else
+                       "qkv" if f"{attention}q.bias" in shapes else "none")
+        mlp, moe = (f"layers.{(numbers or '-')[0]}." for numbers in (self.dense, self.moe))
+        self.mlp_bias = f"{mlp}mlp.w_in.bias" in shapes
+        self.dense_width = size(f"{mlp}mlp.w_in.weight")
+        self.experts, self.expert_width = (size(f"{moe}moe.experts.w_in_LDF", at) for at in (0, 2))
+        self.expert_bias = f"{moe}moe.router.expert_bias" in shapes
+        self.shared_width = size(f"{moe}moe.shared.w_in.weight")
+        self.shared = ("none" if not self.shared_width else
+                       "gated" if f"{moe}moe.shared.gate.weight" in shapes else "plain")
+
+    @property
+    def group_scores(self) -> int | None:
+        """How many scores make a group's; None: no groups."""
+        s = self.settings
+        return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
+
+
+def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held: Container[str],
+          extra: Container[str]) -> list[str]:
+    """What of a model a format cannot have, each with what it must be.
+
+    Args:
+        checks: of settings: name, whether it fits, what it must be.
+        held: settings that the format has a form of; others must be at their default.
+        extra: those of `model.extra` that it knows.
+    """
+    values = vars(model)
+    wrong = [(name, values[name], choices) for name, fits, choices in checks if not fits]
+    wrong += [(name, value, "unset") for name, value in model.extra.items() if name not in extra]
     for one in fields(model):
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        value = vars(model)[one.name]
-        if one.name not in held and value != default:
-            yield one.name, value, default
+        if one.name not in held and values[one.name] != default:
+            wrong.append((one.name, values[one.name], short(default)))
+    return [f"{name}={short(value)} (must be {choices})" for name, value, choices in wrong]
 
 
 def check_names(names: Any) -> None:

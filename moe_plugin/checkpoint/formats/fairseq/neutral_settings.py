@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.fairseq.neutral_names import PADDING_ROWS, POSITIONS
 from moe_plugin.checkpoint.formats.fairseq.translate import ACTIVATIONS, layer_config, plain_value
 from moe_plugin.checkpoint.layers import layer_settings
-from moe_plugin.checkpoint.neutral import DecoderSettings, other_settings
+from moe_plugin.checkpoint.neutral import DecoderSettings, NeutralModel, unfit
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.config import MoEConfig, flatten, from_dict, to_dict
 from moe_plugin.config.flags import setting_specs
@@ -137,34 +137,23 @@ def from_decoder(source: Source, old: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: fairseq's `transformer_lm` cannot compute it; all reasons, by name.
     """
-    model = DecoderSettings.from_dict(source.values["model"])
-    shapes = {name: entry.shape for (field, name), entry in source.entries.items()
-              if field == MODEL}
-    width = shapes["embed.weight"][1]
-    layers = sorted({int(name.split(".")[1]) for name in shapes if name.startswith("layers.")})
-    frequency = _frequency(source, len(layers))
-    dense = next((shape[0] for name, shape in shapes.items()
-                  if name.endswith(".mlp.w_in.weight")), 0)
-    wrong = _refusals(model, width, bool(dense))
+    whole = NeutralModel(source)
+    model = whole.settings
+    paths = {spec.path: spec.dest for spec in setting_specs()} if source.layers else {}
+    wrong = _refusals(whole, {*paths, _NO_FINAL_NORM})
     tree = {} if not source.layers else _tree(source, model)
-    paths = {spec.path: spec.dest for spec in setting_specs()}
-    for name, value in model.extra.items():
-        if name in paths and source.layers:
-            tree[name] = value
-        elif name != _NO_FINAL_NORM:
-            wrong.append(f"{name}={short(value)} (must be unset)")
+    tree |= {name: value for name, value in model.extra.items() if name in paths}
     if wrong:
         raise CheckpointError("fairseq's transformer_lm cannot have " + "; ".join(wrong))
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-    experts = next((shape for name, shape in shapes.items()
-                    if name.endswith("experts.w_in_LDF")), (0, 0, 0))
     found = {
         **old, "_name": "moe_transformer_lm" if source.layers else "transformer_lm",
         "activation_fn": activations[model.activation],
-        **{f"decoder_{part}_dim": width for part in ("embed", "input", "output")},
-        "decoder_ffn_embed_dim": dense or experts[2], "decoder_layers": len(layers),
+        **{f"decoder_{part}_dim": whole.width for part in ("embed", "input", "output")},
+        "decoder_ffn_embed_dim": whole.dense_width or whole.expert_width,
+        "decoder_layers": whole.layers,
         "decoder_attention_heads": model.heads, "decoder_normalize_before": model.pre_norm,
-        _NO_FINAL_NORM: "final_norm.weight" not in shapes,
+        _NO_FINAL_NORM: (MODEL, "final_norm.weight") not in source.entries,
         "share_decoder_input_output_embed": model.tied,
         "decoder_learned_pos": model.positions == "learned",
         "no_token_positional_embeddings": model.positions == "none",
@@ -177,42 +166,34 @@ def from_decoder(source: Source, old: Mapping[str, Any]) -> dict[str, Any]:
     if source.layers:
         text = {"moe_dispatch": "ragged", "moe_capacity_factor": "none"}
         text |= {paths[path]: str(value) for path, value in tree.items() if path in paths}
-        found |= {**text, "moe_freq": frequency, "moe_expert_count": experts[0],
+        found |= {**text, "moe_freq": _frequency(whole), "moe_expert_count": whole.experts,
                   "moe_top1_expert": False}
     return found
 
 
-def _refusals(model: DecoderSettings, width: int, dense: bool) -> list[str]:
-    checks = [
+def _refusals(whole: NeutralModel, extra: Container[str]) -> list[str]:
+    model, root = whole.settings, math.sqrt(whole.width)
+    return unfit(model, [
         ("norm", model.norm == "layernorm", "layernorm"),
         ("norm_eps", model.norm_eps == _EPS, str(_EPS)),
         ("kv_heads", model.kv_heads == model.heads, f"heads={model.heads}"),
-        ("gated", not model.gated or not dense, "False in dense layers"),
+        ("gated", not model.gated or not whole.dense, "False in dense layers"),
         ("activation", model.activation in ACTIVATIONS.values(),
          ", ".join(dict.fromkeys(ACTIVATIONS.values()))),
         ("positions", model.positions in ("learned", "sinusoidal", "none"),
          "learned, sinusoidal or none"),
-        ("embed_scale", model.embed_scale in (1.0, math.sqrt(width)), f"1 or the root of {width}"),
-    ]
-    values = model.to_dict()
-    wrong = [f"{name}={short(values[name])} (must be {choices})"
-             for name, fits, choices in checks if not fits]
-    held = _HELD | ({"rotary_base"} if model.positions != "rotary" else set())
-    return wrong + [f"{name}={short(value)} (must be {short(usual)})"
-                    for name, value, usual in other_settings(model, held)]
+        ("embed_scale", model.embed_scale in (1.0, root), f"1 or the root of {whole.width}"),
+    ], _HELD | ({"rotary_base"} if model.positions != "rotary" else set()), extra)
 
 
-def _frequency(source: Source, layers: int) -> int:
-    """Every so many layers have experts; 0: none."""
-    numbers = sorted(int(prefix.split(".")[1]) for prefix in source.layers)
-    if not numbers:
-        return 0
-    frequency = numbers[0] + 1
-    if numbers != list(range(frequency - 1, layers, frequency)):
+def _frequency(model: NeutralModel) -> int:
+    """Every so many layers have experts."""
+    frequency = model.moe[0] + 1
+    if model.moe != tuple(range(frequency - 1, model.layers, frequency)):
         raise CheckpointError(f"fairseq has experts in every Nth layer (--moe-freq), the model has "
-                              f"them in layers {numbers} of {layers}, counted from 0; choose "
-                              "another format, or train with experts in every Nth layer (every "
-                              "second one: --moe-layer-freq 0,1,0,1 in Megatron)")
+                              f"them in layers {list(model.moe)} of {model.layers}, counted from "
+                              "0; choose another format, or train with experts in every Nth layer "
+                              "(every second one: --moe-layer-freq 0,1,0,1 in Megatron)")
     return frequency
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.checkpoint.formats.huggingface.families import (
@@ -12,91 +11,12 @@ from moe_plugin.checkpoint.formats.huggingface.families import (
     INERT,
     Family,
 )
-from moe_plugin.checkpoint.neutral import DecoderSettings
-from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
+from moe_plugin.checkpoint.neutral import NeutralModel
+from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.messages import cut, short
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What a neutral source holds, by its settings and the shapes of its tensors.
-
-    Attributes:
-        dense, moe: numbers of the layers with an MLP, and with experts.
-        biases, qk_norm, shared: as of `Family`.
-        experts, expert_width, shared_width, dense_width: 0 where there are none.
-        dtype: of the embedding.
-    """
-
-    settings: DecoderSettings
-    width: int
-    vocabulary: int
-    dense: tuple[int, ...]
-    moe: tuple[int, ...]
-    head_dim: int
-    biases: str
-    mlp_bias: bool
-    qk_norm: str
-    experts: int
-    expert_width: int
-    expert_bias: bool
-    shared: str
-    shared_width: int
-    dense_width: int
-    dtype: str
-
-    @classmethod
-    def of(cls, source: Source) -> Model:
-        """From a neutral source."""
-        settings = DecoderSettings.from_dict(source.values["model"])
-        shapes = {name: entry.shape for (kind, name), entry in source.entries.items()
-                  if kind == MODEL}
-        if "embed.weight" not in shapes or "layers.0.norm1.weight" not in shapes:
-            raise CheckpointError("the source has no embedding or no layer 0: it is no whole model")
-
-        def layers(part: str) -> tuple[int, ...]:
-            end = f".{part}"
-            return tuple(sorted(int(name.split(".")[1]) for name in shapes if name.endswith(end)))
-
-        def axis(names: tuple[str, ...], at: int) -> int:
-            return next((shapes[name][at] for name in names if name in shapes), 0)
-
-        moe, dense = layers("moe.experts.w_in_LDF"), layers("mlp.w_in.weight")
-        expert = f"layers.{moe[0]}.moe." if moe else "-"
-        head_dim = axis(("layers.0.attention.q.weight",), 0) // settings.heads
-        normed = axis(("layers.0.attention.q_norm.weight",), 0)
-        shared = expert + "shared.w_in.weight" in shapes
-        has_bias = {part: f"layers.0.attention.{part}.bias" in shapes
-                    for part in ("q", "o", "kv_a")}
-        return cls(
-            settings=settings, width=shapes["embed.weight"][1],
-            vocabulary=shapes["embed.weight"][0], dense=dense, moe=moe, head_dim=head_dim,
-            biases="all" if has_bias["o"] or has_bias["kv_a"] else "qkv" if has_bias["q"]
-            else "none",
-            mlp_bias=bool(dense) and f"layers.{dense[0]}.mlp.w_in.bias" in shapes,
-            qk_norm="none" if not normed else "head" if normed == head_dim else "all",
-            experts=axis((expert + "experts.w_in_LDF",), 0),
-            expert_width=axis((expert + "experts.w_in_LDF",), 2),
-            expert_bias=expert + "router.expert_bias" in shapes,
-            shared="none" if not shared
-            else "gated" if expert + "shared.gate.weight" in shapes else "plain",
-            shared_width=axis((expert + "shared.w_in.weight",), 0),
-            dense_width=axis((f"layers.{dense[0]}.mlp.w_in.weight",), 0) if dense else 0,
-            dtype=str(source.entries[MODEL, "embed.weight"].dtype).removeprefix("torch."))
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.dense) + len(self.moe)
-
-    @property
-    def group_scores(self) -> int | None:
-        """How many scores make a group's; None: no groups."""
-        s = self.settings
-        return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
-
-
-def family_for(model: Model, preferred: str | None = None) -> Family:
+def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
     """The family that holds a model; `preferred` where it does.
 
     Raises:
@@ -115,7 +35,7 @@ def family_for(model: Model, preferred: str | None = None) -> Family:
                           f"{'; '.join(reasons[nearest][:3])}; use another --to")
 
 
-def _refuse_other_kinds(model: Model) -> None:
+def _refuse_other_kinds(model: NeutralModel) -> None:
     """`CheckpointError` for what no family has, with the flags of a model that one has."""
     s = model.settings
     wrong = {"--normalization RMSNorm": s.norm != "rmsnorm" and f"norm is {short(s.norm)}",
@@ -135,7 +55,7 @@ def _refuse_other_kinds(model: Model) -> None:
         "form), or use another --to")
 
 
-def refusals(family: Family, model: Model) -> Iterator[str]:
+def refusals(family: Family, model: NeutralModel) -> Iterator[str]:
     """What of a model a family cannot hold, by name."""
     s = model.settings
     rest = len(model.dense) and set(model.dense) != set(range(len(model.dense)))
@@ -175,7 +95,7 @@ def refusals(family: Family, model: Model) -> Iterator[str]:
     return (cut(f"{what}, it {why}") for what, fits, why in checks if not fits)
 
 
-def config_of(family: Family, model: Model, original: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` of a model in a family.
 
     Args:
@@ -209,7 +129,7 @@ def config_of(family: Family, model: Model, original: Mapping[str, Any]) -> dict
     return config | (_routing(family, model) if family.moe else {})
 
 
-def _latent(family: Family, model: Model) -> dict[str, Any]:
+def _latent(family: Family, model: NeutralModel) -> dict[str, Any]:
     latent = model.settings.latent
     config = {"q_lora_rank": latent["q_rank"], "kv_lora_rank": latent["kv_rank"],
               "qk_nope_head_dim": latent["plain_dim"], "qk_rope_head_dim": latent["rotary_dim"],
@@ -219,7 +139,7 @@ def _latent(family: Family, model: Model) -> dict[str, Any]:
     return config
 
 
-def _routing(family: Family, model: Model) -> dict[str, Any]:
+def _routing(family: Family, model: NeutralModel) -> dict[str, Any]:
     s = model.settings
     config = {family.experts_key: model.experts, family.width_key: model.expert_width,
               "num_experts_per_tok": s.top_k}

@@ -16,7 +16,7 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
 )
-from moe_plugin.checkpoint.formats.huggingface.config import Model, config_of, family_for
+from moe_plugin.checkpoint.formats.huggingface.config import config_of, family_for
 from moe_plugin.checkpoint.formats.huggingface.families import decoder_settings
 from moe_plugin.checkpoint.formats.huggingface.files import (
     CONFIG,
@@ -27,7 +27,7 @@ from moe_plugin.checkpoint.formats.huggingface.files import (
 )
 from moe_plugin.checkpoint.formats.huggingface.names import family_tensors, neutral_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, dequantized
-from moe_plugin.checkpoint.neutral import NEUTRAL
+from moe_plugin.checkpoint.neutral import NEUTRAL, NeutralModel
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -62,7 +62,7 @@ def from_neutral(source: Source) -> View:
     Raises:
         CheckpointError: no family does.
     """
-    model, original = Model.of(source), source.values.get("config", {})
+    model, original = NeutralModel(source), source.values.get("config", {})
     family = family_for(model, original.get("model_type"))
     return View(source, family_tensors(source, family), format="hf", layers={}, values={
         **source.values, "config": config_of(family, model, original)})

@@ -17,7 +17,7 @@ The optimizer's fields follow their parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron import names, settings
@@ -27,6 +27,7 @@ from moe_plugin.checkpoint.name_table import KINDS, NameRule, NameTable, same_pa
 from moe_plugin.checkpoint.neutral import (
     NEUTRAL,
     DecoderSettings,
+    NeutralModel,
     is_zero,
     masters,
     without_embed_scale,
@@ -50,7 +51,6 @@ _INNER = {"self_attention.linear_qkv.layer_norm_": "norm1.",
 _OTHER_NORMS = {"input_layernorm.": "norm1.", "pre_mlp_layernorm.": "norm2."}
 _GATED = {"mlp.linear_fc1.": "mlp.", "mlp.shared_experts.linear_fc1.": "moe.shared."}
 _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
-_LAYER = re.compile(r"layers\.(\d+)\..+")
 
 
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
@@ -138,7 +138,7 @@ def from_neutral(source: Source) -> Source:
     # ahead of experts, Megatron's own layers and Transformer Engine's call norms differently
     moe = [prefix.split(".")[1] for prefix in source.layers]
     derived = _table(model, moe).theirs(source, _without_place)
-    known.update(_sizes(source, known))
+    known.update(_sizes(NeutralModel(source)))
     layers = {f"decoder.{prefix.replace('.moe.', '.mlp.')}": dict(layer)
               for prefix, layer in source.layers.items()}
     values = {name: value for name, value in source.values.items() if name != "model"}
@@ -180,34 +180,26 @@ def _without_place(one: Derived) -> Derived:
     raise CheckpointError(f"tensor {one.key[1]!r} has no place in Megatron's GPT model")
 
 
-def _sizes(source: Source, known: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(model: NeutralModel) -> dict[str, Any]:
     """Settings that shapes say."""
-    shapes = {name: entry.shape for (field, name), entry in source.entries.items()
-              if field == MODEL}
-    numbers = sorted({int(found[1]) for found in map(_LAYER.fullmatch, shapes) if found})
-    moe = [int(f"layers.{number}.moe." in source.layers) for number in numbers]
-    found: dict[str, Any] = {
-        "num_layers": len(numbers), "hidden_size": shapes["embed.weight"][1],
-        "add_bias_linear": "layers.0.attention.o.bias" in shapes,
-        "add_qkv_bias": "layers.0.attention.q.bias" in shapes
-        and "layers.0.attention.o.bias" not in shapes,
-        "qk_layernorm": "layers.0.attention.q_norm.weight" in shapes,
-        "kv_channels": shapes["layers.0.attention.o.weight"][1] // known["num_attention_heads"],
-    }
-    normed = shapes.get("layers.0.attention.q_norm.weight", (found["kv_channels"],))
-    if normed[0] != found["kv_channels"]:
+    if model.qk_norm == "all":
         raise CheckpointError(
-            f"layers.0.attention.q_norm.weight has shape {normed}: Megatron's GPT model norms each "
-            f"head alone, of width {found['kv_channels']}; choose another format")
-    for number in numbers:
-        if (dense := shapes.get(f"layers.{number}.mlp.w_out.weight")) is not None:
-            found["ffn_hidden_size"] = dense[1]
-        if (experts := shapes.get(f"layers.{number}.moe.experts.w_in_LDF")) is not None:
-            found.update(num_experts=experts[0], moe_ffn_hidden_size=experts[2],
-                         moe_layer_freq=1 if all(moe) else moe)
-        if (shared := shapes.get(f"layers.{number}.moe.shared.w_out.weight")) is not None:
-            found["moe_shared_expert_intermediate_size"] = shared[1]
-            found["moe_shared_expert_gate"] = f"layers.{number}.moe.shared.gate.weight" in shapes
-    if any(name.endswith("router.expert_bias") for name in shapes):
+            "layers.0.attention.q_norm.weight is of all heads: Megatron's GPT model norms each "
+            f"head alone, of width {model.head_dim}; choose another format")
+    found: dict[str, Any] = {
+        "num_layers": model.layers, "hidden_size": model.width,
+        "add_bias_linear": model.biases == "all", "add_qkv_bias": model.biases == "qkv",
+        "qk_layernorm": model.qk_norm == "head", "kv_channels": model.head_dim,
+    }
+    if model.dense:
+        found["ffn_hidden_size"] = model.dense_width
+    if model.moe:
+        with_experts = [int(number in model.moe) for number in range(model.layers)]
+        found.update(num_experts=model.experts, moe_ffn_hidden_size=model.expert_width,
+                     moe_layer_freq=1 if all(with_experts) else with_experts)
+    if model.shared_width:
+        found["moe_shared_expert_intermediate_size"] = model.shared_width
+        found["moe_shared_expert_gate"] = model.shared == "gated"
+    if model.expert_bias:
         found["moe_router_enable_expert_bias"] = True
     return found

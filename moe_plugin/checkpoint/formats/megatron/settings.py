@@ -5,9 +5,10 @@ ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from moe_plugin.checkpoint.neutral import DecoderSettings, other_settings
+from moe_plugin.checkpoint.neutral import DecoderSettings, unfit
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.messages import short
 
@@ -98,32 +99,23 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
     Raises:
         CheckpointError: Megatron's GPT model has no such setting; all that differ, by name.
     """
-    wrong = []
-
-    def need(ok: bool, name: str, value: Any, choices: str) -> None:
-        if not ok:
-            wrong.append(f"{name}={short(value)} (must be {choices})")
-
-    need(model.pre_norm, "pre_norm", model.pre_norm, "True")
-    need(model.norm in _NORMS.values(), "norm", model.norm, "layernorm or rmsnorm")
-    need(model.positions in _POSITIONS.values(), "positions", model.positions,
-         "learned, rotary or none")
-    activations = ("silu",) if model.gated else ("gelu",)
-    need(model.activation in activations, "activation", model.activation,
-         "silu with gates, gelu without")
-    need(model.router in ("softmax", "sigmoid"), "router", model.router, "softmax or sigmoid")
-    sigmoid_sums = model.router != "sigmoid" or model.normalize_top_k or model.top_k <= 1
-    need(sigmoid_sums, "normalize_top_k", model.normalize_top_k, "True with sigmoid scores")
-    if model.groups:
-        best = model.group_scores or max(1, model.top_k // model.group_top_k)
-        need(best == model.top_k // model.group_top_k, "group_scores", best,
-             "top_k // group_top_k")
-        need(best == 1 or model.router != "softmax" or not model.normalize_top_k, "group_scores",
-             best, "1 with softmax scores whose chosen ones sum to 1")
-    for name, value in model.extra.items():
-        need(name in NEUTRAL_VALUES, name, value, "unset")
-    for name, value, usual in other_settings(model, _HELD):
-        need(False, name, value, repr(usual))
+    s = model
+    if s.groups:
+        s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))
+    wrong = unfit(s, [
+        ("pre_norm", s.pre_norm, "True"),
+        ("norm", s.norm in _NORMS.values(), "layernorm or rmsnorm"),
+        ("positions", s.positions in _POSITIONS.values(), "learned, rotary or none"),
+        ("activation", s.activation == ("silu" if s.gated else "gelu"),
+         "silu with gates, gelu without"),
+        ("router", s.router in ("softmax", "sigmoid"), "softmax or sigmoid"),
+        ("normalize_top_k", s.router != "sigmoid" or s.normalize_top_k or s.top_k <= 1,
+         "True with sigmoid scores"),
+        ("group_scores", not s.groups or s.group_scores == s.top_k // s.group_top_k,
+         "top_k // group_top_k"),
+        ("group_scores", not s.groups or s.group_scores == 1 or s.router != "softmax"
+         or not s.normalize_top_k, "1 with softmax scores whose chosen ones sum to 1"),
+    ], _HELD, NEUTRAL_VALUES)
     if wrong:
         raise CheckpointError("Megatron's GPT model cannot have " + "; ".join(wrong))
     norms, positions = ({value: name for name, value in table.items()}
