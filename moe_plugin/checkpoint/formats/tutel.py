@@ -178,22 +178,14 @@ def _number(value: Any) -> Any:
 
 
 def to_plain(source: Source) -> View:
-    """A view of Tutel's names as those of a model with our layers.
-
-    Raises:
-        CheckpointError: a layer has something that ours has not; by name.
-    """
+    """A view of Tutel's names as those of a model with our layers."""
     tensors = _table(source).neutral(map(source.tensor, source.entries), _outside(
         source, "our layer has no counterpart of Tutel's", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
-    """A view of a model with our layers by Tutel's names.
-
-    Raises:
-        CheckpointError: a layer has something that Tutel's has not; by name.
-    """
+    """A view of a model with our layers by Tutel's names."""
     tensors = _table(source).theirs(source, _outside(
         source, "Tutel's layer has no counterpart of", (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()

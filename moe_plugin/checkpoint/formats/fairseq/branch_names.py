@@ -64,11 +64,7 @@ def _table(prefixes: Iterable[str]) -> NameTable:
 
 
 def to_ours(source: Source) -> View:
-    """A view of a source with the branch's names that has ours.
-
-    Raises:
-        CheckpointError: experts are missing.
-    """
+    """A view of a source with the branch's names that has ours."""
     names, experts = _table(source.layers), _experts(source)
     tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
     columns = source.values.get(COLUMNS, {})
@@ -85,11 +81,7 @@ def _experts(source: Source) -> int:
 
 
 def to_branch(source: Source) -> View:
-    """A view of a source of our fairseq models with the branch's names.
-
-    Raises:
-        CheckpointError: it has a parameter that the branch's layer has not; by name.
-    """
+    """A view of a source of our fairseq models with the branch's names."""
     def others(one: Derived) -> Derived:
         if one.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
@@ -121,8 +113,7 @@ def branch_order(names: Iterable[str]) -> list[str]:
 
 
 def _ordered(names: Iterable[str], place: Any) -> list[str]:
-    """Names of one transformer layer by their place in it; stable, the layers stay where they are.
-    """
+    """Names of one transformer layer by their place in it; the layers stay where they are."""
     listed = list(names)
     first: dict[str, int] = {}
     for number, name in enumerate(listed):

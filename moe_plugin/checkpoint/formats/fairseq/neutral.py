@@ -48,11 +48,7 @@ _STEP = "step"
 
 
 def to_neutral(source: Source) -> Source:
-    """A view of a `fairseq` source with neutral names and settings.
-
-    Raises:
-        CheckpointError: a tensor or setting has no neutral form; by name.
-    """
+    """A view of a `fairseq` source with neutral names and settings."""
     state = source.values[STATE]
     model = to_decoder(source, model_arguments(state))
     kept = View(source, map(source.tensor, _kept(source)))
@@ -104,11 +100,7 @@ def _optimizer_values(source: Source) -> dict[str, Any]:
 
 
 def from_neutral(source: Source) -> Source:
-    """A view of a neutral source with the names of our fairseq models.
-
-    Raises:
-        CheckpointError: fairseq's `transformer_lm` cannot hold a tensor or setting; by name.
-    """
+    """A view of a neutral source with the names of our fairseq models."""
     odd = sorted({field for field, _ in source.entries} - {MODEL, *_FIELDS})
     if odd:
         what = "float32 master weights" if odd[0] == "master" else f"{odd[0]!r} of the optimizer"

@@ -76,8 +76,6 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
 
     Args:
         tied: the output matrix is the embedding, and is left out.
-    Raises:
-        CheckpointError: a tensor has no neutral name.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
              and not (tied and key[1] == "decoder.output_projection.weight"))
@@ -102,11 +100,7 @@ def _without_name(one: Derived) -> Derived:
 
 
 def fairseq_tensors(source: Source) -> Iterator[Derived]:
-    """The tensors of a neutral source by fairseq's names.
-
-    Raises:
-        CheckpointError: fairseq's `transformer_lm` has no place for a tensor.
-    """
+    """The tensors of a neutral source by fairseq's names."""
     tensors = [source.tensor(key) for key in source.entries]
     biases = [zeros(one, f"{found[1]}.bias") for one in tensors
               if (found := _WEIGHT.fullmatch(one.key[1]))

@@ -134,8 +134,6 @@ def from_decoder(source: Source, old: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         old: settings that it had in fairseq; others than the model's shape are kept.
-    Raises:
-        CheckpointError: fairseq's `transformer_lm` cannot compute it; all reasons, by name.
     """
     whole = NeutralModel(source)
     model = whole.settings

@@ -16,8 +16,11 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
 )
-from moe_plugin.checkpoint.formats.huggingface.config import config_of, family_for
-from moe_plugin.checkpoint.formats.huggingface.families import decoder_settings
+from moe_plugin.checkpoint.formats.huggingface.families import (
+    config_of,
+    decoder_settings,
+    family_for,
+)
 from moe_plugin.checkpoint.formats.huggingface.files import (
     CONFIG,
     INDEX,
@@ -57,11 +60,7 @@ def to_neutral(source: Source) -> View:
 
 
 def from_neutral(source: Source) -> View:
-    """A view of a neutral source by the names of the family that holds it.
-
-    Raises:
-        CheckpointError: no family does.
-    """
+    """A view of a neutral source by the names of the family that holds it."""
     model, original = NeutralModel(source), source.values.get("config", {})
     family = family_for(model, original.get("model_type"))
     return View(source, family_tensors(source, family), format="hf", layers={}, values={

@@ -73,8 +73,6 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
 
     Args:
         tied: the output matrix is the embedding; a copy of it is left out.
-    Raises:
-        CheckpointError: a tensor has no neutral name, or experts are missing.
     """
     def others(one: Derived) -> Derived:
         raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name: the model has a part "
@@ -89,8 +87,6 @@ def family_tensors(source: Source, family: Family, *, fused: bool = False) -> It
 
     Args:
         fused: experts of a layer in one tensor, as transformers 5 holds them in memory.
-    Raises:
-        CheckpointError: a tensor has no name there.
     """
     def others(one: Derived) -> Derived:
         raise CheckpointError(f"Hugging Face's {family.model_type} has no place for "

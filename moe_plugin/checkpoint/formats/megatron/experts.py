@@ -38,11 +38,7 @@ def _table(gated: Mapping[str, bool]) -> NameTable:
 
 
 def to_native(source: Source) -> Source:
-    """A view of a `megatron` source with Megatron's own experts.
-
-    Raises:
-        CheckpointError: an expert's tensor has no counterpart; by name.
-    """
+    """A view of a `megatron` source with Megatron's own experts."""
     names = _table({prefix: (MODEL, f"{prefix}experts.w_gate_LDF") in source.entries
                     for prefix in source.layers})
     kept = source.values.get("megatron")
@@ -54,11 +50,7 @@ def to_native(source: Source) -> Source:
 
 
 def to_ours(source: Source) -> Source:
-    """A view of a `megatron_native` source with our experts.
-
-    Raises:
-        CheckpointError: an expert's tensor has no counterpart; by name.
-    """
+    """A view of a `megatron_native` source with our experts."""
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     tensors = map(source.tensor, source.entries)
     return View(source, names.neutral(tensors, _shared_by(source, OURS)), format=OURS)

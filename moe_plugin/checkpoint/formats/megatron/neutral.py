@@ -81,11 +81,7 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
 
 
 def to_neutral(source: Source) -> Source:
-    """A view of a `megatron` source with neutral names and settings.
-
-    Raises:
-        CheckpointError: a tensor or setting has no neutral form; by name.
-    """
+    """A view of a `megatron` source with neutral names and settings."""
     refuse_other_optimizers(source)
     known = source.values.get("settings") or {}
     heads = known.get("num_attention_heads")
@@ -127,11 +123,7 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def from_neutral(source: Source) -> Source:
-    """A view of a neutral source with the names of Megatron's GPT model and our experts.
-
-    Raises:
-        CheckpointError: Megatron's GPT model cannot hold a tensor or setting; by name.
-    """
+    """A view of a neutral source with the names of Megatron's GPT model and our experts."""
     source = _with_fitting_biases(without_embed_scale(source))
     model = DecoderSettings.from_dict(source.values["model"])
     known = settings.from_decoder(model)

@@ -94,11 +94,7 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Settings in Megatron's names, without those that only shapes say.
-
-    Raises:
-        CheckpointError: Megatron's GPT model has no such setting; all that differ, by name.
-    """
+    """Settings in Megatron's names, without those that only shapes say."""
     s = model
     if s.groups:
         s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))

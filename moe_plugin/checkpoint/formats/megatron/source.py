@@ -13,6 +13,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from moe_plugin.checkpoint.formats.megatron.names import (
     OURS,
     folder_of,
 )
-from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles, Objects
+from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.precision import mark_float32
 from moe_plugin.checkpoint.source import (
     CheckpointError,
@@ -51,8 +52,8 @@ class MegatronSource(Source):
 
     `values`: "step"; "consumed_samples" where known; "settings", the model's in Megatron's names;
     "megatron", what a writer of these formats needs: "common" (the content of `common.pt`),
-    "objects" (name -> bytes), "stacked" (all layers in one tensor), "master" (name of master
-    weights), "layout" (parallel sizes), "sharding_type" (of the optimizer's state).
+    "objects" (by name, what reads its bytes), "stacked" (all layers in one tensor), "master" (name
+    of master weights), "layout" (parallel sizes), "sharding_type" (of the optimizer's state).
 
     Args:
         path: the checkpoint's folder or the one above.
@@ -191,7 +192,9 @@ class MegatronSource(Source):
             "step": step, "settings": settings,
             **({} if samples is None else {"consumed_samples": samples}),
             "megatron": {
-                "common": common, "objects": Objects(self._files), "meta": self._meta,
+                "common": common, "meta": self._meta, "objects": {
+                    name: partial(self._files.read_object, name)
+                    for name in self._files.objects()},
                 "stacked": any(place.layer is not None for place in self._places.values()),
                 "master": next((name for name in names.MASTERS if name in stored), None),
                 "layout": self._meta.get("layout") or _sizes(settings),

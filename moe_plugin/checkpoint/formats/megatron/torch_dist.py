@@ -13,7 +13,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -235,24 +235,6 @@ def _check_metadata(metadata: Metadata) -> None:
             raise ValueError("it does not say where tensors are")
         if place.__dict__.get("transform_descriptors"):
             raise ValueError("its files are compressed or encrypted")
-
-
-class Objects(Mapping[str, bytes]):
-    """Objects of a checkpoint by name, read when asked for."""
-
-    def __init__(self, files: DistributedFiles) -> None:
-        self._files, self._names = files, dict.fromkeys(files.objects())
-
-    def __getitem__(self, name: str) -> bytes:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._files.read_object(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def check_classes(folder: str) -> None:

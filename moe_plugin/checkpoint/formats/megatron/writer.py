@@ -147,7 +147,7 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
     native = source.format == NATIVE
     found: dict[str, bytes] = {}
     if "objects" in kept:
-        found.update({name: value for name, value in kept["objects"].items()
+        found.update({name: read() for name, read in kept["objects"].items()
                       if (native or "mlp.experts." not in name) and not (
                           source.values.get(MODEL_ONLY) and name.startswith("optimizer."))})
     else:
