@@ -36,6 +36,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     View,
     cast,
+    refused_if_unreadable,
 )
 from moe_plugin.regular_files import write_remedy
 
@@ -127,11 +128,9 @@ class Conversion:
     def _verify(self, sums: Mapping[Path, ReadSums]) -> None:
         """What was converted, and the rest of its files."""
         for path in self.source.files():
-            try:
+            with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
+                                       "use another checkpoint"):
                 checksums.verify(path, sums[path].crc_of if path in sums else None)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"checkpoint file {str(path)!r} is damaged: {error}; use "
-                                      "another checkpoint") from error
             self.advance(path.stat().st_size)
 
     def _write(self, view: Source, plan: Mapping[str, Any], sealed: Sequence[Path]) -> None:

@@ -185,7 +185,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         with without_values(model):
             own = model.state_dict()
         mine = moe_layers(own)
-        _check_layers(folder, source.layers, mine)
+        _check_layers(source.layers, mine)
         shards = {prefix: origin["shards"] for prefix, origin in mine.items() if "shards" in origin}
         part = part_of_rank(source, comm.rank, comm.size, shards)
         stay: Collection[str] = () if leave is None else leave(
@@ -194,9 +194,9 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         part["model"], own, kept = (
             {name: value for name, value in state.items() if (name in stay) == chosen}
             for state, chosen in ((part["model"], False), (own, False), (own, True)))
-        _check_tensors(folder, part["model"], own)
+        _check_tensors(part["model"], own)
         if optimizer is not None:
-            _check_optimizer(folder, part["optimizer"], model, optimizer)
+            _check_optimizer(part["optimizer"], model, optimizer)
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
         # experts in a file are read one by one, as they are written there
         model.load_state_dict({**kept, **{name: value if name in on_disk
@@ -257,34 +257,28 @@ def _verify(source: Path, comm: Comm) -> dict[str, Any]:
     return index
 
 
-def _check_layers(source: Path, theirs: Mapping[str, Mapping[str, int]],
+def _check_layers(theirs: Mapping[str, Mapping[str, int]],
                   mine: Mapping[str, Mapping[str, int]]) -> None:
     for prefix, origin in mine.items():
         if prefix not in theirs:
-            raise CheckpointError(
-                f"checkpoint {str(source)!r} has no MoE layer {prefix!r}; it has "
-                f"{', '.join(theirs) or 'none'}"
-            )
+            raise ValueError(f"it has no MoE layer {prefix!r}; it has "
+                             f"{', '.join(theirs) or 'none'}")
         if theirs[prefix]["num_experts"] != origin["num_experts"]:
-            raise CheckpointError(
-                f"checkpoint {str(source)!r} has num_experts={theirs[prefix]['num_experts']} in "
-                f"layer {prefix!r}, the model has "
-                f"{origin['num_experts']}; build the model with the checkpoint's number")
+            raise ValueError(
+                f"it has num_experts={theirs[prefix]['num_experts']} in layer {prefix!r}, the "
+                f"model has {origin['num_experts']}; build the model with the checkpoint's number")
 
 
-def _check_tensors(source: Path, state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def _check_tensors(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     for key in [*mine, *state]:
         if key not in state or key not in mine:
             where = "checkpoint" if key not in state else "model"
-            raise CheckpointError(
-                f"{key!r} is not in the {where}: checkpoint {str(source)!r} is of another model")
+            raise ValueError(f"{key!r} is not in the {where}: the checkpoint is of another model")
         theirs = state[key]
-        stored = isinstance(theirs, Derived)
-        if isinstance(mine[key], Tensor) and (not stored
-                                              or mine[key].shape != theirs.entry.shape):
-            found = theirs.entry.shape if stored else type(theirs).__name__
-            raise CheckpointError(f"{key!r} has shape {found} in checkpoint {str(source)!r}, "
-                                  f"{tuple(mine[key].shape)} in the model")
+        found = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
+        if isinstance(mine[key], Tensor) and found != tuple(mine[key].shape):
+            raise ValueError(f"{key!r} has shape {found} in the checkpoint, "
+                             f"{tuple(mine[key].shape)} in the model")
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -306,26 +300,20 @@ def _optimizer_state(model: nn.Module,
     }
 
 
-def _check_optimizer(source: Path, state: dict[str, Any] | None, model: nn.Module,
+def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
                      optimizer: torch.optim.Optimizer) -> None:
     if state is None:
-        raise CheckpointError(
-            f"checkpoint {str(source)!r} has no optimizer state; load it without an optimizer")
+        raise ValueError("it has no optimizer state; load it without an optimizer")
     if len(state["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"checkpoint {str(source)!r} has {len(state['groups'])} optimizer groups, this "
-            f"optimizer has {len(optimizer.param_groups)}"
-        )
-    _check_kind(source, state, optimizer)
-    unknown = sorted(set(state["by_name"]) - set(_names(model, optimizer)))
-    if unknown:
-        raise CheckpointError(
-            f"checkpoint {str(source)!r} has optimizer state for {unknown[0]!r}, which this "
-            "optimizer does not train"
-        )
+        raise ValueError(f"it has {len(state['groups'])} optimizer groups, this optimizer has "
+                         f"{len(optimizer.param_groups)}")
+    _check_kind(state, optimizer)
+    if unknown := sorted(set(state["by_name"]) - set(_names(model, optimizer))):
+        raise ValueError(f"it has optimizer state for {unknown[0]!r}, which this optimizer does "
+                         "not train")
 
 
-def _check_kind(source: Path, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """An optimizer of another class fails while it is loaded, or in its first step.
 
     Versions of torch add flags, and schedulers settings of their own; where the classes differ,
@@ -339,8 +327,8 @@ def _check_kind(source: Path, state: dict[str, Any], optimizer: torch.optim.Opti
         if theirs and ours:
             held = sorted({key for values in state["by_name"].values() for key in values})
             own = sorted({key for values in optimizer.state.values() for key in values})
-            raise CheckpointError(
-                f"checkpoint {str(source)!r} is of another optimizer: it has {', '.join(theirs)} "
+            raise ValueError(
+                f"it is of another optimizer: it has {', '.join(theirs)} "
                 f"with the state {', '.join(held) or 'of no field'}, and this "
                 f"{type(optimizer).__name__} has {', '.join(ours)}"
                 f"{' with the state ' + ', '.join(own) if own else ''}; build the optimizer that "

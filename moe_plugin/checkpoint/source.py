@@ -15,12 +15,16 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.messages import short
 
 # (field, name): field "model", or an optimizer field such as "exp_avg", "exp_avg_sq", "master"
 Key = tuple[str, str]
@@ -39,6 +43,21 @@ class CheckpointError(ValueError):
 
     The message names the file and the remedy.
     """
+
+
+@contextmanager
+def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
+    """What a reader stumbles over, in files that may hold anything, is a `CheckpointError`.
+
+    what: the file and what is wrong with it.
+    """
+    try:
+        yield
+    except (CheckpointError, UntrustedFile):
+        raise
+    except UNREADABLE as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{what} ({kind}{short(error, 500)}); {remedy}") from error
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from moe_plugin.checkpoint.checksums import sums_of
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.read_windows import read_strided
 from moe_plugin.checkpoint.source import (
-    UNREADABLE,
     CheckpointError,
     Derived,
     TensorEntry,
     Window,
     blocks,
     full_window,
+    refused_if_unreadable,
     window_shape,
 )
 from moe_plugin.messages import short
@@ -135,17 +135,12 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
         UntrustedFile: see `trust.load`.
     """
     what = f"checkpoint file {str(path)!r}"
-    try:
+    with refused_if_unreadable(f"{what} cannot be read, it is truncated or damaged", remedy):
         state = open_lazily(path, allowed, what, trusted)
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
         check(state)
-        return state
-    except trust.UntrustedFile:
-        raise
-    except UNREADABLE as error:
-        raise CheckpointError(f"{what} cannot be read, it is truncated or damaged: "
-                              f"{short(error)}; {remedy}") from error
+    return state
 
 
 def _lazily(path: Path, state: Any, part: tuple[int, int]) -> Any:

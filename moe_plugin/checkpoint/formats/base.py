@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 from moe_plugin.checkpoint import torch_files
-from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source
-from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.messages import short
+from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source, refused_if_unreadable
 from moe_plugin.registry import Registry
 from moe_plugin.regular_files import half_of
 
@@ -208,24 +206,13 @@ def open_source(path: Path, format: str | None = None, trust: bool = False) -> S
         UntrustedFile: see `Format.open`.
     """
     reader = formats.get(format or detect(path))()
-    with _as_checkpoint_error(f"checkpoint {str(path)!r}", reader.name):
+    with _of_format(f"checkpoint {str(path)!r}", reader.name):
         return reader.open(path, trust)
 
 
-@contextmanager
-def _as_checkpoint_error(what: str, format: str) -> Iterator[None]:
-    """Files of other programs may hold anything: what a reader stumbles over is an error that names
-    the checkpoint.
-    """
-    try:
-        yield
-    except (CheckpointError, UntrustedFile):
-        raise
-    except UNREADABLE as error:
-        raise CheckpointError(
-            f"{what} holds something else than format {format!r} ({type(error).__name__}: "
-            f"{short(error, 500)}); use another checkpoint, or name its format with --from"
-        ) from error
+def _of_format(what: str, format: str) -> AbstractContextManager[None]:
+    return refused_if_unreadable(f"{what} holds something else than format {format!r}",
+                                 "use another checkpoint, or name its format with --from")
 
 
 def convert(source: Source, to: str) -> Source:
@@ -236,7 +223,7 @@ def convert(source: Source, to: str) -> Source:
         CheckpointError: there is no way; see `Format.views_as`; the source holds something else
             than its format.
     """
-    with _as_checkpoint_error(f"the {source.format} checkpoint", source.format):
+    with _of_format(f"the {source.format} checkpoint", source.format):
         for view in _shortest_way(source.format, to):
             source = view(source)
     return source

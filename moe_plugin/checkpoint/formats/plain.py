@@ -34,10 +34,10 @@ from moe_plugin.checkpoint.reshard import (
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
-    UNREADABLE,
     CheckpointError,
     Source,
     View,
+    refused_if_unreadable,
 )
 from moe_plugin.checkpoint.torch_files import open_mapping
 from moe_plugin.messages import short
@@ -111,14 +111,12 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
         CheckpointError: it is missing, truncated, damaged, or of another rank or checkpoint.
     """
     path, seal = _part_of_size(folder, index, rank), index["seals"][rank]
-    try:
+    with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
+                               "use an older checkpoint"):
         sealed = checksums.verify(path)
         if sealed and seal is not None and seal != checksums.seal_of(path):
             raise ValueError("it is of another rank or another checkpoint than its index")
-        return sealed
-    except UNREADABLE as error:
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read: {short(error)}; use "
-                              "an older checkpoint") from error
+    return sealed
 
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
@@ -144,15 +142,13 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
     paths = [_part_of_size(folder, index, rank) for rank in range(index["parts"])]
     parts = [open_mapping(path, "use an older checkpoint", (), trusted, _check_content)
              for path in paths]
-    try:
+    with refused_if_unreadable(f"checkpoint {str(folder)!r}: its parts are not what save() writes, "
+                               "or not of one checkpoint", "use an older checkpoint"):
         layers, optimizer = moe_layers(parts[0]["model"]), parts[0]["optimizer"]
         values = {"extra": index["extra"], "step": _step(index["extra"]),
                   GROUPS: None if optimizer is None else optimizer["groups"]}
         description = {"ranks": index["parts"], **sizes_of(layers)}
         return ranked_source("plain", list(map(_columns, parts)), values, description, paths)
-    except UNREADABLE as error:
-        raise CheckpointError(f"checkpoint {str(folder)!r}: its parts are not what save() writes, "
-                              f"or not of one checkpoint ({short(error, 500)})") from error
 
 
 def _step(extra: Any) -> Any:

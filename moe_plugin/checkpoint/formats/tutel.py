@@ -186,6 +186,9 @@ def to_plain(source: Source) -> View:
 
 def from_plain(source: Source) -> View:
     """A view of a model with our layers by Tutel's names."""
+    if not source.layers:
+        raise CheckpointError("the checkpoint has no MoE layer of ours, which could be Tutel's; "
+                              "choose another --to")
     tensors = _table(source).theirs(source, _outside(
         source, "Tutel's layer has no counterpart of", (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()

@@ -42,8 +42,13 @@ from moe_plugin.checkpoint.reshard import (
     ranked_source,
     sizes_of,
 )
-from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Source
-from moe_plugin.messages import short
+from moe_plugin.checkpoint.source import (
+    MODEL,
+    MODEL_ONLY,
+    CheckpointError,
+    Source,
+    refused_if_unreadable,
+)
 
 
 @dataclass(frozen=True)
@@ -142,14 +147,11 @@ def open_written(written: Written, trusted: bool = False) -> Source:
     if not _names(first) and optimizer.get("state"):
         description["optimizer_state"] = "without names: it loads at its own number of ranks alone"
         values[GROUPS] = None
-    try:
+    with refused_if_unreadable(
+            f"checkpoint {written.paths[0]!r}: its ranks' files do not fit together",
+            "give another one"):
         return ranked_source("fairseq", [_columns(state) for state in states], values, description,
-                            [Path(path) for path in written.paths])
-    except CheckpointError:
-        raise
-    except files.UNREADABLE as error:
-        raise CheckpointError(f"checkpoint {written.paths[0]!r}: its ranks' files do not fit "
-                              f"together ({short(error)}); give another one") from error
+                             [Path(path) for path in written.paths])
 
 
 def _step(state: Mapping[str, Any]) -> int | None:

@@ -39,6 +39,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     TensorEntry,
     Window,
+    refused_if_unreadable,
 )
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
@@ -102,13 +103,11 @@ class MegatronSource(Source):
 
     def _check_backend(self) -> None:
         path = self.folder / BACKEND
-        try:
+        with refused_if_unreadable(
+                f"{str(self.folder)!r} is not a distributed checkpoint of Megatron: {BACKEND} "
+                "cannot be read", "give the folder iter_... or the one above"):
             check_input(path)
             backend = json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{str(self.folder)!r} is not a distributed checkpoint of "
-                                  "Megatron: "
-                                  f"{BACKEND} cannot be read ({short(error)})") from error
         if backend != "torch_dist":
             raise CheckpointError(
                 f"checkpoint {str(self.folder)!r} has sharded_backend={short(backend)}: must be "
@@ -118,7 +117,8 @@ class MegatronSource(Source):
         path = self.folder / META
         if not path.exists():
             return {}
-        try:
+        with refused_if_unreadable(f"checkpoint {str(self.folder)!r} has no readable {META}",
+                                   "use another one"):
             check_input(path)
             meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
             wrong = [name for name in _MAPPINGS if not isinstance(meta.get(name, {}), dict)]
@@ -131,19 +131,15 @@ class MegatronSource(Source):
                     raise CheckpointError(
                         f"checkpoint {str(self.folder)!r} is damaged: {name} must have {size} "
                         "bytes; restore the file or use another checkpoint")
-            return meta
-        except CheckpointError:
-            raise
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"checkpoint {str(self.folder)!r} has no readable {META} "
-                                  f"({short(error)}); use another one") from error
+        return meta
 
     def _read_common(self, trusted: bool) -> dict[str, Any]:
         path = self.folder / COMMON
         # Megatron-core 0.19 has it among the objects
         inside = next((name for name in self._files.objects()
                        if name.startswith("common_state/shard_")), None)
-        try:
+        with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
+                                   "use another checkpoint"):
             if inside is not None and not path.exists():
                 found = _load(io.BytesIO(self._files.read_object(inside)), inside, trusted)[0]
             else:
@@ -151,12 +147,7 @@ class MegatronSource(Source):
                 found = _load(path, str(path), trusted)
             if not isinstance(found, dict):
                 raise ValueError("it is not a mapping")
-            return found
-        except (trust.UntrustedFile, CheckpointError):
-            raise
-        except Exception as error:  # torch and pickle raise many kinds for a damaged file
-            raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
-                                  f"({short(error)}); use another checkpoint") from error
+        return found
 
     def _sharding_type(self, tensors: Mapping[str, TensorEntry],
                        common: Mapping[str, Any]) -> str | None:

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.formats.megatron.names import METADATA
 from moe_plugin.checkpoint.source import (
-    UNREADABLE,
     CheckpointError,
     Derived,
     TensorEntry,
     Window,
+    refused_if_unreadable,
     window_shape,
 )
 from moe_plugin.checkpoint.torch_files import open_lazily
@@ -139,7 +139,8 @@ class DistributedFiles:
     def _chunk(self, name: str, offsets: Any, entry: TensorEntry) -> Derived:
         path, place = self._place(name, f"the chunk of {name!r} at {tuple(offsets)}", offsets)
         key = (path, place.offset)
-        try:
+        with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged at {name!r}",
+                                   "use another checkpoint"):
             with self._lock:
                 if key not in self._chunks:
                     self._chunks[key] = _open_chunk(path, place)
@@ -147,12 +148,7 @@ class DistributedFiles:
             if found.entry != entry:
                 raise ValueError(f"{found.entry.dtype} of shape {found.entry.shape}, not "
                                  f"{entry.dtype} of shape {entry.shape}")
-            return found
-        except trust.UntrustedFile:
-            raise
-        except UNREADABLE as error:
-            raise CheckpointError(f"checkpoint file {str(path)!r} is damaged at {name!r} "
-                                  f"({short(error)}); use another checkpoint") from error
+        return found
 
     def _place(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
         """File and place of a chunk or object; the file is what was written."""
@@ -197,21 +193,14 @@ def _open_chunk(path: Path, place: Any) -> Derived:
 
 
 def _read_metadata(path: Path, trusted: bool) -> Metadata:
-    try:
+    with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read or is damaged",
+                               "use another checkpoint"):
         check_input(path)
         with open(path, "rb") as stream:
             metadata = (pickle.load(stream) if trusted
                         else trust.Unpickler(stream, ALLOWED, str(path)).load())
         _check_metadata(metadata)
-        return metadata
-    except (trust.UntrustedFile, CheckpointError):
-        raise
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
-                              f"({error.strerror or error}); use another checkpoint") from error
-    except UNREADABLE as error:
-        raise CheckpointError(f"checkpoint file {str(path)!r} is damaged ({short(error)}); use "
-                              "another checkpoint") from error
+    return metadata
 
 
 def _check_metadata(metadata: Metadata) -> None:
