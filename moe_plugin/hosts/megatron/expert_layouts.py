@@ -48,7 +48,7 @@ def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: 
     if not (Path(path) / METADATA).is_file():  # of another backend than torch's
         return original(state, path, *args, **kwargs)
     files = DistributedFiles(Path(path), trusted=True)
-    shapes = {name: entry.shape for name, entry in files.tensors().items()}
+    shapes = {name: one.entry.shape for name, one in files.tensors().items()}
     known = {*shapes, *files.objects()}
     state = dict_list_map_outplace(functools.partial(_replaced, known=known, shapes=shapes), state)
     own = len(args) >= 2 or kwargs.get("common_strategy") is not None

@@ -30,11 +30,10 @@ class _Megatron(Format):
                 and names.format_of(path) == self.name)
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        from moe_plugin.checkpoint.formats.megatron import source as sources
+        from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 
-        found = sources.MegatronSource(path, trust)
+        found = open_checkpoint(path, trust)
         if found.format != self.name:
-            found.close()
             raise CheckpointError(f"checkpoint {str(path)!r} is of format {found.format!r}, not "
                                   f"{self.name!r}")
         return found

@@ -9,11 +9,12 @@ sources have them, every name has its number (`decoder.layers.3.mlp.router.weigh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from moe_plugin.checkpoint.source import MODEL, CheckpointError, Key, TensorEntry
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Key, item_of
 from moe_plugin.messages import short
 
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
@@ -29,35 +30,21 @@ _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 NATIVE_EXPERTS = "mlp.experts.experts."
 
 
-@dataclass(frozen=True)
-class StoredAt:
-    """Where a tensor is in a distributed checkpoint.
-
-    Attributes:
-        name: of the stored tensor.
-        layer: its index on axis 0 there; None: the stored tensor is this one.
-    """
-
-    name: str
-    layer: int | None = None
-
-
-def by_layer(tensors: Mapping[str, TensorEntry],
-             ) -> tuple[dict[Key, TensorEntry], dict[Key, StoredAt]]:
-    """Tensors of a checkpoint by field and numbered name: what they are, where they are stored."""
-    entries: dict[Key, TensorEntry] = {}
-    places: dict[Key, StoredAt] = {}
-    for stored, entry in tensors.items():
+def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
+    """Tensors of a checkpoint by field and numbered name."""
+    for stored, one in tensors.items():
         field, name = split_field(stored)
-        if name.startswith(LAYERS) and not _NUMBERED.fullmatch(name):
-            rest = name.removeprefix(LAYERS)
-            for layer in range(entry.shape[0]):
-                key = (field, f"{LAYERS}{layer}.{rest}")
-                entries[key] = TensorEntry(entry.shape[1:], entry.dtype)
-                places[key] = StoredAt(stored, layer)
+        if is_stacked(name):
+            for layer in range(one.entry.shape[0]):
+                key = (field, f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}")
+                yield replace(item_of(one, layer), key=key)
         else:
-            entries[field, name], places[field, name] = entry, StoredAt(stored)
-    return entries, places
+            yield replace(one, key=(field, name))
+
+
+def is_stacked(name: str) -> bool:
+    """Whether it is that of a tensor of all layers."""
+    return name.startswith(LAYERS) and not _NUMBERED.fullmatch(name)
 
 
 def split_field(stored: str) -> tuple[str, str]:
@@ -90,13 +77,13 @@ def layer_numbers(names: Iterable[str]) -> list[int]:
     return sorted({int(found[1]) for found in map(_NUMBERED.fullmatch, names) if found})
 
 
-def moe_layers(entries: Mapping[Key, TensorEntry]) -> dict[str, dict[str, int]]:
+def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
     """Prefix of every MoE layer, with its number of experts; ours or Megatron's own."""
-    found: dict[str, dict[str, int]] = {}
-    for (field, name), entry in entries.items():
-        prefix, experts, _ = name.partition("experts.")
-        if field == MODEL and experts and prefix.endswith("mlp."):
-            found[prefix] = {"num_experts": entry.shape[0]}
+    found: dict[str, dict[str, Any]] = {}
+    for one in tensors:
+        prefix, experts, _ = one.key[1].partition("experts.")
+        if one.key[0] == MODEL and experts and prefix.endswith("mlp."):
+            found[prefix] = {"num_experts": one.entry.shape[0]}
     return found
 
 

@@ -12,13 +12,12 @@ import argparse
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.formats.megatron import names
@@ -32,13 +31,12 @@ from moe_plugin.checkpoint.formats.megatron.names import (
     folder_of,
 )
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
-from moe_plugin.checkpoint.precision import mark_float32
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     CheckpointError,
-    Key,
+    Derived,
+    DerivedSource,
     Source,
-    TensorEntry,
-    Window,
     refused_if_unreadable,
 )
 from moe_plugin.messages import short
@@ -48,13 +46,14 @@ from moe_plugin.routing.contract import FLOAT32
 _MAPPINGS = ("files", "checksums", "layout", "model", "settings")  # in `META`
 
 
-class MegatronSource(Source):
-    """An open distributed checkpoint; tensors by numbered layer.
+def open_checkpoint(path: Path, trusted: bool = False) -> Source:
+    """A distributed checkpoint; tensors by numbered layer.
 
     `values`: "step"; "consumed_samples" where known; "settings", the model's in Megatron's names;
     "megatron", what a writer of these formats needs: "common" (the content of `common.pt`),
     "objects" (by name, what reads its bytes), "stacked" (all layers in one tensor), "master" (name
     of master weights), "layout" (parallel sizes), "sharding_type" (of the optimizer's state).
+    Checksums of files are in `moe_plugin.json`, and verified when a file is first read.
 
     Args:
         path: the checkpoint's folder or the one above.
@@ -63,135 +62,123 @@ class MegatronSource(Source):
         CheckpointError: a file is missing or damaged.
         UntrustedFile: it names other classes than torch's and Megatron's own, and is not trusted.
     """
+    folder = folder_of(path)
+    _check_backend(folder)
+    meta = _read_meta(folder)
+    files = DistributedFiles(folder, meta.get("checksums"), trusted)
+    tensors, common = files.tensors(), _read_common(files, trusted)
+    sharding_type = _sharding_type(files, tensors, common)
+    if sharding_type not in (None, BY_PARAMETER):
+        tensors = {name: one for name, one in tensors.items()
+                   if "optimizer." not in name.partition("decoder.")[0]}
+    _refuse_single_experts(str(folder), tensors)
+    values = _values(files, meta, common, tensors, sharding_type)
+    derived = list(names.by_layer(tensors))
+    ours = values["settings"].get("moe_plugin") or {}
+    kept = {FLOAT32: ["router."]} if ours.get("router.fp32") else {}
+    layers = {name: {**layer, **kept} for name, layer in names.moe_layers(derived).items()}
+    return DerivedSource(
+        marked(derived, layers), NATIVE if names.is_native(tensors) else OURS, values, layers,
+        {**values["megatron"]["layout"], "optimizer": sharding_type or "none"},
+        [folder / name for name in files.file_names()])
 
-    def __init__(self, path: Path, trusted: bool = False) -> None:
-        self.folder = folder_of(path)
-        self._check_backend()
-        self._meta = self._read_meta()
-        self._files = DistributedFiles(self.folder, self._meta.get("checksums"), trusted)
-        tensors = self._files.tensors()
-        self.format = NATIVE if names.is_native(tensors) else OURS
-        common = self._read_common(trusted)
-        self.sharding_type = self._sharding_type(tensors, common)
-        if self.sharding_type not in (None, BY_PARAMETER):
-            tensors = {name: one for name, one in tensors.items()
-                       if "optimizer." not in name.partition("decoder.")[0]}
-        _refuse_single_experts(str(self.folder), tensors)
-        entries, self._places = names.by_layer(tensors)
-        self.values = self._values(common, tensors)
-        ours = self.values["settings"].get("moe_plugin") or {}
-        kept = {FLOAT32: ["router."]} if ours.get("router.fp32") else {}
-        self.layers = {name: {**layer, **kept}
-                       for name, layer in names.moe_layers(entries).items()}
-        self.entries = mark_float32(entries, self.layers)
 
-    def _read(self, key: Key, window: Window) -> Tensor:
-        place = self._places[key]
-        if place.layer is None:
-            return self._files.read(place.name, window)
-        return self._files.read(place.name, (slice(place.layer, place.layer + 1), *window))[0]
+def _check_backend(folder: Path) -> None:
+    path = folder / BACKEND
+    with refused_if_unreadable(
+            f"{str(folder)!r} is not a distributed checkpoint of Megatron: {BACKEND} "
+            "cannot be read", "give the folder iter_... or the one above"):
+        check_input(path)
+        backend = json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} has sharded_backend={short(backend)}: must be "
+            "'torch_dist'; save it with --ckpt-format torch_dist")
 
-    def describe(self) -> Mapping[str, Any]:
-        """Parallel sizes of the run that wrote it, sharding type of the optimizer."""
-        return {**self.values["megatron"]["layout"], "optimizer": self.sharding_type or "none"}
 
-    def files(self) -> Sequence[Path]:
-        """See `Source`. Checksums of these are in `moe_plugin.json`, and verified when a file is
-        first read.
-        """
-        return [self.folder / name for name in self._files.file_names()]
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / META
+    if not path.exists():
+        return {}
+    with refused_if_unreadable(f"checkpoint {str(folder)!r} has no readable {META}",
+                               "use another one"):
+        check_input(path)
+        meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+        wrong = [name for name in _MAPPINGS if not isinstance(meta.get(name, {}), dict)]
+        if wrong:
+            raise ValueError(f"{wrong[0]}={short(meta[wrong[0]])} must be a mapping")
+        sizes = meta.get("files", {})
+        for name, size in sizes.items():
+            found = folder / name
+            if not found.is_file() or found.stat().st_size != size:
+                raise CheckpointError(
+                    f"checkpoint {str(folder)!r} is damaged: {name} must have {size} "
+                    "bytes; restore the file or use another checkpoint")
+    return meta
 
-    def _check_backend(self) -> None:
-        path = self.folder / BACKEND
-        with refused_if_unreadable(
-                f"{str(self.folder)!r} is not a distributed checkpoint of Megatron: {BACKEND} "
-                "cannot be read", "give the folder iter_... or the one above"):
+
+def _read_common(files: DistributedFiles, trusted: bool) -> dict[str, Any]:
+    path = files.folder / COMMON
+    # Megatron-core 0.19 has it among the objects
+    inside = next((name for name in files.objects()
+                   if name.startswith("common_state/shard_")), None)
+    with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
+                               "use another checkpoint"):
+        if inside is not None and not path.exists():
+            found = _load(io.BytesIO(files.read_object(inside)), inside, trusted)[0]
+        else:
             check_input(path)
-            backend = json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")
-        if backend != "torch_dist":
-            raise CheckpointError(
-                f"checkpoint {str(self.folder)!r} has sharded_backend={short(backend)}: must be "
-                "'torch_dist'; save it with --ckpt-format torch_dist")
+            found = _load(path, str(path), trusted)
+        if not isinstance(found, dict):
+            raise ValueError("it is not a mapping")
+    return found
 
-    def _read_meta(self) -> dict[str, Any]:
-        path = self.folder / META
-        if not path.exists():
-            return {}
-        with refused_if_unreadable(f"checkpoint {str(self.folder)!r} has no readable {META}",
-                                   "use another one"):
-            check_input(path)
-            meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
-            wrong = [name for name in _MAPPINGS if not isinstance(meta.get(name, {}), dict)]
-            if wrong:
-                raise ValueError(f"{wrong[0]}={short(meta[wrong[0]])} must be a mapping")
-            sizes = meta.get("files", {})
-            for name, size in sizes.items():
-                found = self.folder / name
-                if not found.is_file() or found.stat().st_size != size:
-                    raise CheckpointError(
-                        f"checkpoint {str(self.folder)!r} is damaged: {name} must have {size} "
-                        "bytes; restore the file or use another checkpoint")
-        return meta
 
-    def _read_common(self, trusted: bool) -> dict[str, Any]:
-        path = self.folder / COMMON
-        # Megatron-core 0.19 has it among the objects
-        inside = next((name for name in self._files.objects()
-                       if name.startswith("common_state/shard_")), None)
-        with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
-                                   "use another checkpoint"):
-            if inside is not None and not path.exists():
-                found = _load(io.BytesIO(self._files.read_object(inside)), inside, trusted)[0]
-            else:
-                check_input(path)
-                found = _load(path, str(path), trusted)
-            if not isinstance(found, dict):
-                raise ValueError("it is not a mapping")
-        return found
+def _sharding_type(files: DistributedFiles, tensors: Mapping[str, Derived],
+                   common: Mapping[str, Any]) -> str | None:
+    """How optimizer state is stored; None: there is none."""
+    told = [part.get("param_state_sharding_type")
+            for part in optimizer_parts(common.get("optimizer"))]
+    for name in files.objects():
+        if ".param_state_sharding_type/" in name:
+            told.append(_load(io.BytesIO(files.read_object(name)), name, False)[0])
+    other = next((one for one in told if one not in (None, BY_PARAMETER)), None)
+    if other is not None:
+        return str(other)
+    state = [name for name in tensors if "optimizer." in name.partition("decoder.")[0]]
+    for name in state:
+        field, parameter = names.split_field(name)
+        model = tensors.get(parameter)
+        if field == "model" or model is not None and model.entry.shape != tensors[name].entry.shape:
+            return "fully_sharded_model_space"
+    return BY_PARAMETER if state or any(told) else None
 
-    def _sharding_type(self, tensors: Mapping[str, TensorEntry],
-                       common: Mapping[str, Any]) -> str | None:
-        """How optimizer state is stored; None: there is none."""
-        told = [part.get("param_state_sharding_type")
-                for part in optimizer_parts(common.get("optimizer"))]
-        for name in self._files.objects():
-            if ".param_state_sharding_type/" in name:
-                told.append(_load(io.BytesIO(self._files.read_object(name)), name, False)[0])
-        other = next((one for one in told if one not in (None, BY_PARAMETER)), None)
-        if other is not None:
-            return str(other)
-        state = [name for name in tensors if "optimizer." in name.partition("decoder.")[0]]
-        for name in state:
-            field, parameter = names.split_field(name)
-            model = tensors.get(parameter)
-            if field == "model" or model is not None and model.shape != tensors[name].shape:
-                return "fully_sharded_model_space"
-        return BY_PARAMETER if state or any(told) else None
 
-    def _values(self, common: dict[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-        arguments = common.get("args")
-        progress = common.get("progress") or {}
-        given = _plain(arguments)
-        if "layernorm_epsilon" in given:  # so its own script calls it in newer releases
-            given = {"norm_epsilon": given["layernorm_epsilon"], **given}
-        settings = self._meta.get("settings") or {**given, **self._meta.get("model", {})}
-        step = self._meta.get("iteration", common.get("iteration", progress.get("iteration", 0)))
-        samples = self._meta.get("consumed_samples", settings.get("consumed_train_samples"))
-        stored = {name.removeprefix("optimizer.state.").partition(".")[0] for name in tensors
-                  if name.startswith("optimizer.state.")}
-        return {
-            "step": step, "settings": settings,
-            **({} if samples is None else {"consumed_samples": samples}),
-            "megatron": {
-                "common": common, "meta": self._meta, "objects": {
-                    name: partial(self._files.read_object, name)
-                    for name in self._files.objects()},
-                "stacked": any(place.layer is not None for place in self._places.values()),
-                "master": next((name for name in names.MASTERS if name in stored), None),
-                "layout": self._meta.get("layout") or _sizes(settings),
-                "sharding_type": self.sharding_type,
-            }
+def _values(files: DistributedFiles, meta: Mapping[str, Any], common: dict[str, Any],
+            tensors: Mapping[str, Derived], sharding_type: str | None) -> dict[str, Any]:
+    arguments = common.get("args")
+    progress = common.get("progress") or {}
+    given = _plain(arguments)
+    if "layernorm_epsilon" in given:  # so its own script calls it in newer releases
+        given = {"norm_epsilon": given["layernorm_epsilon"], **given}
+    settings = meta.get("settings") or {**given, **meta.get("model", {})}
+    step = meta.get("iteration", common.get("iteration", progress.get("iteration", 0)))
+    samples = meta.get("consumed_samples", settings.get("consumed_train_samples"))
+    stored = {name.removeprefix("optimizer.state.").partition(".")[0] for name in tensors
+              if name.startswith("optimizer.state.")}
+    return {
+        "step": step, "settings": settings,
+        **({} if samples is None else {"consumed_samples": samples}),
+        "megatron": {
+            "common": common, "meta": meta, "objects": {
+                name: partial(files.read_object, name)
+                for name in files.objects()},
+            "stacked": any(names.is_stacked(names.split_field(name)[1]) for name in tensors),
+            "master": next((name for name in names.MASTERS if name in stored), None),
+            "layout": meta.get("layout") or _sizes(settings),
+            "sharding_type": sharding_type,
         }
+    }
 
 
 def _load(file: Any, what: str, trusted: bool) -> Any:
@@ -229,7 +216,7 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     return {name: settings[theirs] for name, theirs in known.items() if theirs in settings}
 
 
-def _refuse_single_experts(folder: str, tensors: Mapping[str, TensorEntry]) -> None:
+def _refuse_single_experts(folder: str, tensors: Iterable[str]) -> None:
     for name in tensors:
         if name.partition(names.NATIVE_EXPERTS)[2][:1].isdecimal():
             raise CheckpointError(

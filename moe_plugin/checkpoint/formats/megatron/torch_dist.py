@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from moe_plugin.checkpoint import checksums, trust
 from moe_plugin.checkpoint.formats.megatron.names import METADATA
 from moe_plugin.checkpoint.source import (
+    MODEL,
     CheckpointError,
     Derived,
     TensorEntry,
@@ -85,9 +87,10 @@ class DistributedFiles:
         self._chunks: dict[Any, Derived] = {}  # by file and place
         self._lock = RLock()  # of what is known of files
 
-    def tensors(self) -> dict[str, TensorEntry]:
+    def tensors(self) -> dict[str, Derived]:
         """All tensors by name."""
-        return {name: TensorEntry(tuple(one.size), one.properties.dtype)
+        return {name: Derived((MODEL, name), TensorEntry(tuple(one.size), one.properties.dtype),
+                              partial(self.read, name))
                 for name, one in self._metadata.items() if isinstance(one, TensorStorageMetadata)}
 
     def objects(self) -> list[str]:

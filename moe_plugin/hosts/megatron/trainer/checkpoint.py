@@ -30,7 +30,7 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import torch_dist
 from moe_plugin.checkpoint.formats.megatron.common import refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND
-from moe_plugin.checkpoint.formats.megatron.source import MegatronSource
+from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import collectives_named, comm_of
@@ -258,7 +258,7 @@ def _of_megatron(path: str, trust: bool) -> dict[str, Any] | None:
     if os.path.exists(os.path.join(path, files.META)) or not os.path.exists(
             os.path.join(path, BACKEND)):
         return None
-    with MegatronSource(Path(path), trust) as source:
+    with open_checkpoint(Path(path), trust) as source:
         if "args" not in source.values["megatron"]["common"]:
             return None
         return {"model": {}, "settings": source.values["settings"], "layout": {},
@@ -267,7 +267,7 @@ def _of_megatron(path: str, trust: bool) -> dict[str, Any] | None:
 
 
 def _has_optimizer(path: str, trust: bool) -> bool:
-    with MegatronSource(Path(path), trust) as source:
+    with open_checkpoint(Path(path), trust) as source:
         refuse_other_optimizers(source)
         return "optimizer" in source.values["megatron"]["common"]
 
