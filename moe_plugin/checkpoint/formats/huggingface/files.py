@@ -153,7 +153,7 @@ def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: in
         most: bytes of a file, unless one tensor has more.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
-    files, as_json = shards_of(entries, most), partial(json.dumps, indent=2)
+    files = shards_of(entries, most)
     with SealedWriter(progress.advance) as writer:
         for file, names in files.items():
             if not progress.keeps(file):
@@ -161,12 +161,16 @@ def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: in
                                   partial(progress.wrote, file))
     if len(files) > 1:
         total = sum(entry.nbytes for entry in entries.values())
-        write_whole(path / INDEX, as_json({
+        _write_json(path / INDEX, {
             "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in files.items() for name in names}}))
+            "weight_map": {name: file for file, names in files.items() for name in names}})
         progress.wrote(INDEX)
-    write_whole(path / CONFIG, as_json(config))
+    _write_json(path / CONFIG, config)
     progress.wrote(CONFIG)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],

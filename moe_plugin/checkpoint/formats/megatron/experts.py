@@ -14,7 +14,7 @@ Optimizer state follows its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron.names import NATIVE, OURS
@@ -45,15 +45,26 @@ def to_native(source: Source) -> Source:
     if kept:  # what a tuner has learned is of our layers
         kept = {**kept, "objects": {name: value for name, value in kept["objects"].items()
                                     if ".mlp.tuner/" not in name}}
-    return View(source, names.theirs(source, _shared_by(source, NATIVE)), format=NATIVE,
+    ordered = _experts_first(source, [f"experts.{one}" for ours, _ in PAIRS.values()
+                                      for one in ours])
+    return View(source, names.theirs(ordered, _shared_by(source, NATIVE)), format=NATIVE,
                 values={**source.values, **({"megatron": kept} if kept else {})})
 
 
 def to_ours(source: Source) -> Source:
     """A view of a `megatron_native` source with our experts."""
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
-    tensors = map(source.tensor, source.entries)
+    ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
+    tensors = map(ordered.tensor, ordered.entries)
     return View(source, names.neutral(tensors, _shared_by(source, OURS)), format=OURS)
+
+
+def _experts_first(source: Source, names: Sequence[str]) -> View:
+    """The source in the order of its files. names: of experts' tensors below a layer's prefix."""
+    fields = dict.fromkeys(field for field, _ in source.entries)
+    first = [(field, prefix + name) for field in fields for prefix in source.layers
+             for name in names if (field, prefix + name) in source.entries]
+    return View(source, map(source.tensor, dict.fromkeys([*first, *source.entries])))
 
 
 def _gated(source: Source, prefix: str) -> bool:

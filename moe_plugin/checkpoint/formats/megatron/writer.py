@@ -175,8 +175,8 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
             _write_file(file, index, content, source, objects, progress)
             for name in names:
                 progress.wrote(name)
-        places |= {MetadataIndex(name, offsets): _StorageInfo(file.name, at, length)
-                   for name, offsets, at, length in json.loads(index.read_text())}
+        places |= {MetadataIndex(name, offsets): _StorageInfo(written, at, length)
+                   for name, offsets, written, at, length in json.loads(index.read_text())}
     metadata = _metadata(pieces, objects)
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta(checkpoint_id=folder.name)
@@ -211,12 +211,12 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
             if isinstance(one, str):
                 stream.write(objects[one])
                 progress.advance(len(objects[one]))
-                rows.append((one, None, start, stream.tell() - start))
+                rows.append((one, None, path.name, start, stream.tell() - start))
             else:
                 value = source.read(one.key, one.window)
                 torch.save(value.reshape(one.sizes).contiguous(), stream)
                 progress.advance(one.nbytes)
-                rows.append((one.name, one.offsets, start, stream.tell() - start))
+                rows.append((one.name, one.offsets, path.name, start, stream.tell() - start))
         stream.flush()
         os.fsync(stream.fileno())
     write_whole(index, json.dumps(rows))
