@@ -94,8 +94,6 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
     """Copy an MoE layer of a neutral source into a layer; a rank reads its own experts alone.
 
-    Args:
-        prefix: see `layer_settings`.
     Raises:
         CheckpointError: names or shapes differ.
     """

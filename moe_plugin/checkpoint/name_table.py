@@ -125,7 +125,6 @@ class NameTable:
         """Tensors of the format as neutral ones.
 
         Args:
-            others: see `Others`.
             experts: in a layer; 0: as many as there are.
         Raises:
             CheckpointError: experts are missing, or not of the axes that their names say.

@@ -27,11 +27,7 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def mark_float32(entries: Mapping[Key, TensorEntry], layers: Layers) -> dict[Key, TensorEntry]:
-    """The entries, with `TensorEntry.keeps_float32` where it holds.
-
-    Args:
-        layers: see `Source`.
-    """
+    """The entries, with `TensorEntry.keeps_float32` where it holds."""
     widest = _bytes_of_experts(entries, layers)
     return {key: replace(entry, keeps_float32=True) if _stays(key, entry, layers, widest) else entry
             for key, entry in entries.items()}

@@ -92,7 +92,6 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
     Args:
         whole: the full state.
         rank, size: of the expert-parallel group.
-        layers: see `merge`.
         shards: by prefix of a layer, the number of ranks over which each expert is cut, where
             `parallel.shards` sets it.
     Raises:
@@ -245,8 +244,6 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
     Args:
         ranks: columns of each rank, in rank order.
         description, paths: see `Source.describe` and `Source.files`.
-    Raises:
-        ValueError: see `reshard.merge`.
     """
     layers = moe_layers(ranks[0][MODEL])
     whole = {field: merge([rank.get(field, {}) for rank in ranks], layers) for field in ranks[0]}
@@ -269,8 +266,6 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
     Args:
         shards: ranks over which each expert is cut: of all layers, or by a layer's prefix.
-    Raises:
-        ValueError: see `reshard.split`.
     """
     if isinstance(shards, int):
         shards = dict.fromkeys(source.layers, shards)

@@ -105,7 +105,6 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
     one storage and shape are read by one function.
 
     Args:
-        allowed, what: see `trust.load`.
         trusted: unpickle classes of any kind.
         stream, part: where the file is one of several in another: its bytes, and where they begin
             and end there.
@@ -128,11 +127,9 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
 
     Args:
         remedy: what to do about a damaged file.
-        allowed, trusted: see `open_lazily`.
         check: raises `ValueError` where it is not what the format writes.
     Raises:
         CheckpointError: it is truncated, damaged or holds something else.
-        UntrustedFile: see `trust.load`.
     """
     what = f"checkpoint file {str(path)!r}"
     with refused_if_unreadable(f"{what} cannot be read, it is truncated or damaged", remedy):
@@ -223,7 +220,6 @@ class SealedWriter:
 
         Args:
             order: first byte of each, ascending.
-            done: see `write`.
             seal: the file ends with its checksum.
         """
         self._workers.start(partial(self._make, path, order, done, seal))

@@ -94,9 +94,6 @@ def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
     Args:
         path: an existing folder.
         contents: by the file's name, what makes its content.
-        progress: see `WriteProgress`.
-    Raises:
-        OSError, CheckpointError: see `SealedWriter.write`.
     """
     with torch_files.SealedWriter(progress.advance) as writer:
         for name, make in contents.items():
@@ -200,10 +197,8 @@ def open_source(path: Path, format: str | None = None, trust: bool = False) -> S
 
     Args:
         format: its name; None: detected.
-        trust: see `Format.open`.
     Raises:
         CheckpointError: a file is missing, damaged, or holds something else than the format.
-        UntrustedFile: see `Format.open`.
     """
     reader = formats.get(format or detect(path))()
     with _of_format(f"checkpoint {str(path)!r}", reader.name):

@@ -195,7 +195,6 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
 
     Args:
         ep: expert-parallel ranks; `world` is a multiple.
-        shards: see `columns_of_rank`.
     Raises:
         CheckpointError: the source has optimizer state without the parameters' names.
         ValueError: the experts do not fit.

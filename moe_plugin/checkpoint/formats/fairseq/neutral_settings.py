@@ -44,8 +44,6 @@ def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
     """Neutral settings of a `fairseq` source.
 
-    Args:
-        arguments: see `model_arguments`.
     Raises:
         CheckpointError: they are missing, or have no neutral form.
     """

@@ -51,8 +51,6 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
     """This rank's state from the files of other ranks.
 
     Args:
-        wanted, group: see `newest_of_other_size`.
-        shards: see `columns_of_rank`.
         model_only: leave optimizer state out.
     Raises:
         CheckpointError: a file is damaged; on every rank.

@@ -113,7 +113,6 @@ def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
     """The common state's "optimizer" of one that Megatron has not made.
 
     Args:
-        values: see `OPTIMIZER_VALUES`.
         mixed: the model has 16-bit parameters, and master weights.
     """
     step = values.get("step", 0)

@@ -88,7 +88,6 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
         path: an existing folder; see the module.
         layout: `ep` says whether Megatron's own experts have an optimizer of their own (above 1).
             Other sizes change nothing.
-        progress: see `WriteProgress`.
     Raises:
         CheckpointError: layers have the same names but other shapes or data types.
         OSError: the disk is full, for example.
