@@ -5,20 +5,18 @@ the ways to compute feed-forward experts. Importing this package registers all o
 """
 
 from moe_plugin.kernels import triton_ops
+from moe_plugin.kernels.choices import expert_load, slot_index
 from moe_plugin.kernels.cpu import expert_ffn as _cpu_expert_ffn  # noqa: F401  (registers fused)
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, strategies
-from moe_plugin.kernels.expert_load import expert_load
 from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.gpu import expert_ffn as _gpu_expert_ffn  # noqa: F401  (registers kernels)
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.layout import transpose_chunks
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.registry import Op, kernels
-from moe_plugin.kernels.router import Routed, route, route_by_steps
+from moe_plugin.kernels.router import Routed, route, route_by_steps, top_k_stable
 from moe_plugin.kernels.rows import combine_rows, gather_rows, permute_rows, weigh_rows
-from moe_plugin.kernels.running_count import slot_index
-from moe_plugin.kernels.score_functions import ScoreFunction, score_functions
-from moe_plugin.kernels.top_k import top_k_stable
+from moe_plugin.kernels.scores import ScoreFunction, score_functions
 
 triton_ops.register()
 

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.fp8_weights import Fp8Weights
-from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.kernels.fp8 import Fp8Weights
 from moe_plugin.kernels.groups import RowGroups
-from moe_plugin.kernels.kept_rows import Keep, rows_kept
-from moe_plugin.kernels.recomputed import through_recomputed
 from moe_plugin.kernels.rows import combine_rows, gather_rows
+from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
+from moe_plugin.kernels.weight_grads import GradSums
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowPlan
 from moe_plugin.registry import Registry
@@ -47,7 +46,7 @@ class FFNParameters:
         main_grad_weights: by field name, the parameters whose gradient the host keeps in
             `main_grad`. A strategy that uses the fields need not know: `redirect_grad` adds the
             gradients. One that computes with `operands()` must add these gradients itself, see
-            `kernels.main_grad`.
+            `kernels.weight_grads`.
         dropout: probability with which a value after the activation becomes 0; only strategies
             for which `drops_out` is true read it.
         recompute: keep the values before the activation for backward, and not those after it

@@ -149,8 +149,8 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     """`dot_rows` on a CPU, of one dtype: the gradient of a bag's factors; -1 gives 0 there."""
     choices = position_TK.shape[1]
-    token_T = torch.arange(position_TK.shape[0], device=position_TK.device)
-    token_N = token_T.repeat_interleave(choices)
+    choice_N = torch.arange(position_TK.numel(), device=position_TK.device)
+    token_N = torch.div(choice_N, max(1, choices), rounding_mode="floor")
     dots_N = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         grad_TD, rows_RD, position_TK.reshape(-1), token_N[:0], token_N, 0, -1)
     return dots_N.view(position_TK.shape)

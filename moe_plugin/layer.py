@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, default_comm
-from moe_plugin.comm.counters import TrafficMeter
+from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.named import layer_config, refuse_beside, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
@@ -23,8 +23,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.missing_link import Unlinked
-from moe_plugin.routing.statistics import call_stats
+from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.tuning.placement import place_experts
@@ -107,24 +106,29 @@ class MoELayer(LayerState):
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
         built = self.layouts.experts  # another module may stand in their place (adapters)
-        self.ddp_check(built, self.experts)
+        if built.reduced or not self.ddp_check.passed:
+            self.ddp_check(built, self.experts)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self.follow_parameters()  # some may be trainable since the last call
-        traffic = TrafficMeter(self.comm.counters)
+        traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None
         tokens = self.tokens.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
-        kept = self.capacity(routing, self.training)
+        kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
+                else self.capacity(routing, self.training))
         layout = self.layouts.select(kept, choice, self.training)
-        alongside = OverlappedWork(self.shared_expert, tokens, overlapped)
+        alongside = None
+        if self.shared_expert is not None or overlapped is not None:
+            alongside = OverlappedWork(self.shared_expert, tokens, overlapped)
         if torch.compiler.is_compiling() and not layout.compiles:
             from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
 
             y_TD, rows = uncompiled(self._through_experts, layout, tokens.x_TD, kept, alongside)
         else:
             y_TD, rows = self._through_experts(layout, tokens.x_TD, kept, alongside)
-        y_TD = add_residual(y_TD, tokens, routing, alongside.shared_TD())
-        stats = call_stats(kept, traffic, self.config.num_experts, rows,
-                           {**self.layouts.report(layout), "store": built.taken_counts()})
+        if alongside is not None or routing.passthrough_T is not None:
+            shared_TD = None if alongside is None else alongside.shared_TD()
+            y_TD = add_residual(y_TD, tokens, routing, shared_TD)
+        stats = self.layouts.stats(layout, kept, rows, traffic)
         return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
@@ -133,14 +137,16 @@ class MoELayer(LayerState):
         return routing
 
     def _through_experts(self, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
-                         alongside: OverlappedWork) -> tuple[Tensor, int | Tensor]:
+                         alongside: OverlappedWork | None) -> tuple[Tensor, int | Tensor]:
         """(tokens' results [T, D], rows that this rank's experts computed)."""
-        plan = layout.plan(kept)
+        dispatcher = layout.dispatcher
+        plan = dispatcher.plan(kept)
         sent = layout.dispatch(x_TD, plan, self.experts)
-        alongside()
+        if alongside is not None:
+            alongside()
         for rows in sent:
             sent.put_back(self.experts(rows))
-        return layout.combine(sent, plan), plan.rows
+        return dispatcher.combine(sent, plan), plan.rows
 
     @property
     def model_dim(self) -> int:

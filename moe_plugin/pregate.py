@@ -31,7 +31,7 @@ from moe_plugin.kernels.derivatives import not_transformed, transformed
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
-from moe_plugin.routing.missing_link import Unlinked
+from moe_plugin.routing.registry import Unlinked
 from moe_plugin.routing.replay import ReplayLog
 
 logger = logging.getLogger(__name__)

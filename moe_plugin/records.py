@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_plugin.row_counts import RowCounts
+from moe_plugin.row_counts import RowCounts, RowPlan
 
 if TYPE_CHECKING:
     from moe_plugin.comm.base import Comm
@@ -74,7 +74,7 @@ class HostContext:
         split_loss_comm, split_batch_comm: the same two for a layer that splits tokens which ranks
             share (`parallel.schedule: s1`); None: as without splitting.
         adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what
-            backward adds there (`moe_plugin.kernels.main_grad`).
+            backward adds there (`moe_plugin.kernels.weight_grads`).
         own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
             the largest number of any rank that holds the experts.
         training: the layer may be trained; False: it warns of nothing that only training needs.
@@ -133,7 +133,7 @@ class Routing:
         router: of several routers the name of the one that decided; None: there is one.
         chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
             None: it took none.
-        counted: the load of the choices, for `kernels.expert_load.known_load`; None: not counted.
+        counted: the load of the choices, for `kernels.choices.known_load`; None: not counted.
         sizes: what a dispatcher began to agree on with other ranks when the choices were known, one
             block early; None: nothing. See `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
@@ -269,33 +269,6 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """Rows that experts take out of tokens, and where their results belong.
-
-    Without an exchange the tokens are this rank's own; after one they are the rows as they arrived.
-
-    Attributes:
-        source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
-        weights_TK: [T, K] gate weights, differentiable; None: all are 1.
-        counts: rows by expert; with fixed slots also the empty ones. complete: every choice has a
-            row and no slot is empty; False: perhaps not.
-    """
-
-    source_R: Tensor
-    position_TK: Tensor
-    weights_TK: Tensor | None
-    counts: RowCounts
-    complete: bool = False
-
-    @property
-    def token_R(self) -> Tensor:
-        """Token of each row, int64 [R]; 0 for an empty slot."""
-        choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
-        choices = self.position_TK.shape[1]
-        return choice_R if choices == 1 else choice_R // max(1, choices)
-
-
-@dataclass(frozen=True)
 class ExpertRows:
     """Work for this rank's experts.
 
@@ -324,7 +297,7 @@ class Overlap:
         forward, backward: d and d_backward; 0 backward: as forward.
         background: one piece, too, travels in the background, because other work is done
             meanwhile.
-        piece_axis: see `dispatch.piece_axes`.
+        piece_axis: see `dispatch.pieces`.
     """
 
     forward: int = 1

@@ -1,4 +1,6 @@
-"""How many rows each of a rank's experts has: known on the host, or on a device alone."""
+"""How many rows each of a rank's experts has, known on the host or on a device alone, and of which
+tokens they are.
+"""
 
 from __future__ import annotations
 
@@ -112,3 +114,30 @@ class DeviceCounts(RowCounts):
     def device(self, device: torch.device) -> Tensor:
         """Rows of each expert, filler left out, int64 [L]."""
         return self.lengths_L
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows that experts take out of tokens, and where their results belong.
+
+    Without an exchange the tokens are this rank's own; after one they are the rows as they arrived.
+
+    Attributes:
+        source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
+        weights_TK: [T, K] gate weights, differentiable; None: all are 1.
+        counts: rows by expert; with fixed slots also the empty ones. complete: every choice has a
+            row and no slot is empty; False: perhaps not.
+    """
+
+    source_R: Tensor
+    position_TK: Tensor
+    weights_TK: Tensor | None
+    counts: RowCounts
+    complete: bool = False
+
+    @property
+    def token_R(self) -> Tensor:
+        """Token of each row, int64 [R]; 0 for an empty slot."""
+        choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
+        choices = self.position_TK.shape[1]
+        return choice_R if choices == 1 else choice_R // max(1, choices)

@@ -25,23 +25,25 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
-from moe_plugin.kernels.cpu.block_rows import (
+from moe_plugin.kernels.cpu.blocks import (
     BlockRows,
     GatheredRows,
+    Padding,
+    UnitBlock,
     UnitRows,
     WeightedRows,
+    blocks_of,
     by_block,
+    clipped,
+    padding_of,
 )
-from moe_plugin.kernels.cpu.blocks import UnitBlock, blocks_of, clipped
-from moe_plugin.kernels.cpu.native.passes import NativePasses, passes
-from moe_plugin.kernels.cpu.padding import Padding, padding_of
+from moe_plugin.kernels.cpu.native.functions import NativePasses, passes
 from moe_plugin.kernels.cpu.products import products_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
-from moe_plugin.kernels.grad_sums import GradSums
-from moe_plugin.kernels.main_grad import WEIGHTS, MainGrad
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, MainGrad, WeightGrad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -177,7 +179,8 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     width, inner = p.w_in_LDF.shape[1:]
     limit = BLOCK_BYTES // (inner * x.element_size())
     blocks = blocks_of(counts, limit, row_rule(x, width, inner))
-    maps = _Maps.of(plan, padding_of(counts, blocks))
+    single = all([block.single for block in blocks])
+    maps = _Maps.of(plan, None if single else padding_of(counts, blocks))
     # rows that are read where they lie have nothing behind the last one to compute along
     if maps.token_R is None:
         blocks = clipped(blocks)
@@ -190,9 +193,11 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     own = p.sums is None or torch.is_autocast_enabled(x.device.type)
     sums = GradSums() if own else p.sums
     if keep:
-        sums.expect()
+        sums.calls += 1
     call = _FFNCall(counts, blocks, act, native, p.memory, maps, keep, keep_after, late, redirected,
                     sums)
+    if not torch.is_autocast_enabled(x.device.type):
+        return _FusedFFN.apply(call, x, gates_TK, *tensors)
     # operands are cast already; inside, products write into buffers of their own dtype
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
@@ -275,40 +280,6 @@ class _Forward:
         return self.gated
 
 
-class _WeightGrad:
-    """The gradient of one weight [L, I, O], as a tensor to return; the interface of `MainGrad`."""
-
-    def __init__(self, call: _FFNCall, name: str, w_LIO: Tensor) -> None:
-        self.sums, self.name = call.sums, name
-        grad_LIO, self.written = self.sums.begin(name, w_LIO, call.memory)
-        self.grad_LIO, self.into = grad_LIO, grad_LIO.unbind(0)
-        self.products = products_of(w_LIO)
-
-    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
-        """Add a b to the gradient of one expert, or to those of a batch, [B, I, N] and [B, N, O].
-        """
-        if not isinstance(expert, slice):
-            into_IO = self.into[expert]
-            self.products((a_IN,), (b_NO,), (into_IO,),
-                          (into_IO if expert in self.written else None,))
-            self.written.add(expert)
-            return
-        experts = range(expert.start, expert.stop)
-        before = self.written.intersection(experts)
-        # a first product is written, later ones are added: a batch with both is done one by one
-        if before and len(before) < len(experts):
-            for one, a, b in zip(experts, a_IN, b_NO, strict=True):
-                self.add_matmul(one, a, b)
-            return
-        into_BIO = self.grad_LIO[expert]
-        self.products((a_IN,), (b_NO,), (into_BIO,), (into_BIO if before else None,))
-        self.written.update(experts)
-
-    def result(self) -> Tensor | None:
-        """What backward returns, see `GradSums.end`."""
-        return self.sums.end(self.name)
-
-
 class _Backward:
     """One backward pass: its memory, the gradients, and the operations on one block."""
 
@@ -356,9 +327,9 @@ class _Backward:
 
     def _make_grads(self, weights: dict[str, Tensor | None], needs: list[bool]) -> None:
         call = self.call
-        self.grads: dict[str, MainGrad | _WeightGrad] = {
+        self.grads: dict[str, MainGrad | WeightGrad] = {
             name: MainGrad(call.main_grad_weights[name], call.memory)
-            if name in call.main_grad_weights else _WeightGrad(call, name, w)
+            if name in call.main_grad_weights else WeightGrad(call.sums, name, w, call.memory)
             for (name, w), need in zip(weights.items(), needs[::2], strict=True) if need
         }
         self.bias_grads = {

@@ -18,7 +18,7 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.kernels import fp8_products as fp8
+from moe_plugin.kernels import fp8
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
@@ -31,12 +31,12 @@ from moe_plugin.kernels.expert_matmul import (
     expert_weight_grad,
     expert_weight_grad_add,
 )
-from moe_plugin.kernels.fp8_weights import Fp8Call, fp8_call
+from moe_plugin.kernels.fp8 import Fp8Call, fp8_call
 from moe_plugin.kernels.groups import RowGroups
-from moe_plugin.kernels.kept_rows import KeptRows
-from moe_plugin.kernels.main_grad import WEIGHTS, placeholder_grad
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, at_rows, sum_rows
+from moe_plugin.kernels.saved import KeptRows
+from moe_plugin.kernels.weight_grads import WEIGHTS, placeholder_grad
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 

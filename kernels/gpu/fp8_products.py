@@ -95,7 +95,7 @@ def fp8_product_kernel(x, x_tiles, scales, token, w, w_tiles, w_scales, bias, ou
 
 
 def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.fp8_products.quantize_weights_fp8`."""
+    """See `moe_plugin.kernels.fp8.quantize_weights_fp8`."""
     groups, inner, outer = w_LIO.shape
     high, wide = triton.cdiv(inner, BLOCK), triton.cdiv(outer, BLOCK)
     codes_LOI = torch.empty(groups, outer, inner, dtype=torch.float8_e4m3fn, device=w_LIO.device)
@@ -111,7 +111,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """See `moe_plugin.kernels.fp8_products.expert_matmul_fp8`."""
+    """See `moe_plugin.kernels.fp8.expert_matmul_fp8`."""
     inner, wide = codes_LIO.shape[1:]
     out_RO = torch.empty(groups.total, wide, dtype=dtype, device=codes.device)
     if not groups.total:

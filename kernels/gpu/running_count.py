@@ -40,7 +40,7 @@ def rank_kernel(ids, before, ranks, number, experts, BLOCK: tl.constexpr, STEP: 
 
 
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.running_count.running_count`."""
+    """See `moe_plugin.kernels.choices.running_count`."""
     number = ids_N.numel()
     ranks_N = torch.empty(number, dtype=torch.int64, device=ids_N.device)
     if number == 0:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.tiles import most_tiles
+from moe_plugin.kernels.groups import most_tiles
 
 ELEMENTS = 4096  # comparisons of a program; their tile is in registers
 
@@ -33,7 +33,7 @@ def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, l
 
 def tile_table(lengths_L: Tensor, height: int, total: int,
                least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `moe_plugin.kernels.tiles.tile_table`."""
+    """See `moe_plugin.kernels.groups.tile_table`."""
     groups = lengths_L.numel()
     number = most_tiles(groups, height, total)
     table = torch.empty(2 * number + 1, dtype=torch.int32, device=lengths_L.device)

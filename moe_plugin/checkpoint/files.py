@@ -30,8 +30,7 @@ from moe_plugin.checkpoint.formats.plain import (
 )
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.local import LocalComm
+from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.dtensors import is_sharded, sharded_as
 from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.messages import short

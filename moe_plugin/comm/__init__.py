@@ -3,9 +3,8 @@ of one.
 """
 
 from moe_plugin.comm.algorithms import algorithms
-from moe_plugin.comm.base import Comm, CommError
+from moe_plugin.comm.base import Comm, CommError, LocalComm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.comm.local import LocalComm
 from moe_plugin.comm.simulated import SimulatedComm, Traffic, run_simulated
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.torch_comm import TorchComm, default_comm

@@ -1,9 +1,11 @@
 """`Comm`: the only interface through which a layer communicates with other ranks.
 
 A `Comm` is a group of ranks with the collectives below, without autograd; the differentiable forms
-are in `moe_plugin.comm.functional` and `moe_plugin.comm.tensor_parallel`. Hierarchical all-to-all
+are in `moe_plugin.comm.functional`. Hierarchical all-to-all
 algorithms are sets of point-to-point messages in the same group (`send_receive`), so they need no
 further process groups.
+
+A group of one rank: every collective is a copy.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.collectives import NATIVE, Collectives
-from moe_plugin.comm.group import CommError, RankGroup
-from moe_plugin.comm.keys import key_of
+from moe_plugin.comm.group import CommError, RankGroup, key_of
 
 __all__ = ["Comm", "CommError", "Messages", "piece_lengths"]
 Messages = Sequence[tuple[int, Tensor]]
@@ -220,3 +221,43 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
         raise ValueError(
             f"{what}: {length} rows cannot be split into {size} equal pieces; pass splits")
     return [length // size] * size
+
+
+class LocalComm(Comm):
+    """The group of this rank alone; nothing is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, "local")
+
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
+                   recv: Sequence[int] | None = None) -> Tensor:
+        """A copy of x, [n, ...]."""
+        return x.clone()
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """A copy of x, any shape."""
+        return x.clone()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """A copy of x, [n, ...]."""
+        return x.clone()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """A copy of x, [n, ...]."""
+        return x.clone()
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """A copy of x, any shape."""
+        return x.clone()
+
+    def send_receive(self, sends: Messages, recvs: Messages) -> None:
+        """Copy each tensor of `sends` to the buffer of `recvs` at the same index."""
+        for (_, source), (_, target) in zip(sends, recvs, strict=True):
+            target.copy_(source)
+
+    def subgroup(self, ranks: Sequence[int]) -> Comm | None:
+        """This group, for ranks [0]; else None."""
+        return self if list(ranks) == [0] else None
+
+    def barrier(self) -> None:
+        """Return at once."""

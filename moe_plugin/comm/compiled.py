@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.comm.keys import key_of, owner_of
+from moe_plugin.comm.group import key_of, owner_of
 
 
 class Route:

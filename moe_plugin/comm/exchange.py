@@ -66,7 +66,6 @@ class FunctionExchange(Exchange):
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`."""
         return self.function(comm, x, send, recv)
 
 
@@ -83,18 +82,15 @@ class RegisteredExchange(FunctionExchange):
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`."""
         if self._lacks(comm):
             return algorithms.get("linear")(comm, x, send, recv)
         comm.counters.exchange(self.name)
         return self.function(comm, x, send, recv)
 
     def lacks(self, comm: Comm) -> str | None:
-        """See `Exchange`."""
         return self._lacks(comm)
 
     def tried(self, comm: Comm) -> bool:
-        """See `Exchange`."""
         return self._lacks(comm) is None and self._tried(comm)
 
 

@@ -17,8 +17,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
 from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.comm.handles import start
-from moe_plugin.comm.tree_rounds import predicted_s
-from moe_plugin.comm.trees import Trees
+from moe_plugin.comm.trees import Trees, predicted_s
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.forest import Network, Schedule
 from moe_plugin.planner.forest.forest import plan
@@ -59,15 +58,12 @@ class Forest(Collectives):
         return made
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return trees.all_gather(comm, self.trees(comm), x)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return trees.reduce_scatter(comm, self.trees(comm), x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return trees.all_reduce(comm, self.trees(comm), x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
@@ -77,7 +73,6 @@ class Forest(Collectives):
             lambda comm, x, send, recv: trees.all_reduce(comm, found, x)), x).wait
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
-        """See `Collectives`."""
         found = self.trees(comm)
         halves = {"all_gather": [found.gather], "reduce_scatter": [found.reduce]}.get(
             kind, [found.reduce, found.gather])
@@ -107,7 +102,6 @@ class Forest(Collectives):
         return json.dumps(self.network.to_dict())
 
     def describe(self, comm: Comm) -> str:
-        """See `Collectives`."""
         gather = self.trees(comm).gather
         speed = 1e-9 * EXAMPLE / gather.seconds(EXAMPLE)
         return (f"forest, {gather.k} tree{'s' * (gather.k > 1)} per rank that gather at "

@@ -1,18 +1,37 @@
-"""`RankGroup`: which ranks there are and on which nodes, and how their errors read."""
+"""`RankGroup`: which ranks there are and on which nodes, by which keys they are found, and how
+their errors read.
+"""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from moe_plugin.comm.counters import Counters
 from moe_plugin.comm.job_abort import reason
-from moe_plugin.comm.state import GroupState
+from moe_plugin.comm.state import Counters, GroupState
 from moe_plugin.comm.topology import Topology
+
+_NUMBERS = itertools.count()
+# Keys stand for objects of this process, which keeps none of them alive.
+_BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def key_of(owner: object) -> str:
+    """A new key by which operations find this object for as long as it lives."""
+    key = f"{type(owner).__name__} {next(_NUMBERS)}"
+    _BY_KEY[key] = owner
+    return key
+
+
+def owner_of(key: str) -> Any:
+    """The object of a key."""
+    return _BY_KEY[key]
 
 
 class CommError(RuntimeError):

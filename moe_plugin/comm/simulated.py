@@ -97,7 +97,6 @@ class SimulatedComm(Comm):
         return torch.cat(got)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm`."""
         stacked = torch.stack(self._meet("all_reduce", x.detach()))
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
@@ -114,7 +113,6 @@ class SimulatedComm(Comm):
         return torch.stack([row[self.rank] for row in posted]).sum(0)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """See `Comm`."""
         return self._meet("broadcast", x.detach())[root].clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -139,7 +137,6 @@ class SimulatedComm(Comm):
             raise self.error(f"send_receive left messages unread, by sender: {left}")
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
-        """See `Comm`."""
         key = tuple(ranks)
         self._meet("subgroup", None)
         if self.rank not in key:
@@ -150,7 +147,6 @@ class SimulatedComm(Comm):
                              self.traffic, self.timeout_s, self.topology.restrict(key), self.clock)
 
     def barrier(self) -> None:
-        """See `Comm`."""
         self._meet("barrier", None)
 
     def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:

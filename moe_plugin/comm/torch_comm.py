@@ -19,12 +19,11 @@ from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
 from moe_plugin.comm.compiled import collective
-from moe_plugin.comm.keys import key_of
+from moe_plugin.comm.group import key_of
 from moe_plugin.comm.new_group import make_group
-from moe_plugin.comm.nodes import node_key
 from moe_plugin.comm.state import GroupState
-from moe_plugin.comm.timeout_watch import TimeoutWatch
-from moe_plugin.comm.topology import Topology
+from moe_plugin.comm.topology import Topology, node_key
+from moe_plugin.comm.watchdog import TimeoutWatch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.compiled`
@@ -47,7 +46,7 @@ class TorchComm(Comm):
             group was made with a longer timeout, and the timeout of groups made by `subgroup`
             (torch's own default there is 30 minutes, not the world's timeout). On NCCL, where the
             host does not wait, a thread watches instead in groups with a longer timeout, see
-            `comm.timeout_watch`. What fails there later than it is called is raised by a later
+            `comm.watchdog`. What fails there later than it is called is raised by a later
             collective, whose error names those before it; where NCCL's own watchdog ends the
             process, its log names the collective.
     Raises: ValueError: torch.distributed is not initialised.
@@ -318,7 +317,6 @@ class TorchComm(Comm):
         return own.clone()
 
     def barrier(self) -> None:
-        """See `Comm`."""
         with self.error_context(lambda: "barrier"):
             self._bounded(dist.barrier)
 
@@ -404,7 +402,7 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
         ValueError: a launcher started several processes and no group is initialized: each would
             make a model of its own, and nothing would say so.
     """
-    from moe_plugin.comm.local import LocalComm
+    from moe_plugin.comm.base import LocalComm
 
     if dist.is_available() and dist.is_initialized():
         return TorchComm(None, timeout_s) if dist.get_world_size() > 1 else LocalComm()

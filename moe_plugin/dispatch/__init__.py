@@ -12,11 +12,10 @@ from moe_plugin.dispatch.base import (
 from moe_plugin.dispatch.bounded import BoundedDispatcher
 from moe_plugin.dispatch.deepep import DeepEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.index_slice import IndexSliceDispatcher
-from moe_plugin.dispatch.padded import PaddedDispatcher
-from moe_plugin.dispatch.parm_s2 import ParmS2Dispatcher
+from moe_plugin.dispatch.padded import PaddedDispatcher, ParmS2Dispatcher
 from moe_plugin.dispatch.ragged import RaggedDispatcher
 from moe_plugin.dispatch.row_pages import PagedStash
+from moe_plugin.dispatch.rows import IndexSliceDispatcher
 from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [

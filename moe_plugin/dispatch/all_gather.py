@@ -31,10 +31,9 @@ from moe_plugin.comm.by_nodes import (
     reduce_scatter_by_nodes,
     wanted_rows,
 )
-from moe_plugin.comm.coalesce import pack, unpack
+from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, Sent, dispatchers
-from moe_plugin.dispatch.local import TokenPlan, with_weights
-from moe_plugin.dispatch.rows import rows_of_this_rank
+from moe_plugin.dispatch.rows import TokenPlan, rows_of_this_rank, with_weights
 from moe_plugin.records import ExpertRows, KeptRouting
 
 
@@ -82,13 +81,11 @@ class AllGatherDispatcher(Dispatcher):
         return on_node_EN[ids_AK].any(1)  # -1, no expert: the last row
 
     def dispatch(self, x_TD: Tensor, plan: GatheredPlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`."""
         x_AD, weights_AK = _Gather.apply(x_TD, plan.weights_TK, anchor, self.placement.comm,
                                          plan.longest, plan.wanted)
         return Sent([ExpertRows(x_AD, with_weights(plan.row_plan, weights_AK))], anchor)
 
     def combine(self, sent: Sent, plan: GatheredPlan) -> Tensor:
-        """See `Dispatcher`."""
         [part_AD] = sent.results
         total_TD = _Scatter.apply(part_AD, self.placement.comm, plan.wanted)
         return total_TD[:plan.weights_TK.shape[0]]

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
-from moe_plugin.dispatch.piece_axes import Counts
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.kernels import slot_index
-from moe_plugin.planner.spill import SpillPlan
+from moe_plugin.planner.spill import Counts, SpillPlan
 from moe_plugin.records import (
     DispatchPlan,
     ExpertRows,
@@ -42,7 +41,7 @@ class DispatchTraits:
             False: exactly the rows that were routed.
         supports_pieces: can split its rows into pieces (`Overlap`), so that exchanges overlap
             with matmuls.
-        piece_axes: then, along what, see `dispatch.piece_axes`.
+        piece_axes: then, along what, see `dispatch.pieces`.
         shares_tokens: all ranks of the group hold the same tokens.
         splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
         single_layout: runs where parameters are stored, in one layout; False: in any `r`.
@@ -161,19 +160,15 @@ class WrappedDispatcher(Dispatcher):
         self.inner, self.traits = inner, inner.traits  # type: ignore[misc]
 
     def plan(self, kept: KeptRouting) -> DispatchPlan:
-        """See `Dispatcher`."""
         return self.inner.plan(kept)
 
     def start_sizes(self, routing: Routing) -> Any:
-        """See `Dispatcher`."""
         return self.inner.start_sizes(routing)
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`."""
         return self.inner.dispatch(x_TD, plan, anchor)
 
     def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
-        """See `Dispatcher`."""
         return self.inner.combine(sent, plan)
 
 

@@ -20,7 +20,7 @@ from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece, slot_positions
 from moe_plugin.dispatch.rows import inverse_permutation, slot_sources
 from moe_plugin.kernels import combine_rows, gather_rows
-from moe_plugin.kernels.running_count import running_count
+from moe_plugin.kernels.choices import running_count
 from moe_plugin.records import KeptRouting, Placement
 from moe_plugin.row_counts import DeviceCounts
 

@@ -117,7 +117,6 @@ class DeepEPDispatcher(Dispatcher):
         return Sent([ExpertRows(x_RD, rows)], anchor)
 
     def combine(self, sent: Sent, plan: DeepEPPlan) -> Tensor:
-        """See `Dispatcher`."""
         [y_RD] = sent.results
         buffer = self.placement.comm.state.get(_Buffers).buffer
         return _Return.apply(y_RD, sent.anchor, buffer, plan.arrival.handle)

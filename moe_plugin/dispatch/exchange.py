@@ -61,7 +61,6 @@ class ExchangeDispatcher(Dispatcher):
         """See `Dispatcher`."""
 
     def dispatch(self, x_TD: Tensor, plan: ExchangePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`."""
         rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK, plan.complete)
         background = self.overlap.background and not torch.compiler.is_compiling()
         if len(plan.pieces) == 1 and not background:
@@ -76,7 +75,6 @@ class ExchangeDispatcher(Dispatcher):
         return SentPieces(arriving, anchor, plan, self.maps_rows, back)
 
     def combine(self, sent: Sent, plan: ExchangePlan) -> Tensor:
-        """See `Dispatcher`."""
         if isinstance(sent, SentPieces):
             rows_ND = torch.cat([self.all_parts(rows) for rows in sent.returned()])
         else:

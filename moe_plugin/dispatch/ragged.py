@@ -1,18 +1,184 @@
 """Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data.
 
-The host waits for the device once, for the counts, before any row leaves; in backward never. With a
-planner, other ranks than the owner may compute an expert's rows, see `dispatch.spill`.
+The host waits for the device once, for the counts, before any row leaves; in backward never. The
+exchange of counts may begin as soon as choices are known.
+
+With a planner (`planner.spill`), other ranks than the owner may compute an expert's rows. Every
+rank learns how many rows every rank has for every expert, so all make the same plan from the loads
+of this very call; a recomputation that repeats the routing repeats the plan. Rows travel in one
+exchange, as without a plan: a borrowed expert is one more local expert, after the stored ones.
 """
 
 from __future__ import annotations
 
-from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moe_plugin.dispatch.base import (
+    DispatchContext,
+    DispatchTraits,
+    SpillPlanner,
+    dispatchers,
+    expand,
+)
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.piece_axes import PIECE_AXES
-from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
-from moe_plugin.dispatch.sizes import SentSizes, agreed_sizes, start_sizes
-from moe_plugin.dispatch.spill import spilling_plan
-from moe_plugin.records import KeptRouting, Routing
+from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan, ragged_plan
+from moe_plugin.dispatch.rows import sort_by_expert
+from moe_plugin.kernels.choices import known_load
+from moe_plugin.machine import start_to_host
+from moe_plugin.planner.spill import SpillPlan
+from moe_plugin.records import KeptRouting, Overlap, Placement, Routing
+
+
+@dataclass(eq=False)
+class SentSizes:
+    """The numbers of rows of one call, on their way.
+
+    Attributes:
+        owner: the dispatcher that began it; of another one they are of no use.
+        order_N: the choices by expert, see `sort_by_expert`.
+    """
+
+    owner: object
+    order_N: Tensor
+    _shape: tuple[int, int, int]
+    _arriving: Callable[[], Tensor]
+    _rows: list[list[list[int]]] | None = field(default=None)
+
+    def rows(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows to and from each rank, by the receiver's local expert. The host waits for their copy
+        from the device, and for no work that was launched later.
+        """
+        if self._rows is None:
+            self._rows = self._arriving().view(self._shape).tolist()
+        send_WL, recv_WL = self._rows
+        return send_WL, recv_WL
+
+
+def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
+    """Exchange the numbers of rows of a call; see `start_sizes`."""
+    order_N, send_V = _sorted(place, ids_TK, routing)
+    both_2V = torch.stack([send_V, place.comm.all_to_all(send_V)])
+    return SentSizes(owner, order_N, _shape(place), lambda: both_2V)
+
+
+def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
+    """Begin to exchange the numbers of rows of a call. All ranks begin theirs in the same order.
+
+    Args:
+        owner: the dispatcher. ids_TK: over shards of experts, see `dispatch.base.expand`.
+        routing: that they are of.
+    """
+    order_N, send_V = _sorted(place, ids_TK, routing)
+    wait = place.comm.start_all_to_all(send_V)
+    if send_V.device.type == "cpu":  # ranks meet while this one computes
+        def arriving() -> Tensor:
+            return torch.stack([send_V, wait()])
+    else:  # the exchange is in the device's queue, and so is the copy behind it
+        arriving = start_to_host(torch.stack([send_V, wait()]))
+    return SentSizes(owner, order_N, _shape(place), arriving)
+
+
+def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    known = known_load(routing) if place.shards == 1 else ()
+    return sort_by_expert(ids_TK, place.virtual, *known)
+
+
+def _shape(place: Placement) -> tuple[int, int, int]:
+    return 2, place.comm.size, place.local
+
+
+@dataclass(frozen=True)
+class SpillingPlan(ExchangePlan):
+    """An exchange whose rows by local expert are those of the stored experts and, after them, those
+    of up to `spill.most_guests` borrowed ones.
+
+    spill: who computes what; None: every rank its own experts' rows, and no others.
+    """
+
+    spill: SpillPlan | None = None
+
+
+def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
+                  planner: SpillPlanner) -> SpillingPlan:
+    """The plan of one call, the same on all ranks. One exchange of counts, and one copy of them
+    from device to host.
+    """
+    ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
+    order_N, send_V = sort_by_expert(ids_TK, place.virtual)
+    # an all-gather in one step instead of a ring's
+    every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
+    counts_WV = every_V.view(place.comm.size, -1).tolist()
+    spill, me = planner(counts_WV), place.comm.rank
+    if spill is None or not spill.loans:
+        spill, local = None, place.local
+        mine = counts_WV[me]
+        send_WL = [mine[i:i + local] for i in range(0, place.virtual, local)]
+        recv_WL = [row[me * local:(me + 1) * local] for row in counts_WV]
+    else:
+        tables = _Tables(spill)
+        send_WL = [tables.row(me, target) for target in range(spill.ranks)]
+        recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
+        order_N = tables.regroup(order_N, me)
+    plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, overlap)
+    parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    return SpillingPlan(**parts, spill=spill)
+
+
+class _Tables:
+    """Rows of a plan by source rank, target rank and the target's local expert, on the host."""
+
+    def __init__(self, spill: SpillPlan) -> None:
+        self.spill, self.width = spill, spill.most_guests
+        self.flows = {loan.expert: spill.flows(loan.expert) for loan in spill.loans}
+        self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
+
+    def row(self, source: int, target: int) -> list[int]:
+        """Rows from one rank to another by its stored experts, then by those that it borrows."""
+        local, counts = self.spill.local, self.spill.counts_WV[source]
+        stored = [self.flows[e][source][target] if e in self.flows else counts[e]
+                  for e in range(target * local, (target + 1) * local)]
+        guests = [self.flows[e][source][target] for e in self.guests[target]]
+        return stored + guests + [0] * (self.width - len(guests))
+
+    def regroup(self, order_N: Tensor, source: int) -> Tensor:
+        """Choices of `source` by expert to choices by (target, its local expert); int64 [N].
+
+        An expert's rows are cut into runs for the ranks that compute them, in the order of ranks.
+        """
+        starts = [0, *accumulate(self.spill.counts_WV[source])]
+        runs: list[tuple[int, int]] = []
+        local = self.spill.local
+        for target in range(self.spill.ranks):
+            for expert in [*range(target * local, (target + 1) * local), *self.guests[target]]:
+                start, rows = starts[expert], self.spill.counts_WV[source][expert]
+                if expert in self.flows:
+                    flow = self.flows[expert][source]
+                    start, rows = start + sum(flow[:target]), flow[target]
+                if rows:
+                    runs.append((start, rows))
+        return _take_runs(order_N, _merged(runs), starts[-1])
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs (start, length) of which each follows on the one before are put together."""
+    merged: list[tuple[int, int]] = []
+    for start, rows in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + rows)
+        else:
+            merged.append((start, rows))
+    return merged
+
+
+def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
+    """The runs (start, length) of order_N one after another, then what is behind `total`."""
+    return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])
 
 
 @dispatchers.register("ragged")
@@ -43,7 +209,6 @@ class RaggedDispatcher(ExchangeDispatcher):
         return ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)
 
     def start_sizes(self, routing: Routing) -> SentSizes | None:
-        """See `Dispatcher`."""
         if self.planner is not None:
             return None
         ids_TK, _ = expand(self.placement, routing, None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
-from moe_plugin.dispatch.overflow import Limit, with_room
+from moe_plugin.dispatch.rows_limit import Limit, with_room
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.triton_ops import INSTALLED
 
@@ -173,7 +173,6 @@ class PagedStash(Limit):
 
     @property
     def repeats(self) -> bool:  # type: ignore[override]
-        """See `Limit`."""
         return any(c.on_overflow == "repeat" for c in self._asked.values())
 
     @property
@@ -189,7 +188,6 @@ class PagedStash(Limit):
         self._pages.clear()
 
     def forget(self) -> None:
-        """See `Limit`."""
         for pages in self._pages.values():
             pages.lost.zero_()
             pages.most.copy_(pages.in_use)

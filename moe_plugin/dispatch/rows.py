@@ -1,17 +1,37 @@
-"""Which choice lies in which row: expert-major order, fixed slots, and their inverses.
+"""Which choice lies in which row (expert-major order, fixed slots, and their inverses), and
+dispatch in which tokens stay where they are.
+
+Index-slice dispatch (PPMoE): experts inside a group of ranks that all hold the same tokens. Instead
+of an all-to-all, every rank makes the same routing and computes the rows of its own experts; one
+all-reduce sums the parts, the one that a dense feed-forward layer under tensor parallelism needs,
+too. Backward is one all-reduce of the input's gradient, which carries the gradients of the gate
+weights too: so the router's gradients, those of the balance losses included, are complete and equal
+on all ranks. Source: Chen et al. 2023 (PPMoE). Elements per rank and direction: a ring all-reduce
+of T D forward, T (D + K) backward.
 
 Legend: N choices that become rows, V slots; see `records` for the rest.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels import expert_load
-from moe_plugin.kernels.running_count import running_count
-from moe_plugin.kernels.stable_order import stable_order
-from moe_plugin.records import Placement, Routing, RowPlan
+from moe_plugin.comm.functional import enter, sum_parts
+from moe_plugin.dispatch.base import (
+    DispatchContext,
+    Dispatcher,
+    DispatchTraits,
+    Sent,
+    dispatchers,
+    fixed_slots,
+)
+from moe_plugin.kernels.choices import expert_load, known_load, running_count, stable_order
+from moe_plugin.machine import exporting
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, Routing, RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
@@ -68,8 +88,9 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
     counts = RowCounts(count_E.tolist())
-    complete = counts.total == order_N.numel()
-    source_R = order_N if complete else order_N[:counts.total]
+    total = counts.total
+    complete = total == order_N.numel()
+    source_R = order_N if complete else order_N[:total]
     position_TK = positions(source_R, ids_TK, complete)
     return RowPlan(source_R, position_TK, weights_TK, counts, complete)
 
@@ -108,3 +129,78 @@ def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
     ids_TK = routing.ids_TK - place.first_expert
     mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
     return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
+
+
+@dataclass(frozen=True)
+class TokenPlan(DispatchPlan):
+    """Tokens stay as they are; experts gather their rows from them and add the results up.
+
+    Attributes:
+        row_plan: which rows of these tokens this rank computes.
+    """
+
+    row_plan: RowPlan
+
+
+class LocalDispatcher(Dispatcher):
+    """For a rank that has all experts, stored or gathered: its tokens stay. Its rows are those of
+    the configured dispatcher: exact, in fixed slots, or of a bounded number.
+    """
+
+    def __init__(self, context: DispatchContext) -> None:
+        super().__init__(context)
+        self.traits = DispatchTraits(fixed_slots=context.configured.fixed_slots,
+                                     bounded=context.configured.bounded)
+
+    def plan(self, kept: KeptRouting) -> TokenPlan:
+        """See `Dispatcher`. The host does not wait for a device, except for the counts of exact
+        rows where experts need them on the host.
+        """
+        routing, compiling = kept.routing, torch.compiler.is_compiling()
+        choices = routing.ids_TK, routing.weights_TK
+        slots = fixed_slots(kept) if self.traits.fixed_slots else None
+        # on a CPU counts are on the host already: empty slots are left out
+        on_host = routing.ids_TK.device.type == "cpu" and not compiling
+        if kept.any_load:
+            slots = None  # T for every expert: more than the rows
+        on_device = slots is None and self.context.counts_on_device and not (on_host or compiling)
+        if self.traits.bounded or on_device or (compiling and exporting()):
+            rows = device_rows(*choices, self.placement.experts)
+        elif slots is None or on_host:
+            rows = exact_rows(*choices, self.placement.experts, *known_load(routing))
+        else:
+            rows = slot_rows(*choices, *slots, self.placement.experts)
+        return TokenPlan(rows.counts.real, rows)
+
+    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
+        return Sent([ExpertRows(x_TD, plan.row_plan)], anchor)
+
+    def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
+        [y_TD] = sent.results
+        return y_TD
+
+
+def with_weights(plan: RowPlan, weights_TK: Tensor) -> RowPlan:
+    """The same rows with the gate weights [T, K] that came with the tokens."""
+    return dataclasses.replace(plan, weights_TK=weights_TK)
+
+
+@dispatchers.register("index_slice")
+class IndexSliceDispatcher(Dispatcher):
+    """For tensor-parallel ranks with the same tokens: own rows, then one all-reduce of the sums."""
+
+    traits = DispatchTraits(shares_tokens=True, single_layout=True)
+
+    def plan(self, kept: KeptRouting) -> TokenPlan:
+        """See `Dispatcher`. One copy of counts from device to host."""
+        rows = rows_of_this_rank(kept.routing, self.placement)
+        return TokenPlan(rows.counts.total, rows)
+
+    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
+        x_TD, weights_TK = enter(x_TD, plan.row_plan.weights_TK, anchor, self.placement.comm)
+        return Sent([ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))], anchor)
+
+    def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
+        """See `Dispatcher`. y_TD is equal on all ranks."""
+        [part_TD] = sent.results
+        return sum_parts(part_TD, self.placement.comm)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.tensor_parallel import gather, split, sum_parts
+from moe_plugin.comm.functional import gather, split, sum_parts
 from moe_plugin.records import TokenInfo, Tokens
 
 

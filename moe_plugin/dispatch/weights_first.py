@@ -69,7 +69,6 @@ class WeightsFirst(WrappedDispatcher):
     """Moves choices by another dispatcher, as tokens with their gate weights in them."""
 
     def plan(self, kept: KeptRouting) -> WeighedPlan:
-        """See `Dispatcher`."""
         kept, choices = WeighedChoices.split(kept)
         plan = self.inner.plan(kept)
         return WeighedPlan(plan.rows, plan, choices)
@@ -79,9 +78,7 @@ class WeightsFirst(WrappedDispatcher):
         return None
 
     def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`."""
         return self.inner.dispatch(plan.choices.inputs(x_TD), plan.inner, anchor)
 
     def combine(self, sent: Sent, plan: WeighedPlan) -> Tensor:
-        """See `Dispatcher`."""
         return plan.choices.sum(self.inner.combine(sent, plan.inner))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.coalesce import pack, unpack
+from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.kernels import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK

@@ -1,8 +1,7 @@
 """Experts: parameters in one storage for all layouts, and how a rank computes its own."""
 
 from moe_plugin.experts.base import Experts, expert_kinds
-from moe_plugin.experts.build import build_device_experts
-from moe_plugin.experts.custom import CustomExperts
+from moe_plugin.experts.custom import CustomExperts, build_device_experts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.shared import OverlappedWork, SharedExpert, add_residual

@@ -24,6 +24,7 @@ class Experts(nn.Module):
     Attributes:
         supports_gather: can compute with parameters gathered from other ranks; then it has
             `local_parameters` and `compute_parameters`.
+        stored: they are outside the device, so that `prefetch` does something.
         traceable: `torch.compile` may look inside; else it calls them as they are.
         reduced: `gradients.sync.reduce_experts` was called; each parameter that has its
             hooks carries this mark, too.
@@ -32,6 +33,7 @@ class Experts(nn.Module):
     """
 
     supports_gather: ClassVar[bool] = False
+    stored: bool = False
     traceable: ClassVar[bool] = True
     reduced: bool = False
     seed_comm: Comm | None = None
@@ -56,6 +58,9 @@ class Experts(nn.Module):
     @property
     def anchor(self) -> nn.Parameter | None:
         """A parameter, see `comm.functional`; None if there are no parameters."""
+        for parameter in self._parameters.values():  # `parameters` takes ten times as long
+            if parameter is not None:
+                return parameter
         return next(self.parameters(), None)
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -67,11 +72,6 @@ class Experts(nn.Module):
         """What to compute with: `tensors` in the form of `local_parameters`, or the stored ones."""
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
-    @property
-    def stored(self) -> bool:
-        """Whether they are outside the device, so that `prefetch` does something."""
-        return False
-
     def prefetch(self, ids_TK: Tensor) -> None:
         """Start to bring experts that a call will need; never waits for them.
 
@@ -82,7 +82,7 @@ class Experts(nn.Module):
         """These are the experts of MoE layer `number`, from 0; see `HostContext.numbered_later`."""
 
     def taken_counts(self) -> dict[str, int]:
-        """What a store of these experts did since the last call of this; {}: there is none."""
+        """What the store of `stored` experts did since the last call of this."""
         return {}
 
     def mark(self) -> None:

@@ -20,7 +20,7 @@ from moe_plugin.comm import algorithms
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
 from moe_plugin.dispatch.overlap import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
-from moe_plugin.dispatch.spill import SpillingPlan
+from moe_plugin.dispatch.ragged import SpillingPlan
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
@@ -89,7 +89,6 @@ class _SentWithGuests(Sent):
         self.sent, self.parts_of_a_piece = sent, 2 if borrowed.numbers else 1
 
     def put_back(self, result: Tensor) -> None:
-        """See `Sent`."""
         self.results.append(result)
         if len(self.results) == self.parts_of_a_piece:
             whole_RD = torch.cat(self.results) if len(self.results) > 1 else result
@@ -116,7 +115,6 @@ class BorrowingDispatcher(WrappedDispatcher):
         return _SentWithGuests(self.inner.dispatch(x_TD, plan, anchor), borrowed)
 
     def combine(self, sent: Sent, plan: SpillingPlan) -> Tensor:
-        """See `Dispatcher`."""
         return self.inner.combine(sent.sent if isinstance(sent, _SentWithGuests) else sent, plan)
 
 

@@ -1,4 +1,9 @@
-"""Feed-forward experts in one fixed storage layout."""
+"""Feed-forward experts in one fixed storage layout.
+
+Expert parameters gathered from other ranks for one call.
+
+The local ones stay where they are; backward returns their gradients.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.functional import all_gather
 from moe_plugin.config import MoEConfig
 from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
-from moe_plugin.kernels import main_grad
 from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
@@ -23,7 +29,8 @@ from moe_plugin.kernels.expert_ffn import (
     drops_out,
     strategies,
 )
-from moe_plugin.kernels.fp8_weights import Fp8Weights
+from moe_plugin.kernels.fp8 import Fp8Weights
+from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import exporting
 from moe_plugin.records import ExpertRows, HostContext, Placement
@@ -122,7 +129,6 @@ class FFNExperts(Experts):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Experts`."""
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | None) -> Any:
@@ -146,7 +152,7 @@ class FFNExperts(Experts):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
         for name in self.main_grad_weights() if self.adds_to_main_grad else ():
-            found[name] = main_grad.redirect_grad(found[name])
+            found[name] = redirect_grad(found[name])
         return found
 
     def main_grad_weights(self) -> dict[str, Tensor]:
@@ -154,8 +160,8 @@ class FFNExperts(Experts):
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {
-            name: value for name in main_grad.WEIGHTS
-            if (value := getattr(self, name)) is not None and main_grad.has_main_grad(value)
+            name: value for name in WEIGHTS
+            if (value := getattr(self, name)) is not None and has_main_grad(value)
         }
 
     def compute_parameters(self, tensors: Mapping[str, Tensor] | None = None,
@@ -215,3 +221,34 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
                        "expert-parallel group")
             raise ValueError(f"{path}={value} cannot be split into {shards} shards: {why}; use a "
                              f"multiple of {shards}, more experts, or fewer ranks")
+
+
+def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int) -> dict[str, Tensor]:
+    """All parameters of `comm`'s ranks in one all-gather; backward is one reduce-scatter (ZeRO's
+    way).
+
+    Args:
+        local: this rank's parameters by name, expert axis first.
+        comm: the ranks to gather from.
+        shards: how many consecutive ranks hold shards of the same expert; these are put together
+            along the inner axis.
+    Returns: the same names; [L * size / shards, ...] with inner axes `shards` times as long.
+    """
+    flat = torch.cat([value.reshape(-1) for value in local.values()])
+    all_WN = all_gather(flat, comm).view(comm.size, -1)
+    parts = all_WN.split([value.numel() for value in local.values()], dim=1)
+    return {
+        name: _together(part, local[name], SHARD_AXIS[name], shards)
+        for (name, part) in zip(local, parts, strict=True)
+    }
+
+
+def _together(part_WN: Tensor, like: Tensor, axis: int, shards: int) -> Tensor:
+    rest = like.shape[1:]
+    if shards == 1:
+        return part_WN.reshape(-1, *rest)
+    # runs of ranks with the same experts, their shards, the experts
+    split = part_WN.reshape(-1, shards, *like.shape)
+    whole = list(rest)
+    whole[axis - 1] *= shards
+    return split.movedim(1, axis + 1).reshape(-1, *whole)

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.local import LocalComm
+from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.config import ObserveConfig
 from moe_plugin.memory.copier import Copier, CopyCounters, OnDevice
 from moe_plugin.observe.health import HealthLog

@@ -27,7 +27,7 @@ from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.messages import short
 from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.resilience.quorums import LIVING, Quorums, retries
-from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
+from moe_plugin.routing.routers.group_limited import SigmoidBiasRouter
 from moe_plugin.run import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse

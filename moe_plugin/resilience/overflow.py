@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
-from moe_plugin.dispatch.overflow import Limit, overflowed
+from moe_plugin.dispatch.rows_limit import Limit, overflowed
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.recorder import marks
 from moe_plugin.run import Run, RunFeature, StepRepeat
@@ -67,7 +67,7 @@ class RowsCheck:
             limit.forget()
 
     def overflowed(self) -> bool:
-        """See `dispatch.overflow.overflowed`."""
+        """See `dispatch.rows_limit.overflowed`."""
         return self.active and overflowed(self.limits, self.world)
 
 

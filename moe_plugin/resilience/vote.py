@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.byzshield import Assignment
-from moe_plugin.routing.routers.sigmoid_bias import SigmoidBiasRouter
+from moe_plugin.routing.routers.group_limited import SigmoidBiasRouter
 
 CHUNK = 1 << 20  # elements of every file that travel together
 AGGREGATES = ("median", "mean")

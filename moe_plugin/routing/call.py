@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import expert_load, route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
-from moe_plugin.kernels.score_functions import SOFTMAX, ScoreFunction, shares
+from moe_plugin.kernels.scores import SOFTMAX, ScoreFunction, shares
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing.replay import inside_backward
 

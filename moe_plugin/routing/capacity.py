@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.keys import owner_of
-from moe_plugin.comm.local import LocalComm
+from moe_plugin.comm.base import Comm, LocalComm
+from moe_plugin.comm.group import owner_of
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
 from moe_plugin.machine import exporting
@@ -40,6 +39,9 @@ class CapacityLimit:
         config: of the layer. comm: ranks whose loads differ.
         makes_slots: whether slots are made, empty ones too: then hosts must agree on their number.
         own: each rank's limit is that of its own tokens, `HostContext.own_capacity`.
+
+    Attributes:
+        never: no choice is dropped and no weight changed, in training or outside.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
@@ -48,6 +50,7 @@ class CapacityLimit:
         self.makes_slots, self.alone, self.own = makes_slots, LocalComm(), own
         self.prioritized = config.router.batch_prioritized
         self.normalize = config.router.normalize == "after_drop"
+        self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
         """The routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`."""

@@ -1,4 +1,7 @@
-"""`RouterModule`: what a layer and its host may ask of any router."""
+"""`RouterModule`: what a layer and its host may ask of any router.
+
+The mark of router parameters whose initial values a host must keep.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,18 @@ from torch import Tensor, nn
 
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
+
+
+def keep_init(parameter: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter: a host's own initialisation leaves it as the router made it."""
+    parameter.own_init = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def keeps_init(parameter: Tensor) -> bool:
+    """Whether `keep_init` marked this parameter."""
+    return getattr(parameter, "own_init", False)
+
 
 T = TypeVar("T")
 FLOAT32 = "float32"  # of a layer's extra state: what `float32_state` returns
@@ -100,13 +115,17 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
         return self.recordings.replayed(choose, self.training, what=what, shape=shape)
 
     def forget_recordings(self) -> None:
-        """See `moe_plugin.routing.replay.forget`."""
         self.recordings.forget()
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:
     """`RouterModule.needs`; nothing for another module."""
     return router.needs if isinstance(router, RouterModule) else frozenset()
+
+
+def balances_by_itself(router: nn.Module) -> bool:
+    """Whether a router needs no balance loss; True where it does not say."""
+    return router.balances if isinstance(router, RouterModule) else True
 
 
 def finish_step(model: nn.Module) -> None:

@@ -1,23 +1,144 @@
-"""Routers by name, and how a layer builds the one (or several) that its settings name."""
+"""Routers by name, and how a layer builds the one (or several) that its settings name, checks what
+users bring, and warns where nothing keeps the experts of a model balanced in training.
+
+What routers of users return is checked, because a layer would use some of it wrongly without a word
+(an expert that does not exist, weights that broadcast).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.router import may_be_read, readers_of
-from moe_plugin.records import HostContext
+from moe_plugin.messages import first_process, warn_once
+from moe_plugin.records import HostContext, Routing
 from moe_plugin.registry import Registry
-from moe_plugin.routing.balance import check_balance
-from moe_plugin.routing.contract import RouterModule
-from moe_plugin.routing.foreign import check_losses, check_results
+from moe_plugin.routing.contract import RouterModule, balances_by_itself
+from moe_plugin.routing.losses import losses
 from moe_plugin.routing.several_routers import RouterSelector
+from moe_plugin.routing.token_ids import check_range
+
+
+class Unlinked:
+    """Called in place of a layer's routing, it says what is missing. setting: that asks for it."""
+
+    def __init__(self, setting: str) -> None:
+        self.setting = setting
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> Unlinked | None:
+        """For a layer with these settings; None: it needs no neighbours."""
+        if config.router.pre_gate:
+            return cls("router.pre_gate=1")
+        return cls("router.predict=True") if config.router.predict else None
+
+    def __call__(self, *_: object) -> NoReturn:
+        """Raises: ValueError: always."""
+        raise ValueError(f"{self.setting} needs to know which block comes next: call "
+                         "moe_plugin.pregate.link(model) once the model is built, or leave it out")
+
+
+@dataclass(frozen=True)
+class RoutingCheck:
+    """A forward hook: `ValueError` unless a router's result has the form of a `Routing`.
+
+    Ids of experts that do not exist are found on a CPU only: a GPU would be waited for.
+
+    Attributes:
+        experts: E.
+    """
+
+    experts: int
+
+    def __call__(self, router: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                 routing: Routing) -> None:
+        """See the class."""
+        who = f"router {type(router).__name__}"
+        if not isinstance(routing, Routing):
+            raise ValueError(f"{who} returned a {type(routing).__name__}: must be a "
+                             "moe_plugin.records.Routing")
+        x_TD = args[0] if args else next(iter(kwargs.values()))
+        tokens, ids_TK = x_TD.shape[0], routing.ids_TK
+        if ids_TK.dim() != 2 or ids_TK.shape[0] != tokens or ids_TK.dtype != torch.int64:
+            raise _refused(who, "ids_TK", ids_TK, f"int64 of shape ({tokens}, k), -1 for padding")
+        weights_TK = routing.weights_TK
+        if weights_TK.shape != ids_TK.shape or not weights_TK.is_floating_point():
+            raise _refused(who, "weights_TK", weights_TK,
+                           f"float of shape {tuple(ids_TK.shape)}, as ids_TK")
+        for name in ("priority_T", "passthrough_T"):
+            x_T = getattr(routing, name)
+            if x_T is not None and tuple(x_T.shape) != (tokens,):
+                raise _refused(who, name, x_T, f"of shape {(tokens,)}, or None")
+        check_range(ids_TK, -1, self.experts - 1,
+                    f"{who} returned ids_TK with experts {{}}..{{}}: must be in "
+                    f"0..{self.experts - 1}, or -1 for no expert; build it for "
+                    f"num_experts={self.experts}")
+
+
+def _refused(who: str, name: str, found: Tensor, wanted: str) -> ValueError:
+    return ValueError(f"{who} returned {name} of shape {tuple(found.shape)} and {found.dtype}: "
+                      f"must be {wanted}")
+
+
+def check_results(router: nn.Module, experts: int) -> None:
+    """Check what a router, or each of several, returns from now on, unless it is of this package.
+    """
+    check = RoutingCheck(experts)
+    for part in getattr(router, "routers", []) if _of_package(router) else [router]:
+        if not _of_package(part) and check not in part._forward_hooks.values():
+            part.register_forward_hook(check, with_kwargs=True)
+
+
+def _of_package(router: nn.Module) -> bool:
+    return type(router).__module__.startswith(f"{__name__.split('.')[0]}.")
+
+
+def check_losses(router: nn.Module, weights: Mapping[str, float]) -> None:
+    """`ValueError` for a loss, name to weight, that neither the registry nor the router knows."""
+    own = getattr(router, "own_losses", frozenset())
+    for name, weight in weights.items():
+        if weight > 0 and name not in own:
+            losses.get(name)
+
+
+# losses that do not look at how many tokens an expert gets
+_OTHER_LOSSES = frozenset({"z", "sam_alignment"})
+_REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gshard': 0.01} "
+           "(--moe-losses gshard=0.01; in Megatron also --moe-aux-loss-coeff 0.01), or a router "
+           "that needs none, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
+
+
+def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
+    """Warn, once for each text, that nothing keeps the experts balanced."""
+    warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
+
+
+def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
+    """`warn_unbalanced` for a layer that has neither a balance loss nor a router that balances.
+
+    The first rank of the first layer speaks for all, none where the host does not train; a router
+    of another kind than `RouterModule` is believed to balance.
+    """
+    speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
+        first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
+    everywhere = config.router.experts_per_token >= config.num_experts
+    if not speaks or everywhere or balances_by_itself(router):
+        return
+    if not has_balance_loss(config.losses):
+        warn_unbalanced(f"router.name={config.router.name!r} with losses={dict(config.losses)!r}")
+
+
+def has_balance_loss(losses: Mapping[str, float]) -> bool:
+    """Whether one of these losses, name to weight, grows with an uneven load."""
+    return any(weight > 0 and name not in _OTHER_LOSSES for name, weight in losses.items())
+
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")
 

@@ -29,6 +29,7 @@ from torch import nn
 T = TypeVar("T")
 MAX_RECORDS = 4096  # micro-batches in flight; more means that recordings are made and never used
 _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", default=None)
+active_tape = _active.get  # the tape that records or repeats here; None: none does
 
 
 class _Tape:

@@ -20,8 +20,8 @@ from moe_plugin.planner.forest.network import part_of
 from moe_plugin.planner.forest.source import find_network
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
 from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.exchange_tuner import RULES, bucket_of, trial
 from moe_plugin.tuning.prepare_group import log_once
-from moe_plugin.tuning.trials import RULES, bucket_of, trial
 
 LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
 GAIN = 0.97  # predicted seconds of forest over native, below which it is taken
@@ -152,15 +152,12 @@ class AutoCollectives(Collectives):
         return cls(forest, cluster)
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return self._run(comm, "all_gather", x, x.nbytes * comm.size)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return self._run(comm, "reduce_scatter", x, x.nbytes)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return self._run(comm, "all_reduce", x, x.nbytes)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
@@ -172,12 +169,10 @@ class AutoCollectives(Collectives):
         return lambda: total
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """See `Collectives`."""
         forest = self.forest.part(ranks)
         return AutoCollectives(forest, self.cluster) if isinstance(forest, Forest) else NATIVE
 
     def describe(self, comm: Comm) -> str:
-        """See `Collectives`."""
         how = "measured in the first calls" if self.cluster is None else "predicted by the links"
         settled = [f"{entry.settled} for {kind} of up to {2 ** size} bytes" for (kind, size), entry
                    in Choices.of(comm).tuner.entries.items() if entry.known]

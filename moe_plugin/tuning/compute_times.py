@@ -14,12 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from moe_plugin.machine import user_cache
-from moe_plugin.tuning.compute_candidates import ComputeChoice
 from moe_plugin.tuning.engine import Tuner, TunerSettings
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,14 @@ RULES = TunerSettings(tries=None, warm_up=1, samples=3, slow_warm_up_s=1.0, hyst
                       allowance=math.inf)
 Key = tuple[str, tuple[str, ...]]  # what a choice holds for, and its candidates
 Runs = Mapping[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class ComputeChoice:
+    """A strategy of expert compute by name, and why."""
+
+    name: str
+    why: str
 
 
 class MeasuredChoices:

@@ -3,6 +3,12 @@
 Candidates are timed forward and backward on random rows of the bucket's load, with the layer's own
 weights, without any effect on the call that starts it: no autograd graph, no autocast, no hooks on
 saved tensors, no random number of torch's generators.
+
+The candidates of expert compute under a load. Pure functions, no timing.
+
+The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an
+expert for many, and in between whichever is faster. The candidates that it leaves are timed.
+The choice is local: it changes no shape and no collective, so ranks may choose differently.
 """
 
 from __future__ import annotations
@@ -10,12 +16,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_plugin import __version__
+from moe_plugin.kernels.cpu.expert_ffn import fused
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.kernels.expert_ffn import FFNParameters, grouped_refusal, strategies
 from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED
@@ -23,13 +32,85 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import device_name
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
-from moe_plugin.tuning.compute_candidates import (
-    ComputeChoice,
-    ComputeLoad,
-    candidates,
-    why_unmeasured,
-)
-from moe_plugin.tuning.compute_times import MeasuredChoices, Runs
+from moe_plugin.tuning.compute_times import ComputeChoice, MeasuredChoices, Runs
+
+FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
+# FLOP of all experts' first products, below which nothing is timed: not worth it
+SMALL_LAYER = 1 << 30
+
+
+@dataclass(frozen=True)
+class ComputeLoad:
+    """What a choice depends on.
+
+    Attributes:
+        device: its type.
+        rows: of all experts.
+        even: all experts have the same number of rows.
+        planned: rows are gathered from this rank's own tokens, see `RowPlan`.
+        top_k: then, rows per token.
+    """
+
+    device: str
+    dtype: torch.dtype
+    experts: int
+    width: int
+    inner: int
+    gated: bool
+    rows: int
+    even: bool
+    planned: bool
+    top_k: int = 1
+
+    @property
+    def rows_each(self) -> float:
+        """Rows of an expert on average."""
+        return self.rows / max(1, self.experts)
+
+    @property
+    def bucket(self) -> int:
+        """Loads of one bucket share a choice: log2 of the rows of an expert, to the nearest."""
+        return round(math.log2(max(1.0, self.rows_each)))
+
+    @property
+    def label(self) -> str:
+        """For keys and logs."""
+        kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
+            f"own tokens k{self.top_k}" if self.planned else "rows")
+        return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
+                f"L{self.experts} {kind} {2**self.bucket} rows an expert")
+
+
+def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
+    """Strategies by name, the one to take unmeasured first. usable: those that can compute such
+    rows here.
+
+    CPU: `fused`, which is a GEMM an expert, and for few rows the grouped and (even loads) batched
+    ones. GPU: grouped kernels, and from `FEW_ROWS` on a GEMM an expert. The kernels stay first even
+    from `MANY_ROWS` on: `loop` keeps more for backward, so it has to be faster.
+    """
+    each = load.rows_each
+    if load.device == "cpu":
+        names = ["fused"]
+        if each < MANY_ROWS:
+            names += ["grouped", "batched"] if load.even else ["grouped"]
+    elif each < FEW_ROWS:
+        names = ["kernels", "grouped"]
+    else:
+        names = ["kernels", "grouped", "loop"] if each < MANY_ROWS else ["kernels", "loop"]
+    return list(filter(usable.__contains__, names)) or ["loop"]
+
+
+def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
+    """Why the first candidate is taken as it is; None: the candidates are to be measured. setting:
+    experts.compute_selection.
+    """
+    if setting == "rule":
+        return "experts.compute_selection=rule"
+    if len(names) == 1:
+        return "by rule the only candidate"
+    small = 2 * load.rows * load.width * load.inner < SMALL_LAYER
+    return "too small to be worth measuring" if small else None
 
 
 @strategies.register("auto")
@@ -37,6 +118,12 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
     """The fastest strategy for device and load: by rule, and where the rule leaves several, as
     measured once (see `experts.compute_selection`).
     """
+    counts, (_, width, inner) = getattr(rows, "counts", rows), parameters.w_in_LDF.shape
+    # the first candidate on a CPU, whatever the others are, where it is not worth measuring
+    if x.device.type == "cpu" and not isinstance(counts, DeviceCounts) and (
+            2 * sum(counts.host) * width * inner < SMALL_LAYER) and (
+            not torch.compiler.is_compiling()):
+        return fused(x, rows, parameters)
     return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
 
 

@@ -7,18 +7,21 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_plugin.comm import Comm, LocalComm
+from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import Experts
+from moe_plugin.kernels.choices import expert_load, known_load
 from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
+from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.tuning.engine import TunerDecision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
-from moe_plugin.tuning.predicted import PredictedLayout
-from moe_plugin.tuning.prefill import PrefillPieces
+from moe_plugin.tuning.predicted import PredictedLayout, PrefillPieces
 
 STATE_VERSION = 1
 
@@ -42,6 +45,9 @@ class LayoutSelector:
         self.available = Layouts(config, place, experts)
         self.fixed = self.available.at(self.available.fixed)
         self.tuner = self._make_tuner(host)
+        self._copies = place.replicas.size if place.replicas is not None else 1
+        if self.available.traits.shares_tokens:
+            self._copies = place.comm.size
         self.prefill = None
         if config.parallel.prefill and experts.anchor is not None:
             self.prefill = PrefillPieces(config, self.available, experts.anchor)
@@ -95,19 +101,34 @@ class LayoutSelector:
         """The ranks whose loads differ: those that must agree on a capacity."""
         return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
-    def report(self, layout: LayerLayout) -> dict[str, Any]:
-        """Fields of `LayerStats`: layout, collectives, decisions since the last call, copies of the
-        tokens.
+    def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
+              traffic: TrafficMeter | None) -> LayerStats:
+        """What happened in a call.
+
+        Args:
+            layout, kept: of the call. rows: see `DispatchPlan`.
+            traffic: what this rank sent; None: it is alone.
         """
-        traced = torch.compiler.is_compiling()
+        routing, after, experts = kept.before, kept.routing, self.config.num_experts
+        load_KE = known_load(routing)[0]
+        if load_KE is None:
+            load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
+        kept_KE, chosen_KE = load_KE, None
+        if after is not routing:
+            kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
+        if routing.chosen_TK is not None:
+            chosen_KE = expert_load(routing.chosen_TK, experts, per_choice=True)
+        comm, traced = self.place.comm, torch.compiler.is_compiling()
         decisions = () if self.tuner is None or traced else self.tuner.pop_decisions()
-        copies = self.place.replicas.size if self.place.replicas is not None else 1
-        if self.available.traits.shares_tokens:
-            copies = self.place.comm.size
-        comm = self.place.comm
-        collectives = comm.collectives.active(comm) if comm.size > 1 and not traced else None
-        return {"layout": layout.label, "copies": copies, "collectives": collectives,
-                "decisions": tuple(map(TunerDecision.as_dict, decisions))}
+        bytes_sent, exchanges = (0, {}) if traffic is None else traffic.sent()
+        return LayerStats(
+            load_KE, kept_KE, routing.entropy, routing.tokens,
+            {name: loss.detach() for name, loss in routing.losses.items()},
+            bytes_sent=bytes_sent, exchanges=exchanges, rows=rows, capacity=kept.capacity,
+            layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
+            copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
+            store=self.experts.taken_counts() if self.experts.stored else {},
+            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm))
 
     def forget_recordings(self) -> None:
         """See `moe_plugin.routing.replay.forget`."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_plugin.comm import algorithms
 from moe_plugin.config import MoEConfig
-from moe_plugin.kernels import expert_load
+from moe_plugin.kernels.choices import expert_load
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
@@ -121,7 +121,6 @@ class LayoutTuner(OwnsReplayLogs):
         return self.tuner.exploring(self.bucket)
 
     def forget_recordings(self) -> None:
-        """See `moe_plugin.routing.replay.forget`."""
         self.recordings.forget()
 
     def _choose(self, routing: Routing) -> LayoutChoice:

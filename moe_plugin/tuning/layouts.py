@@ -21,16 +21,16 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
-from moe_plugin.dispatch.local import LocalDispatcher
 from moe_plugin.dispatch.row_pages import may_keep
+from moe_plugin.dispatch.rows import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
 from moe_plugin.experts.borrowed import BorrowingDispatcher
-from moe_plugin.experts.gathered import gather_parameters
+from moe_plugin.experts.ffn import gather_parameters
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
-from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.kernels.weight_grads import GradSums
 from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
@@ -38,7 +38,6 @@ from moe_plugin.planner.spill import plan_spill
 from moe_plugin.records import (
     DispatchPlan,
     ExpertRows,
-    KeptRouting,
     Overlap,
     Placement,
 )
@@ -108,10 +107,6 @@ class LayerLayout:
         """The layout for a call that `timer` times."""
         return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
 
-    def plan(self, kept: KeptRouting) -> DispatchPlan:
-        """Agree on all sizes; see `Dispatcher.plan`."""
-        return self.dispatcher.plan(kept)
-
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module) -> Sent:
         """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
 
@@ -127,10 +122,6 @@ class LayerLayout:
         arriving = sent.arriving
         sent.arriving = (_computed_with(work, parameters, strategy) for work in arriving)
         return sent
-
-    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
-        """y_TD [T, D]: each token's rows weighted and summed; see `Dispatcher.combine`."""
-        return self.dispatcher.combine(sent, plan)
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
         """A parameter that is trained where one of an adapter's is.

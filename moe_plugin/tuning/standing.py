@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class LayerReplicas:
-    """A `dispatch.spill.Planner` whose plans change between steps only: a recomputation repeats the
-    plan of its first pass.
+    """A `dispatch.base.SpillPlanner` whose plans change between steps only: a recomputation repeats
+    the plan of its first pass.
 
     Args:
         parallel: the layer's settings. comm: its ranks. experts: of the layer. costs: of a call.

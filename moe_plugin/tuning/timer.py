@@ -87,14 +87,11 @@ class Timed(WrappedDispatcher):
         self.timer = timer
 
     def plan(self, kept: KeptRouting) -> DispatchPlan:
-        """See `Dispatcher`."""
         self.timer.start()
         return self.inner.plan(kept)
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`."""
         return self.inner.dispatch(self.timer.started(x_TD, anchor), plan, anchor)
 
     def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
-        """See `Dispatcher`."""
         return self.timer.stopped(self.inner.combine(sent, plan))

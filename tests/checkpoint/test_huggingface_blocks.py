@@ -212,7 +212,7 @@ def test_what_cannot_be_swapped_is_named() -> None:
 
 def _warned(act: Callable[[], Any]) -> int:
     """How often it warns that nothing keeps experts balanced."""
-    with warned("moe_plugin.routing.balance") as lines:
+    with warned("moe_plugin.routing.registry") as lines:
         act()
     return len(lines)
 

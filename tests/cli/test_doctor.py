@@ -109,7 +109,7 @@ def test_problems_are_named(monkeypatch: pytest.MonkeyPatch, no_hosts: None,
               "reason": "does not import: no module named x"}
     absent = {**broken, "name": "megatron", "version": None, "reason": "is not installed"}
     monkeypatch.setattr(hosts, "host_rows", lambda: [broken, absent])
-    monkeypatch.setattr(hardware.passes, "why_not", lambda name: "no C compiler is found")
+    monkeypatch.setattr(hardware.functions, "why_not", lambda name: "no C compiler is found")
     monkeypatch.setattr(hardware, "DRIVER", str(tmp_path))  # is there
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 0  # the layer works
@@ -223,9 +223,8 @@ def test_fused_parts_are_stated_with_the_reason(apex: list[str]) -> None:
 
 
 def test_compiled_for_the_cpu_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware.passes, "why_not",
+    monkeypatch.setattr(hardware.functions, "why_not",
                         lambda name: "no C compiler is found" if name == "silu" else None)
-    monkeypatch.setattr(hardware.scores, "why_not", lambda: None)
     rows = {row["name"]: row for row in hardware.compiled()}
     assert rows["experts' silu"]["state"] == "not available"
     assert rows["experts' silu"]["what"] == "by torch: no C compiler is found"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from unittest.mock import patch
 
-from moe_plugin.comm import tree_rounds
+from moe_plugin.comm import trees as tree_rounds
 from moe_plugin.comm.trees import Trees
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import Edge, Schedule, Tree

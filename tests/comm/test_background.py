@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.comm import Comm, Topology, TorchComm, algorithms, run_simulated
-from moe_plugin.comm.coalesce import pack, unpack
+from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.comm.handles import Series, start
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 from tests.distributed import run_gloo

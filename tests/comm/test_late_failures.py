@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError, Topology, TorchComm
-from moe_plugin.comm.timeout_watch import TimeoutWatch
+from moe_plugin.comm.watchdog import TimeoutWatch
 from moe_plugin.config import from_dict
 from tests.distributed import run_gloo
 
@@ -121,7 +121,7 @@ class Lines(logging.Handler):
 def _timed_out(passed: int) -> tuple[list[str], int]:
     """(what is logged, groups that were aborted) where a device stops after so many collectives."""
     comm, log, aborted = _as_on_nccl(), Lines(), []
-    logging.getLogger("moe_plugin.comm.timeout_watch").addHandler(log)
+    logging.getLogger("moe_plugin.comm.watchdog").addHandler(log)
     c10d._abort_process_group = aborted.append
     Event.passed = passed
     comm.state.timeout_watch = TimeoutWatch(comm.group, 0.4, f"rank {comm.rank}",

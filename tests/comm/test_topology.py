@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_plugin.comm import LocalComm, Topology, algorithms, run_simulated
-from moe_plugin.comm.nodes import node_key, node_name
 from moe_plugin.comm.state import MAX_TAG, GroupState
+from moe_plugin.comm.topology import node_key, node_name
 
 pytestmark = pytest.mark.fast
 

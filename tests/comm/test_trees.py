@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_plugin.comm import Comm, CommError, Traffic, run_simulated
 from moe_plugin.comm import trees as executor
-from moe_plugin.comm.tree_rounds import LAG, MOST_CHUNKS, chunks_for, rounds_of, shards_of
+from moe_plugin.comm.trees import LAG, MOST_CHUNKS, chunks_for, rounds_of, shards_of
 from moe_plugin.planner.forest.schedule import Schedule
 from tests.comm.hand_made import many_chunks, random_trees
 

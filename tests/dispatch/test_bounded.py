@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.comm.simulated import Traffic
 from moe_plugin.config import MoEConfig, ObserveConfig, from_dict
-from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
-from moe_plugin.dispatch.rows_limit import RowsLimit
+from moe_plugin.dispatch.rows_limit import RowsLimit, RowsOverflow, overflowed
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.resilience.overflow import limits_of, until_rows_fit

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from moe_plugin.config.parallel import CUTS as NAMES
-from moe_plugin.dispatch.piece_axes import PIECE_AXES, Counts, PieceShares, shares_along
+from moe_plugin.dispatch.pieces import PIECE_AXES, Counts, PieceShares, shares_along
 
 pytestmark = pytest.mark.fast
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import DispatchConfig, from_dict
 from moe_plugin.dispatch import row_pages as stash_module
-from moe_plugin.dispatch.overflow import RowsOverflow, overflowed
 from moe_plugin.dispatch.row_pages import PagedStash, Pages
+from moe_plugin.dispatch.rows_limit import RowsOverflow, overflowed
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.layer import MoELayer
 from moe_plugin.resilience.overflow import limits_of, until_rows_fit

@@ -22,7 +22,7 @@ from moe_plugin.dispatch.rows import (
     sort_by_expert,
 )
 from moe_plugin.kernels import slot_index, weigh_rows
-from moe_plugin.kernels.stable_order import stable_order
+from moe_plugin.kernels.choices import stable_order
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import Placement, Routing
 

@@ -18,7 +18,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.base import DispatchTraits
 from moe_plugin.experts import expert_kinds, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
-from moe_plugin.memory.experts.policies import policies
+from moe_plugin.memory.experts.cache import policies
 from moe_plugin.planner.choice import legal_r
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.harness import config_of

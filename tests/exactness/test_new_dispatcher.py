@@ -14,9 +14,8 @@ from torch.nn.functional import pad
 from moe_plugin.comm.functional import all_gather, with_backward
 from moe_plugin.dispatch import Dispatcher, DispatchTraits, ExchangeDispatcher, Sent, dispatchers
 from moe_plugin.dispatch.base import expand
-from moe_plugin.dispatch.local import TokenPlan
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
-from moe_plugin.dispatch.rows import positions
+from moe_plugin.dispatch.rows import TokenPlan, positions
 from moe_plugin.records import ExpertRows, KeptRouting, RowCounts, RowPlan
 from tests.exactness import cells
 from tests.exactness.test_matrix import run_cell

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.dispatch import DispatchTraits, RaggedDispatcher, dispatchers
-from moe_plugin.dispatch.piece_axes import PIECE_AXES
-from moe_plugin.dispatch.pieces import ExchangePlan
+from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan
 from moe_plugin.experts import expert_kinds
 from moe_plugin.experts.borrowed import BorrowedExperts
 from moe_plugin.planner.choice import LayoutChoice

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as cpu_ffn
-from moe_plugin.kernels.cpu.native.passes import passes
+from moe_plugin.kernels.cpu.native.functions import passes
 from tests.experts.problems import make_layer, parameters, problem
 from tests.kernels.compiled_or_not import compiled
 from tests.kernels.problems import Shape

@@ -12,7 +12,7 @@ from torch import Tensor
 import moe_plugin.kernels.gpu.common as common
 from moe_plugin.comm import LocalComm
 from moe_plugin.kernels import groups, kernels
-from moe_plugin.kernels.main_grad import WEIGHTS
+from moe_plugin.kernels.weight_grads import WEIGHTS
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.experts.problems import make_layer
 from tests.oracle import Case

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import RowGroups
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.score_functions import Sigmoid, Softmax
+from moe_plugin.kernels.scores import Sigmoid, Softmax
 from moe_plugin.records import RowCounts
 
 CPU = torch.device("cpu")

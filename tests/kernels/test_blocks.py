@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
-from moe_plugin.kernels.cpu.blocks import Unit, UnitBlock, blocks_of, clipped
-from moe_plugin.kernels.cpu.padding import padding_of
+from moe_plugin.kernels.cpu.blocks import Unit, UnitBlock, blocks_of, clipped, padding_of
 from moe_plugin.kernels.cpu.products import BEGIN, RowRule
 from moe_plugin.records import RowCounts, RowPlan
 from tests.experts.problems import parameters
@@ -92,11 +91,11 @@ def test_a_few_more_rows_are_computed() -> None:
 def test_padding_tells_which_rows_are_whose(counts: list[int], most: int) -> None:
     rule = RowRule(narrow=True, work=BEGIN // most if most else 2 * BEGIN, least=1)
     blocks = blocks_of(counts, 1 << 20, rule)
-    padding = padding_of(counts, blocks)
     units = [unit for block in blocks for unit in block.units]
-    if padding is None:
+    if all(block.single for block in blocks):
         assert all(unit.experts == 1 for unit in units)
         return
+    padding = padding_of(counts, blocks)
     owner = [e for e, n in enumerate(counts) for _ in range(n)]
     padded_owner = [e for u in units for e in range(u.first, u.first + u.experts)
                     for _ in range(u.rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_plugin.kernels import expert_load
+from moe_plugin.kernels.choices import expert_load
 
 pytestmark = pytest.mark.fast
 

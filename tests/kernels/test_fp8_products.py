@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin.kernels import RowGroups, fp8_products
-from moe_plugin.kernels.fp8_products import Fp8Weight, matmul, quantize_weights_fp8
+from moe_plugin.kernels import RowGroups, fp8
+from moe_plugin.kernels.fp8 import Fp8Weight, matmul, quantize_weights_fp8
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import RowCounts
@@ -102,7 +102,7 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         seen.append(w_LIO)
         return quantize_weights_fp8(w_LIO)
 
-    monkeypatch.setattr(fp8_products, "quantize_weights_fp8", quantize)
+    monkeypatch.setattr(fp8, "quantize_weights_fp8", quantize)
     return seen
 
 

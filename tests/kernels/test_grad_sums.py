@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
-from moe_plugin.kernels.grad_sums import GradSums
+from moe_plugin.kernels.weight_grads import GradSums
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts
 from tests.kernels.row_rules import RULES, rows_computed

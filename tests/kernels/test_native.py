@@ -23,10 +23,10 @@ from torch import Tensor
 from moe_plugin import MoELayer
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.cpu import expert_ffn as fused
-from moe_plugin.kernels.cpu.native import build, calls, passes, scores
+from moe_plugin.kernels.cpu.native import build, functions
 from tests.kernels.compiled_or_not import compiled
 
-WHY_NOT = passes.why_not("gelu")
+WHY_NOT = functions.why_not("gelu")
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=f"by torch: {WHY_NOT}")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -44,7 +44,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def forget() -> None:
-    for cached in (build.library, passes._passes, scores._scores):
+    for cached in (build.library, functions._passes, functions._scores):
         cached.cache_clear()
 
 
@@ -74,7 +74,7 @@ def test_passes_are_the_activation(made: str, activation: str, dtype: torch.dtyp
                                    width: int) -> None:
     shape = rows, width
     h, up, grad = (draw(shape, dtype, seed) for seed in range(3))
-    scale, run = draw((rows,), torch.float32, 3).abs(), passes.passes(h, activation)
+    scale, run = draw((rows,), torch.float32, 3).abs(), functions.passes(h, activation)
     assert run is not None
     value, slope = point(activation, h)
     wide_up, wide_grad, wide_scale = up.double(), grad.double(), scale.double()[:, None]
@@ -119,7 +119,7 @@ def test_passes_are_the_activation(made: str, activation: str, dtype: torch.dtyp
 def test_small_results_keep_their_digits(activation: str, x: float) -> None:
     """Where torch's float32 loses them: its gelu of -5 is off by a tenth."""
     h = torch.tensor([[x]])
-    passes.passes(h, activation).forward(h, None, after := torch.empty_like(h), False)
+    functions.passes(h, activation).forward(h, None, after := torch.empty_like(h), False)
     wide = torch.tensor(x, dtype=torch.float64)
     if activation == "gelu":
         want = wide * torch.special.erfc(-wide / 2**0.5) / 2
@@ -138,7 +138,7 @@ def test_extreme_values(activation: str, dtype: torch.dtype) -> None:
     values = [float("nan"), float("inf"), *large, 0.0, -0.0, *(-x for x in large), float("-inf")]
     h = torch.tensor([values], dtype=dtype)
     kept, after = h.clone(), torch.empty_like(h)
-    passes.passes(h, activation).forward(kept, None, after, True)
+    functions.passes(h, activation).forward(kept, None, after, True)
     value, slope = point(activation, h)
     most = torch.finfo(dtype).max
     value, slope = (torch.where(x > most, torch.inf, x) for x in (value, slope))
@@ -156,9 +156,9 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert calls.threads(h) == threads
+        assert functions.threads(h) == threads
         kept, into, after, dots = h.clone(), grad.clone(), torch.empty_like(h), torch.empty(300)
-        run, router = passes.passes(h, "gelu"), scores.scores_of(x, weight)
+        run, router = functions.passes(h, "gelu"), functions.scores_of(x, weight)
         run.forward(kept, None, after, True)
         run.backward(into, kept, None, after, None, dots.clone().fill_(0.5), dots, True)
         found.append([kept, into, after, dots, router.scores(x, weight),
@@ -199,20 +199,20 @@ def test_the_layer_is_as_by_torch(kind: str, dtype: torch.dtype, bias: bool) -> 
 def test_what_is_computed_by_torch() -> None:
     """Other dtypes, and tensors that hold no values."""
     for dtype in (torch.float16, torch.float64):
-        assert passes.passes(torch.ones(1, dtype=dtype), "gelu") is None
+        assert functions.passes(torch.ones(1, dtype=dtype), "gelu") is None
     with torch.device("meta"):
-        assert passes.passes(torch.ones(1), "gelu") is None
+        assert functions.passes(torch.ones(1), "gelu") is None
 
     class Other(Tensor):
         pass
 
-    assert passes.passes(torch.ones(1).as_subclass(Other), "gelu") is None
+    assert functions.passes(torch.ones(1).as_subclass(Other), "gelu") is None
     x, weight = torch.ones(6, 6).bfloat16(), torch.ones(2, 6)
-    assert WHY_NOT or scores.scores_of(x, weight) is not None
+    assert WHY_NOT or functions.scores_of(x, weight) is not None
     for tokens, other in ((x.t(), weight), (x.float(), weight), (x, weight[:0]), (x, weight[:, :5]),
-                          (x, torch.ones(scores.EXPERTS + 1, 6)), (x, weight.to("meta")),
+                          (x, torch.ones(functions.EXPERTS + 1, 6)), (x, weight.to("meta")),
                           (x, weight.as_subclass(Other)), (x.to("meta"), weight)):
-        assert scores.scores_of(tokens, other) is None
+        assert functions.scores_of(tokens, other) is None
 
 
 def test_a_layer_without_memory_is_an_error() -> None:
@@ -282,7 +282,7 @@ def script(path: Path, text: str) -> str:
 def test_without_a_compiler_torch_computes(home: Path, monkeypatch: pytest.MonkeyPatch,
                                            caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert "CC='no-such-compiler' is not found" in passes.why_not("gelu") or WHY_NOT
+    assert "CC='no-such-compiler' is not found" in functions.why_not("gelu") or WHY_NOT
     layer, x_TD = MoELayer(8, num_experts=4), torch.randn(6, 8)
     assert fused.passes(x_TD, "gelu") is None
     grads(layer, x_TD)
@@ -297,7 +297,7 @@ def test_a_compiler_that_fails_is_named(home: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CC", fails)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert passes.passes(torch.ones(1), "gelu") is None
+            assert functions.passes(torch.ones(1), "gelu") is None
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "passes.c" in said[0] and fails in said[0]
     assert "ends with 3" in said[0] and "cannot do that" in said[0]
@@ -310,19 +310,19 @@ def test_a_library_that_does_not_load_is_named(home: Path, monkeypatch: pytest.M
     # nothing that can be loaded is in the file after -o
     monkeypatch.setenv("CC", script(home / "cc", 'while [ "$1" != -o ]; do shift; done; '
                                                  'echo none > "$2"'))
-    assert passes.passes(torch.ones(1), "silu") is None
+    assert functions.passes(torch.ones(1), "silu") is None
     assert "cannot be compiled or loaded" in caplog.text
     assert not list(home.rglob("*.so"))
 
 
 @needs_compiler
 def test_a_damaged_library_is_made_again(home: Path) -> None:
-    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert functions.passes(torch.ones(1), "gelu") is not None
     made = next(home.rglob("*.so"))
     made.rename(made.with_suffix(".old"))  # which this process has loaded
     made.write_bytes(b"")
     forget()
-    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert functions.passes(torch.ones(1), "gelu") is not None
     assert made.stat().st_size > 0
 
 
@@ -331,7 +331,7 @@ def test_a_compiler_that_hangs_is_stopped(home: Path, monkeypatch: pytest.Monkey
                                           caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(build, "TIMEOUT", 0.5)
     monkeypatch.setenv("CC", script(home / "cc", f"sleep 60 & echo $! > {home}/child; wait"))
-    assert passes.passes(torch.ones(1), "gelu") is None
+    assert functions.passes(torch.ones(1), "gelu") is None
     assert "does not end within 0.5 s" in caplog.text
     child = Path("/proc") / (home / "child").read_text().strip() / "stat"
 
@@ -353,24 +353,24 @@ def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nowhere)
-    assert "Could not determine home directory" in passes.why_not("gelu")
+    assert "Could not determine home directory" in functions.why_not("gelu")
 
 
 @needs_compiler
 def test_compiled_once_for_all_processes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert functions.passes(torch.ones(1), "gelu") is not None
     made = list(home.rglob("*"))
     names = [path.name for path in made if path.is_file()]
     assert len(names) == 1 and names[0].startswith("passes-") and names[0].endswith(".so")
     forget()
     monkeypatch.setattr(build, "_run", lambda command: pytest.fail("compiled again"))
-    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert functions.passes(torch.ones(1), "gelu") is not None
 
 
 @needs_compiler
 def test_what_another_rank_could_compile_serves_one_that_could_not(
         home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert functions.passes(torch.ones(1), "gelu") is not None
     target = next(home.rglob("*.so"))
     content = target.read_bytes()
     target.unlink()
@@ -381,7 +381,7 @@ def test_what_another_rank_could_compile_serves_one_that_could_not(
         raise OSError("does not end")
 
     monkeypatch.setattr(build, "_run", too_late)
-    assert passes.passes(torch.ones(1), "gelu") is not None
+    assert functions.passes(torch.ones(1), "gelu") is not None
 
 
 @needs_compiler
@@ -391,18 +391,18 @@ def test_code_that_others_may_have_written_is_not_run(home: Path) -> None:
     for others in (stat.S_IWOTH, stat.S_IWGRP):
         folder.chmod(stat.S_IRWXU | others)
         forget()
-        assert "is not this user's alone" in passes.why_not("gelu")
+        assert "is not this user's alone" in functions.why_not("gelu")
 
 
 @needs_compiler
 def test_a_torch_without_openmp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_THREADS", ("no_such_function",))
-    assert "without OpenMP" in passes.why_not("gelu")
+    assert "without OpenMP" in functions.why_not("gelu")
 
 
 @needs_compiler
 def test_processes_that_compile_at_once(tmp_path: Path) -> None:
-    code = ("import torch; from moe_plugin.kernels.cpu.native.passes import passes; "
+    code = ("import torch; from moe_plugin.kernels.cpu.native.functions import passes; "
             "p = passes(torch.ones(1, 4), 'gelu'); h = torch.ones(1, 4); p.forward(h, None, h, 0); "
             "print(float(h[0, 0]))")
     environment = {**os.environ, "HOME": str(tmp_path)}

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import route, score_functions, slot_index, top_k_stable
+from moe_plugin.kernels.choices import running_count
 from moe_plugin.kernels.cpu import widened
-from moe_plugin.kernels.cpu.native.scores import EXPERTS, scores_of, why_not
+from moe_plugin.kernels.cpu.native.functions import EXPERTS, scores_of, why_not
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.running_count import running_count
 from moe_plugin.kernels.scores import linear_scores
 from tests.kernels.compiled_or_not import compiled
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_plugin.kernels import RowGroups, kernels
-from moe_plugin.kernels.tiles import most_tiles, tile_table
+from moe_plugin.kernels.groups import most_tiles, tile_table
 from moe_plugin.records import RowCounts
 
 pytestmark = pytest.mark.fast

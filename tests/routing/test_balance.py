@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fast
 def _said(numbers: tuple[int | None, ...] = (None,), **config: Any) -> list[str]:
     """Warnings where a model of several layers is made."""
     settings = from_dict({"model_dim": 8, "num_experts": 4, "losses": {}, **config})
-    with warned("moe_plugin.routing.balance") as lines:
+    with warned("moe_plugin.routing.registry") as lines:
         for number in numbers:
             MoELayer(settings, LocalComm(), host=HostContext(layer_number=number))
     return lines

@@ -132,7 +132,7 @@ def test_auto_measures_and_keeps_the_faster_one(caplog: pytest.LogCaptureFixture
         assert "for all_gather of up to 128 bytes" in made.describe(comm)
         return made.chosen(comm, "all_gather", 4 * x.nbytes).name
 
-    with caplog.at_level(logging.INFO, logger="moe_plugin.tuning.trials"):
+    with caplog.at_level(logging.INFO, logger="moe_plugin.tuning.exchange_tuner"):
         names = run_simulated(4, rank)
     assert len(set(names)) == 1 and names[0] in ("native", "forest")
     assert f"all_gather of about 128 bytes: {names[0]} (slowest rank" in caplog.text

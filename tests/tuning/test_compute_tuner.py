@@ -23,16 +23,15 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.units import show_time
 from moe_plugin.routing.replay import checkpoint
-from moe_plugin.tuning import compute_candidates as choice
 from moe_plugin.tuning import compute_tuner as auto
-from moe_plugin.tuning.compute_candidates import (
+from moe_plugin.tuning.compute_times import MeasuredChoices, timed
+from moe_plugin.tuning.compute_tuner import (
     FEW_ROWS,
     MANY_ROWS,
     ComputeLoad,
     candidates,
     why_unmeasured,
 )
-from moe_plugin.tuning.compute_times import MeasuredChoices, timed
 from tests.experts.problems import parameters, problem
 
 pytestmark = pytest.mark.fast
@@ -135,7 +134,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(known: MeasuredChoices, key: str, start: Times | None,
-           device: torch.device = CPU) -> choice.ComputeChoice:
+           device: torch.device = CPU) -> auto.ComputeChoice:
     return known.choose(key, list(start.names if start else "ab"), device, start)
 
 
@@ -184,7 +183,7 @@ def test_candidates_are_timed_in_turn_and_less_often_when_slow(tmp_path: Path, s
 def test_the_first_is_taken_while_a_device_is_busy(tmp_path: Path) -> None:
     times, known = Times({"a": 2.0, "b": 1.0}), MeasuredChoices(tmp_path)
     gpu = torch.device("cuda")
-    assert choose(known, "key", None, gpu) == choice.ComputeChoice(
+    assert choose(known, "key", None, gpu) == auto.ComputeChoice(
         "a", "not measured yet") and not times.started
     times.waits = 1
     assert [choose(known, "key", times, gpu).name for _ in range(20)] == ["a"] * 20
@@ -230,7 +229,7 @@ def test_a_run_is_timed() -> None:
 def small_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MeasuredChoices:
     """Small layers are measured too, into a folder of the test."""
     known = MeasuredChoices(tmp_path)
-    monkeypatch.setattr(choice, "SMALL_LAYER", 0)
+    monkeypatch.setattr(auto, "SMALL_LAYER", 0)
     monkeypatch.setattr(Workspace, "state", lambda memory, kind: known)
     monkeypatch.setattr(registries, "ChoiceFiles", lambda: known.files)
     return known
@@ -274,7 +273,7 @@ def test_modules_share_what_one_measured_through_files(monkeypatch: pytest.Monke
                                                        tmp_path: Path) -> None:
     """Nothing is kept but in the module and in the user's cache."""
     trials: list[str] = []
-    monkeypatch.setattr(choice, "SMALL_LAYER", 0)
+    monkeypatch.setattr(auto, "SMALL_LAYER", 0)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(auto, "trial", lambda load, *rest, real=auto.trial:
                         trials.append(load.label) or real(load, *rest))

@@ -17,12 +17,11 @@ from moe_plugin.comm import Comm, Topology, algorithms, exchange, run_simulated
 from moe_plugin.config import CommConfig, MoEConfig, from_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner import Cluster, Cost, Link, all_to_all, dump_cluster, predict
+from moe_plugin.tuning import exchange_tuner as module
 from moe_plugin.tuning import layout_tuner
-from moe_plugin.tuning import trials as module
 from moe_plugin.tuning.engine import Tuner
-from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+from moe_plugin.tuning.exchange_tuner import RULES, ExchangeTuner
 from moe_plugin.tuning.prepare_group import prepare, read_topology
-from moe_plugin.tuning.trials import RULES
 from tests.comm.exchanges import column, expected_of, random_counts, rows_of
 
 pytestmark = pytest.mark.fast

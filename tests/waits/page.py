@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_plugin.routing.assignment import LOOK, MOST_ROUNDS
+from moe_plugin.routing.routers.base_layer import LOOK, MOST_ROUNDS
 from tests.combinations import Cell
 from tests.exactness.cells import traits_of
 from tests.waits.matrix import BASE_READS, counts_stay, matrix, pieces, reads

@@ -12,8 +12,8 @@ from moe_plugin.comm import algorithms
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import strategies
 from moe_plugin.routing import routers
-from moe_plugin.routing.assignment import LOOK, MOST_ROUNDS
 from moe_plugin.routing.losses import losses
+from moe_plugin.routing.routers.base_layer import LOOK, MOST_ROUNDS
 from tests.combinations import Cell, name_of
 from tests.preloaded import Server
 from tests.waits import page

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.cpu.native import passes, scores
+from moe_plugin.kernels.cpu.native import functions
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.machine import cpu_name
 from moe_plugin.planner.units import show_size
@@ -46,8 +46,9 @@ def _widened() -> str:
 
 def compiled() -> list[dict[str, str]]:
     """What is compiled for the CPU, at the latest now; elsewhere torch's operations compute it."""
-    found = [(f"experts' {name}", passes.why_not(name)) for name in ACTIVATIONS]
-    found.append((f"routers of up to {scores.EXPERTS} experts, bfloat16", scores.why_not()))
+    found = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
+    found.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
+                  functions.why_not(None)))
     return [{"name": name, "state": "not available" if reason else "active",
              "what": f"by torch: {reason}" if reason else ""} for name, reason in found]
 

@@ -25,7 +25,8 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
-from moe_plugin.routing.balance import balances_by_itself, warn_unbalanced
+from moe_plugin.routing.contract import balances_by_itself
+from moe_plugin.routing.registry import warn_unbalanced
 from moe_plugin.routing.replay import forget
 
 

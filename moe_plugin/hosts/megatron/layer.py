@@ -39,7 +39,7 @@ from moe_plugin.output import LayerStats, MoEOutput
 from moe_plugin.pregate import chosen_together, has_own_gate
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
-from moe_plugin.routing.initial_values import keeps_init
+from moe_plugin.routing.contract import keeps_init
 from moe_plugin.routing.replay import inside_backward, replaying
 from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 

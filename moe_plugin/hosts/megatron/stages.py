@@ -23,14 +23,13 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_plugin.comm.counters import TrafficMeter
+from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.dispatch import Sent
-from moe_plugin.dispatch.local import TokenPlan, with_weights
+from moe_plugin.dispatch.rows import TokenPlan, with_weights
 from moe_plugin.hosts.megatron import parameters
 from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.routing.statistics import call_stats
 from moe_plugin.tuning.layouts import LayerLayout
 
 
@@ -81,7 +80,7 @@ class Stages:
                    routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens [T, h], gate weights as the plan has them); auxiliary losses are attached."""
         call = self._call
-        call.plan = call.layout.plan(call.kept)
+        call.plan = call.layout.dispatcher.plan(call.kept)
         real_T, tokens = call.tokens.mask_T, call.tokens.count
         x_TD = self._with_losses(call.tokens.x_TD.clone(), call.kept.before.losses,
                                  tokens if real_T is None else real_T.sum())
@@ -118,13 +117,12 @@ class Stages:
         call = self._call
         call.traffic.go_on()
         call.sent.put_back(output)
-        return call.layout.combine(call.sent, call.plan)
+        return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Outputs [s, b, h], with the shared expert's; ends the call."""
         call, self._call, moe = self._call, None, self.moe
-        stats = call_stats(call.kept, call.traffic, moe.config.num_experts, call.plan.rows,
-                           moe.layouts.report(call.layout))
+        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
         self._observe(MoEOutput(output, {}, stats))
         y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
         return y if shared_expert_output is None else y + shared_expert_output

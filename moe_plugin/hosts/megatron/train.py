@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
-from moe_plugin.dispatch.overflow import RowsOverflow
+from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError

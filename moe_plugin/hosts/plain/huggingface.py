@@ -34,7 +34,7 @@ from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.hosts.plain.blocks import MoEBlock, follow_passes
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
-from moe_plugin.routing.balance import check_balance
+from moe_plugin.routing.registry import check_balance
 
 # settings with which a block computes more than its weights and our settings say
 _BLOCK_SETTINGS = {"router_jitter_noise": "router.input_jitter is close to it, but leaves the "

@@ -20,7 +20,7 @@ from moe_plugin.comm.forest import Forest
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.forest.network import Network, shortest_paths
 from moe_plugin.tuning.collectives import AutoCollectives, Choices
-from moe_plugin.tuning.trials import RULES
+from moe_plugin.tuning.exchange_tuner import RULES
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 WIRE = 1448 / 1538  # bytes of data in those of a frame on the wire

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import RowGroups, kernels, quantize_fp8
-from moe_plugin.kernels.fp8 import BLOCK
-from moe_plugin.kernels.fp8_products import quantize_weights_fp8
+from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
 from moe_plugin.lab.bench.measure import Times, interleaved, versions
 from moe_plugin.lab.bench.problem import Data, Problem, make_data

@@ -8,22 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.local import LocalComm
+from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.score_functions import ScoreFunction, score_functions
-from moe_plugin.kernels.scores import linear_scores
+from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.replay import inside_backward
-from moe_plugin.routing.token_values import check_integers, check_range
+from moe_plugin.routing.replay import active_tape, inside_backward
+from moe_plugin.routing.token_ids import check_integers, check_range
 
 # settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
 # weigh by a score function, and may drop a second expert
@@ -123,7 +121,6 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def keeps_parameters(self) -> bool:  # type: ignore[override]
-        """See `BuffersKeepDtype`."""
         return self.config.fp32
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
@@ -178,6 +175,8 @@ class Router(BuffersKeepDtype, RouterModule):
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         if self.training and self.config.input_jitter:
             x_TD = self._jittered(x_TD)
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            return self.route(x_TD, call)
         with torch.autocast(x_TD.device.type, enabled=False):
             return self.route(x_TD, call)
 
@@ -185,8 +184,11 @@ class Router(BuffersKeepDtype, RouterModule):
         """The hooks in their order; x_TD: without padding's values, jittered."""
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
-        call.ids_TK = self.recordings.replayed(lambda: self.select(call), self.training,
-                                               shape=(x_TD.shape[0], choices))
+        if torch.compiler.is_compiling() or not (self.recordings.enabled or active_tape()):
+            call.ids_TK = self.select(call)
+        else:
+            call.ids_TK = self.recordings.replayed(lambda: self.select(call), self.training,
+                                                   shape=(x_TD.shape[0], choices))
         weights_TK = self.weigh(call, call.ids_TK)
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.losses:
@@ -204,7 +206,8 @@ class Router(BuffersKeepDtype, RouterModule):
         Args:
             x_TD: tokens, of any float dtype. call: has `mask_T`, `k`, `info`, `noise`.
         """
-        return self.noisy(linear_scores(x_TD, self.weight_ED), call)
+        logits_TE = linear_scores(x_TD, self.weight_ED)
+        return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
         """Hook: the chosen experts, int64 [T, K], -1: none. Here: the k of the largest scores, ties

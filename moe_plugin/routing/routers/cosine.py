@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.initial_values import keep_init
+from moe_plugin.routing.contract import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import WITH_POLICY, xavier_
 from moe_plugin.routing.routers.topk import TopKRouter

@@ -16,7 +16,7 @@ from moe_plugin.regular_files import check_input
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
-from moe_plugin.routing.token_values import check_integers, check_range
+from moe_plugin.routing.token_ids import check_integers, check_range
 
 
 @routers.register("hash")

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels import route, route_by_steps, top_k_stable
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.score_functions import Softmax
-from moe_plugin.kernels.scores import linear_scores
+from moe_plugin.kernels.scores import Softmax, linear_scores
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.initial_values import keep_init
+from moe_plugin.routing.contract import keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import SEVERAL, Router
 

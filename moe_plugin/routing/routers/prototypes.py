@@ -46,7 +46,6 @@ class PrototypeRouter(Router):
                 f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """See `Router.scores`."""
         self._check(call.k)
         return super().scores(x_TD, call)
 

@@ -1,4 +1,4 @@
-"""Top-k router: any k, GShard's second-expert policies."""
+"""Routers top-k (any k, GShard's second-expert policies), Switch and GShard."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
+from moe_plugin.kernels.scores import shares
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import WITH_POLICY, Router
+from moe_plugin.routing.routers.base import BY_SCORE, SCORED, WITH_POLICY, Router
 
 
 @routers.register("topk")
@@ -73,3 +74,32 @@ def _drawn(logits_TE: Tensor) -> Tensor:
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
     second_T1 = (logits_TE + gumbel_TE).scatter(1, first_T1, float("-inf")).argmax(1, keepdim=True)
     return torch.cat([first_T1, second_T1], dim=1)
+
+
+@routers.register("gshard")
+class GShardRouter(TopKRouter):
+    """The two likeliest experts, the second kept in training with probability min(1, 2 g2).
+
+    g2 = p2 / (p1 + p2). The weights g are fixed before the second expert is dropped. Source: GShard
+    (Lepikhin et al. 2020), algorithm 1.
+    """
+
+    reads = BY_SCORE | {"second_expert_policy=random"}
+    fixed_k = 2
+    second_expert_policy = "random"
+
+    def second_share(self, weights_TK: Tensor) -> Tensor:
+        """g2; see `TopKRouter.second_share`."""
+        return shares(weights_TK)[:, 1]
+
+
+@routers.register("switch")
+class SwitchRouter(Router):
+    """The likeliest expert, weighted by its probability.
+
+    `router.input_jitter` multiplies the input, as in the paper. Source: Switch Transformer (Fedus
+    et al. 2021).
+    """
+
+    reads = SCORED | {"score"}
+    fixed_k = 1

@@ -75,7 +75,7 @@ def test_negative_weight_is_refused() -> None:
 
 
 def _warnings(model: Any, used: Any) -> list[str]:
-    with warned("moe_plugin.routing.balance") as shown:
+    with warned("moe_plugin.routing.registry") as shown:
         check_balance(model, used)
     return shown
 

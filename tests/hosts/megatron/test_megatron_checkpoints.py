@@ -148,7 +148,7 @@ def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: 
 
 
 def _overflow(argv: list[str]) -> str:
-    from moe_plugin.dispatch.overflow import RowsOverflow
+    from moe_plugin.dispatch.rows_limit import RowsOverflow
 
     try:
         trained(argv)
@@ -174,7 +174,7 @@ def test_rows_that_do_not_fit_repeat_the_step(data: str, whole_run: Any, tmp_pat
 def _evaluated(argv: list[str], log: str) -> str:
     """Write the validation loss of the initial model; what was said in place of it."""
 
-    from moe_plugin.dispatch.overflow import RowsOverflow
+    from moe_plugin.dispatch.rows_limit import RowsOverflow
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
     from moe_plugin.hosts.megatron.trainer.report import RunLog
 

@@ -181,7 +181,7 @@ def test_drops_in_validation_are_said_once(data: str) -> None:
 
 
 def _balance_warnings(argv: list[str]) -> list[str]:
-    with warned("moe_plugin.routing.balance") as shown:
+    with warned("moe_plugin.routing.registry") as shown:
         trained(argv)
     return shown
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.comm.tensor_parallel import gather
+from moe_plugin.comm.functional import gather
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
 from moe_plugin.lab.bench.layouts import slowest

@@ -1,0 +1,198 @@
+"""Weight gradients that are added up in place: of calls that compute with the same weights, where
+the first wrote them (`GradSums`), and where the host keeps them (`MainGrad`).
+
+The pieces of one layer call are calls with the same weights. Autograd would make a whole gradient
+for each and add them one by one, three passes over the weights' memory a piece.
+
+Megatron (`gradient_accumulation_fusion`) keeps a buffer `parameter.main_grad` (fp32 by default)
+over the micro-batches of a step. Its gradient hook adds `parameter.grad` to it, unless
+`parameter.grad_added_to_main_grad` says that backward has done so (megatron-core,
+`tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). Here every contribution
+to such a weight is added by backward: strategies that can, add their matmuls themselves
+(`MainGrad`); the others (gathered or borrowed experts, other strategies, autocast) compute with
+`redirect_grad(parameter)`. Both may occur in one step, or in one backward, and nothing is lost or
+counted twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.kernels.cpu.products import multiply, products_of
+from moe_plugin.kernels.derivatives import first_derivative_only
+from moe_plugin.kernels.workspace import Workspace
+
+
+@dataclass
+class _Sum:
+    """One weight's gradient.
+
+    Attributes:
+        calls: whose backward has run.
+        experts: with a value so far.
+    """
+
+    grad_LIO: Tensor
+    calls: int = 0
+    experts: set[int] = field(default_factory=set)
+
+
+@dataclass
+class GradSums:
+    """Gradients that the calls of one forward pass share; make one per pass.
+
+    calls: that have run forward and will run backward.
+    """
+
+    calls: int = 0
+    _sums: dict[str, _Sum] = field(default_factory=dict)
+
+    def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
+        """The gradient of weight `name` [L, I, O], and the experts whose values are already in it.
+        """
+        if name not in self._sums:
+            self._sums[name] = _Sum(memory.empty(f"gradient {name}", tuple(w_LIO.shape), w_LIO))
+        return self._sums[name].grad_LIO, self._sums[name].experts
+
+    def end(self, name: str) -> Tensor | None:
+        """What a call's backward returns: the sum [L, I, O] from the last one, None from the
+        others.
+        """
+        found = self._sums[name]
+        found.calls += 1
+        if found.calls < self.calls:
+            return None
+        del self._sums[name]  # the graph may be kept for another pass
+        for expert in set(range(found.grad_LIO.shape[0])) - found.experts:
+            found.grad_LIO[expert].zero_()
+        return found.grad_LIO
+
+
+class WeightGrad:
+    """The gradient of one weight [L, I, O], as a tensor to return; the interface of `MainGrad`.
+
+    name, memory: see `GradSums.begin`.
+    """
+
+    def __init__(self, sums: GradSums, name: str, w_LIO: Tensor, memory: Workspace) -> None:
+        self.sums, self.name = sums, name
+        grad_LIO, self.written = sums.begin(name, w_LIO, memory)
+        self.grad_LIO, self.into = grad_LIO, grad_LIO.unbind(0)
+        self.products = products_of(w_LIO)
+
+    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
+        """Add a b to the gradient of one expert, or to those of a batch, [B, I, N] and [B, N, O].
+        """
+        if not isinstance(expert, slice):
+            into_IO = self.into[expert]
+            self.products((a_IN,), (b_NO,), (into_IO,),
+                          (into_IO if expert in self.written else None,))
+            self.written.add(expert)
+            return
+        experts = range(expert.start, expert.stop)
+        before = self.written.intersection(experts)
+        # a first product is written, later ones are added: a batch with both is done one by one
+        if before and len(before) < len(experts):
+            for one, a, b in zip(experts, a_IN, b_NO, strict=True):
+                self.add_matmul(one, a, b)
+            return
+        into_BIO = self.grad_LIO[expert]
+        self.products((a_IN,), (b_NO,), (into_BIO,), (into_BIO if before else None,))
+        self.written.update(experts)
+
+    def result(self) -> Tensor | None:
+        """What backward returns, see `GradSums.end`."""
+        return self.sums.end(self.name)
+
+
+TEMPORARY_BYTES = 1 << 20  # of several experts' matmuls
+# biases are as small as a row: autograd returns their gradients
+WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
+
+
+def has_main_grad(parameter: Tensor) -> bool:
+    """Whether the host takes this parameter's gradient from `parameter.main_grad`.
+
+    False where its hook reads the gradient nevertheless: Megatron-FSDP's parameters, and those with
+    `zero_out_wgrad`. All these attributes are Megatron's and absent in other hosts.
+    """
+    if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
+        return False
+    return not hasattr(parameter, "__fsdp_param__") and not getattr(parameter, "zero_out_wgrad",
+                                                                    False)
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """Where a backward pass adds the gradient of one weight, instead of returning a tensor.
+
+    Attributes:
+        parameter: [L, I, O], with `main_grad` of that shape.
+        memory: for temporaries.
+    """
+
+    parameter: Tensor
+    memory: Workspace
+
+    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
+        """main_grad[expert] += a b. a_IN: [I, N], b_NO: [N, O], of the weight's dtype; with an axis
+        of experts before for a slice.
+
+        Where the buffer has another dtype, the largest temporary is one expert's matmul, or those
+        of several that fit `TEMPORARY_BYTES`.
+        """
+        target_IO = self.parameter.main_grad[expert]  # type: ignore[attr-defined]
+        if target_IO.dtype == a_IN.dtype:
+            multiply(a_IN, b_NO, target_IO, target_IO)
+            return
+        if not isinstance(expert, slice):
+            self._add(target_IO, a_IN, b_NO)
+            return
+        some = max(1, TEMPORARY_BYTES // (target_IO[0].numel() * a_IN.element_size()))
+        for parts in zip(*(x.split(some) for x in (target_IO, a_IN, b_NO)), strict=True):
+            self._add(*parts)
+
+    def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
+        # no CPU matmul has operands of one dtype and a result of another
+        made_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
+        target_IO.add_(multiply(a_IN, b_NO, made_IO))
+
+    def result(self) -> Tensor | None:
+        """What backward returns, see `placeholder_grad`."""
+        return placeholder_grad(self.parameter)
+
+
+def placeholder_grad(parameter: Tensor) -> Tensor | None:
+    """What backward returns for a parameter whose gradient is in `main_grad`.
+
+    A tensor of its shape and dtype whose values are never read; autograd needs one to run the
+    parameter's hooks. None without the host's mark `grad_added_to_main_grad`: no hook needs it.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    # anomaly mode reads them: uninitialised values could be NaN
+    return torch.zeros_like(parameter) if torch.is_anomaly_enabled() else torch.empty_like(
+        parameter)
+
+
+class _RedirectGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        ctx.parameter.main_grad.add_(grad)
+        return placeholder_grad(ctx.parameter)
+
+
+def redirect_grad(parameter: nn.Parameter) -> Tensor:
+    """The parameter, for any use; the gradient of this use is added to `parameter.main_grad`."""
+    return _RedirectGrad.apply(parameter)
