@@ -11,21 +11,31 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
 
+from moe_plugin.comm.host_collectives import collectives_named, comm_of
+from moe_plugin.config import run_config
+from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
+from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
+from moe_plugin.hosts.megatron.run import MegatronStart
+from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer import run as of_run
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress, save
+from moe_plugin.hosts.megatron.trainer.data import batches as batches_of
+from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.trainer.model import forward_step
-from moe_plugin.hosts.megatron.trainer.passes import Passes
+from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 from moe_plugin.hosts.megatron.trainer.report import auxiliary_losses, line
 from moe_plugin.observe import progress as progress_bar
 from moe_plugin.observe.history.json_lines import step_record
+from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.run import Run, StepFacts, StepInput
 
@@ -47,27 +57,46 @@ def learning_rate(args: argparse.Namespace, iteration: int) -> float:
     return args.min_lr + (args.lr - args.min_lr) * left
 
 
-class Loop(Passes):
-    """The training loop: steps, evaluation, records, checkpoints.
+class Loop:
+    """The training loop: steps, evaluation, records, checkpoints, through a model's chunks by
+    Megatron's schedule.
 
-    Attributes: `progress`: of the steps made so far.
+    Args:
+        args: of the script; with `skip_train` it only evaluates. training: the model. log: takes
+            its records. train_set, valid_set: None: there is none.
+
+    Attributes:
+        progress: of the steps made so far. features: of the run, around steps and evaluations.
+        sizes: of the sums that the loss function logs, by name. sums: those of the last passes,
+            over all ranks, float64.
+        microbatches: of a step, for each replica. replica, replicas: this one, and how many.
     """
 
     def __init__(self, args: argparse.Namespace, training: Any, log: Any, train_set: Any,
                  valid_set: Any) -> None:
-        self.train_set, self.progress = train_set, Progress()
-        super().__init__(args, training, log, valid_set)
-        self.gradients = PreparedGradients(training.optimizer, lambda: self.features)
-
-    def _features(self) -> Run:
-        return of_run.run_of(self)
+        self.args, self.training, self.log = args, training, log
+        self.train_set, self.valid_set, self.progress = train_set, valid_set, Progress()
+        self.schedule = forward_backward_func(run_config(arguments.our_settings(args)).pipeline,
+                                              training.passes or get_forward_backward_func())
+        self.replica, self.replicas = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+        self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)
+        # experts that are elsewhere come after the layer's others
+        self.device = next(training.chunks[0].parameters()).device
+        self.sizes, self.sums = {"lm loss": 2}, dict[str, torch.Tensor]()
+        if training.ensemble is not None:
+            self.sizes |= {**dict.fromkeys(ERRORS, 1), CONFIDENCE: len(HISTOGRAMS) * BINS}
+        if args.skip_train:
+            self.features = Run([RowsFit(training.chunks, comm_of(), MegatronStart)])
+        else:
+            self.features = of_run.run_of(self)
+            self.gradients = PreparedGradients(training.optimizer, lambda: self.features)
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Train from `progress` to `train_iters`; returns the last record."""
         args, record, saved, self.progress = self.args, {}, progress.iteration, progress
         self._begin(progress.iteration)
         batches = self._training_batches()
-        sums, since = self._nothing(), time.perf_counter()
+        sums, since = 0.0, time.perf_counter()
         shown = contextlib.nullcontext(sys.stderr) if dist.get_rank() == 0 else open(
             os.devnull, "w")
         with shown as stream, progress_bar(args.train_iters, "training", stream=stream) as bar:
@@ -80,11 +109,11 @@ class Loop(Passes):
                     batches = self._training_batches()
                 if self._lost:
                     continue
-                sums, done = sums + torch.cat([loss_2, self.errors]), self.progress.iteration
+                sums, done = sums + torch.cat([loss_2, self._errors()]), self.progress.iteration
                 if done % args.log_interval == 0 or done == args.train_iters:
                     record = self._record(sums, norm, time.perf_counter() - since)
                     bar.set_postfix_str(f"loss {record['lm_loss'] or math.nan:.3f}")
-                    sums, since = self._nothing(), time.perf_counter()
+                    sums, since = 0.0, time.perf_counter()
                 if args.eval_interval and done % args.eval_interval == 0:
                     self.evaluate(done)
                 if args.save and args.save_interval and done % args.save_interval == 0:
@@ -115,10 +144,6 @@ class Loop(Passes):
     def save(self, progress: Progress) -> str:
         """Write a checkpoint and return its folder; a collective call."""
         return save(self.args.save, self.training, progress)
-
-    def _nothing(self) -> torch.Tensor:
-        # sums of losses, tokens and errors of an ensemble, before a first step
-        return torch.zeros(2 + len(self.errors), dtype=torch.float64)
 
     @property
     def _lost(self) -> bool:
@@ -192,7 +217,7 @@ class Loop(Passes):
         record = {
             "iteration": iteration, "consumed_samples": self.progress.consumed_samples,
             "lm_loss": total / tokens if tokens else None,
-            **self.error_rates(sums[2:], tokens), **of_run.skipped(self.features),
+            **_error_rates(sums[2:], tokens), **of_run.skipped(self.features),
             "lr": learning_rate(self.args, iteration - 1),
             "loss_scale": float(self.training.optimizer.get_loss_scale()),
             "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
@@ -212,3 +237,100 @@ class Loop(Passes):
             self.features.after_log(StepFacts(iteration, dropped=dropped,
                                               logged=step_record(record)[0]))
         return record
+
+    def computed(self, passes: Callable[[list[list[Any]]], torch.Tensor],
+                 batches: list[Iterable[Any]], count: int | None = None) -> torch.Tensor:
+        """What `passes` return, begun again where a feature asks for it.
+
+        Args:
+            passes: of these micro-batches by chunk: all forward and backward passes of a step,
+                which clear the gradients first; or all forward passes of an evaluation.
+            batches: by chunk; `count` are taken of each; None: all.
+        """
+        taken = [list(itertools.islice(each, count)) for each in batches]
+        kept = core.losses_so_far()
+
+        def once() -> torch.Tensor:
+            done = passes(taken)
+            self.features.after_passes()
+            return done
+
+        return self.features.compute(once, lambda: core.set_logged_losses(kept))
+
+    def evaluate(self, iteration: int) -> dict[str, Any]:
+        """The mean loss of `eval_iters` micro-batches of the validation set, logged and returned.
+
+        Without a validation set: nothing. A collective call.
+        """
+        if self.valid_set is None:
+            return {}
+        self.training.gather_parameters()
+        for chunk in self.training.chunks:
+            chunk.eval()
+        batches = [self._batches(self.valid_set, 0) for _ in self.training.chunks]
+        with torch.no_grad():
+            total, tokens = self.computed(self._losses, batches, self.args.eval_iters).tolist()
+        record = {"iteration": iteration, "valid_loss": total / max(1.0, tokens),
+                  **_error_rates(self._errors(), tokens)}
+        if CONFIDENCE in self.sums:
+            sure = self.sums[CONFIDENCE].view(len(HISTOGRAMS), BINS).long().tolist()
+            record["confidence"] = dict(zip(HISTOGRAMS, sure, strict=True))
+        self.log.write(record)
+        logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
+        self.features.after_evaluation(iteration)
+        return record
+
+    def _errors(self) -> torch.Tensor:
+        """Tokens of the last passes by the names of `ERRORS`; none without an ensemble."""
+        found = [self.sums[name] for name in ERRORS if name in self.sums]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
+
+    def _losses(self, batches: list[list[Any]]) -> torch.Tensor:
+        return self._loss_sums(self._forward_backward(
+            [iter(each) for each in batches], self.args.eval_iters, forward_only=True))
+
+    def _batches(self, dataset: Any, start: int, of_all: bool = False) -> Iterator[Any]:
+        """Micro-batches of this replica, or of all replicas by turns."""
+        replica, replicas = (0, 1) if of_all else (self.replica, self.replicas)
+        return batches_of(dataset, start=start, micro_batch_size=self.args.micro_batch_size,
+                       replica=replica, replicas=replicas, device=self.device)
+
+    def _forward_backward(self, batches: list[Any], microbatches: int, *,
+                          forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        chunks = self.training.chunks
+        one_step = (forward_step if self.training.ensemble is None else
+                    functools.partial(forward_step, ensemble=self.training.ensemble))
+        several = len(chunks) > 1
+        length = self.args.seq_length
+        with collectives_named("a collective of Megatron's step (gradients, or between stages)"):
+            return self.schedule(
+                forward_step_func=one_step, data_iterator=batches if several else batches[0],
+                model=chunks if several else chunks[0], num_microbatches=microbatches,
+                seq_length=length, micro_batch_size=self.args.micro_batch_size,
+                decoder_seq_length=length, forward_only=forward_only)
+
+    def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        return self._taken(self._all_sums(logged))
+
+    def _all_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        sums = self._own_sums(logged)
+        for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
+            sums = comm_of(group).all_reduce(sums)
+        return sums.double().cpu()
+
+    def _own_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        # over micro-batches, by the names of `sizes`
+        return torch.cat([
+            sum((entry[name][:size] for entry in logged if name in entry),
+                torch.zeros(size, device=self.device)) for name, size in self.sizes.items()])
+
+    def _taken(self, sums: torch.Tensor) -> torch.Tensor:
+        # of such sums over all ranks, float64: (sum of losses, tokens)
+        self.sums = dict(zip(self.sizes, sums.split([*self.sizes.values()]), strict=True))
+        return self.sums["lm loss"]
+
+
+def _error_rates(errors: torch.Tensor, tokens: float) -> dict[str, float]:
+    """Shares of tokens, for a record."""
+    return {name.replace("-", "").replace(" ", "_"): error / max(1.0, tokens)
+            for name, error in zip(ERRORS, errors.tolist(), strict=False)}

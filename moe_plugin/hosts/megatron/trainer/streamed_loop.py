@@ -16,7 +16,6 @@ from moe_plugin.hosts.megatron.trainer import checkpoint, streamed
 from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 from moe_plugin.hosts.megatron.trainer.loop import Loop
-from moe_plugin.hosts.megatron.trainer.passes import Passes
 from moe_plugin.hosts.megatron.trainer.streamed import StreamedTraining
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.segments import plan_segments
@@ -27,18 +26,14 @@ logger = logging.getLogger("moe_plugin.megatron")
 META = "streamed.json"
 
 
-class StreamedPasses(Passes):
-    """`Passes` through a `StreamedTraining`."""
+class StreamedLoop(Loop):
+    """`Loop` with a `StreamedTraining`."""
+
+    planned = False  # the segments
 
     def _losses(self, batches: list[Any]) -> torch.Tensor:
         return streamed.evaluate(self.training, iter(batches[0]), self.args.eval_iters,
                                  self.microbatches)
-
-
-class StreamedLoop(StreamedPasses, Loop):
-    """`Loop` with a `StreamedTraining`."""
-
-    planned = False  # the segments
 
     def _update(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
         training, kept = self.training, core.losses_so_far()

@@ -39,7 +39,6 @@ from moe_plugin.hosts.megatron.trainer import (
 )
 from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
 from moe_plugin.hosts.megatron.trainer.loop import Loop
-from moe_plugin.hosts.megatron.trainer.passes import Passes
 from moe_plugin.hosts.megatron.trainer.report import RunLog
 from moe_plugin.hosts.megatron.trainer.run import guard_of
 from moe_plugin.hosts.megatron.trainer.stage_layouts import (
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
     settings = arguments.our_settings(args)
     guard_of(args, settings)
     check_prefix(args.data_path)
-    build, passes, loop, load = _kind(args)
+    build, kind, load = _kind(args)
     # before the data are read: settings that do not fit are found here
     training = build(args, config, settings, tokenizer_of(args).vocab_size)
     _, train_set, valid_set = make_datasets(args)
@@ -151,17 +150,10 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
     progress = load(args.load, training) if args.load else checkpoint.Progress()
     log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args),
                  arguments.changed_defaults(args))
-    if args.skip_train:
-        with contextlib.closing(log):
-            return passes(args, training, log, valid_set).evaluate(progress.iteration)
-    try:
-        training_loop = loop(args, training, log, train_set, valid_set)
-        try:
-            return training_loop.run(progress)
-        finally:
-            training_loop.features.close()
-    finally:
-        log.close()
+    with contextlib.closing(log):
+        loop = kind(args, training, log, train_set, valid_set)
+        with contextlib.closing(loop.features):
+            return loop.evaluate(progress.iteration) if args.skip_train else loop.run(progress)
 
 
 def _check_validation(args: argparse.Namespace, valid_set: Any) -> None:
@@ -180,16 +172,13 @@ def _check_validation(args: argparse.Namespace, valid_set: Any) -> None:
                          "(--data-path with --split 0,1,0)")
 
 
-def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Passes], type[Loop],
-                                              Callable[..., Any]]:
-    """What builds a model, evaluates, trains and loads a checkpoint, with weights on the device or
-    streaming.
+def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Loop], Callable[..., Any]]:
+    """What builds a model, trains or evaluates, and loads a checkpoint, with weights on the device
+    or streaming.
     """
     if run_config(arguments.our_settings(args)).offload.weights == "host":
-        return (streamed.build, streamed_loop.StreamedPasses, streamed_loop.StreamedLoop,
-                streamed_loop.load)
-    load = functools.partial(checkpoint.load, trust=args.trust_checkpoint)
-    return model.build, Passes, Loop, load
+        return streamed.build, streamed_loop.StreamedLoop, streamed_loop.load
+    return model.build, Loop, functools.partial(checkpoint.load, trust=args.trust_checkpoint)
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
