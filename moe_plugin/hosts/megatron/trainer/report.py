@@ -33,10 +33,10 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")
     sizes = {name: size for each in names for name, size in each.items()}
-    found = {}
+    found, device = {}, comm_of().device
     for name in sorted(sizes):
         entry = here.get(name)
-        values = entry.values.clone() if entry else torch.zeros(sizes[name], device=_device())
+        values = entry.values.clone() if entry else torch.zeros(sizes[name], device=device)
         data = ps.get_data_parallel_group()
         own = [entry.reduce_group] if entry and entry.reduce_group is not None else []
         for group in (*own, data):
@@ -46,12 +46,6 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
         found[name] = (values / microbatches).tolist()
     core.set_logged_losses({})
     return found
-
-
-def _device() -> torch.device:
-    return torch.device(
-        "cuda",
-        torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 class RunLog:
