@@ -247,32 +247,22 @@ def _uneven() -> None:
     even_gather = mappings._gather_along_first_dim
     even_scatter = mappings._reduce_scatter_along_first_dim
 
-    def gather(x: Tensor, group: Any, splits: Any = None,
+    def gather(x: Tensor, group: Any, output_split_sizes: Any = None,
                use_global_buffer: bool = False) -> Tensor:
-        if splits is None or group.size() == 1:
-            return even_gather(x, group, splits, use_global_buffer)
-        lengths = [int(n) for n in splits]
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(x, group, output_split_sizes, use_global_buffer)
+        lengths = [int(n) for n in output_split_sizes]
         padded = x.new_zeros((max(lengths), *x.shape[1:]))
         padded[: x.shape[0]] = x
         parts = comm_of(group).all_gather(padded).split(max(lengths))
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
 
-    def scatter(x: Tensor, group: Any, splits: Any = None,
+    def scatter(x: Tensor, group: Any, input_split_sizes: Any = None,
                 use_global_buffer: bool = False) -> Tensor:
-        if splits is None or group.size() == 1:
-            return even_scatter(x, group, splits, use_global_buffer)
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(x, group, input_split_sizes, use_global_buffer)
         total = comm_of(group).all_reduce(x.contiguous())
-        return total.split([int(n) for n in splits])[group.rank()].clone()
+        return total.split([int(n) for n in input_split_sizes])[group.rank()].clone()
 
-    mappings._gather_along_first_dim = _by_any_keyword(gather)
-    mappings._reduce_scatter_along_first_dim = _by_any_keyword(scatter)
-
-
-def _by_any_keyword(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # the split argument is called output_split_sizes in one function and input_split_sizes in the
-    # other
-    def call(x: Tensor, group: Any, splits: Any = None, use_global_buffer: bool = False, *,
-             output_split_sizes: Any = None, input_split_sizes: Any = None) -> Tensor:
-        return fn(x, group, splits or output_split_sizes or input_split_sizes, use_global_buffer)
-
-    return call
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
