@@ -133,3 +133,15 @@ def own_log(verbose: bool = False) -> None:
                             format="%(message)s")
         if not verbose:
             logging.getLogger("moe_plugin").setLevel(logging.INFO)
+
+
+@contextmanager
+def quiet(name: str = "moe_plugin") -> Iterator[None]:
+    """Only warnings of this logger, for the time of the block."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,7 +1,7 @@
 """`moe-plugin <command>`: looks the command up in `COMMANDS`, imports only its module, runs it.
 
-The module of a command has `add_arguments(parser)`, which adds its options and its description,
-and `run(args)`, which returns the exit status.
+A command is the function of its name in its module, `name(args)`, which returns the exit status;
+`name_options(parser)` adds its options and its description.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ class Command:
 
 
 COMMANDS = {
-    "doctor": Command(
-        "check this installation: whether the layer works, what is wrong or missing",
-        "doctor"),
-    "corpus": Command(
-        "write a text corpus made of the Python standard library's sources (no download)",
-        "corpus"),
-    "report": Command("write a run's report: one HTML page with plots", "report"),
-    "watch": Command("show a running job in the terminal", "watch"),
+    "doctor": Command("check this installation: whether the layer works, what is wrong or missing",
+                      "doctor"),
+    "corpus": Command("write a text corpus made of the Python standard library's sources (no "
+                      "download)", "runs"),
+    "report": Command("write a run's report: one HTML page with plots", "runs"),
+    "watch": Command("show a running job in the terminal", "runs"),
     "bench": Command("measure: each study with its name, `--quick` to try it out", parts={
         study.name: Command(study.about, study=study) for study in STUDIES.values()}),
-    "calibrate": Command("fit the link model of a cluster into a YAML file", "calibrate"),
+    "calibrate": Command("fit the link model of a cluster into a YAML file", "clusters"),
     "simulate": Command("predict times on clusters that you do not have", parts={
         "all-to-all": Command("time of each all-to-all algorithm by ranks and size",
-                              "simulate_all_to_all"),
+                              "clusters"),
     }),
     "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "
                     "cluster, and explain why", "plan"),
@@ -58,20 +56,19 @@ COMMANDS = {
                          "launch line with the predicted step time", "recommend"),
     "schedule": Command("compute the fastest schedule of a collective on a network, the cut that "
                         "proves it, and pictures", "schedule"),
-    "profile-device": Command(
-        "measure matmuls and copies of this processor into a YAML file for `plan`",
-        "profile_device"),
+    "profile-device": Command("measure matmuls and copies of this processor into a YAML file for "
+                              "`plan`", "clusters"),
     "inspect": Command("show what a checkpoint holds: layers, experts, layout, data types, sizes",
-                       "inspect"),
+                       "checkpoints"),
     "reshard": Command("convert a checkpoint to another format or other numbers of ranks",
-                       "reshard"),
+                       "checkpoints"),
     "upcycle": Command("turn a dense checkpoint into a Mixture of Experts that computes the same "
-                       "at first", "upcycle"),
+                       "at first", "checkpoints"),
     "check-hf": Command("run a Hugging Face MoE model with our layer in place of its blocks, and "
-                        "compare its logits", "check_hf"),
-    "emulate": Command("run any training command on an emulated cluster", "emulate"),
+                        "compare its logits", "checkpoints"),
+    "emulate": Command("run any training command on an emulated cluster", "emulation"),
     "fault": Command("run a training command in which something goes wrong at a stated moment",
-                     "fault"),
+                     "emulation"),
 }
 
 
@@ -152,7 +149,7 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
-                  words: Sequence[str], level: str = "command") -> None:
+                  words: Sequence[str], above: str = "", level: str = "command") -> None:
     """Add all commands by name, and the options of the one that `words` begins with.
 
     Options need the command's module, and some modules take seconds to import.
@@ -166,11 +163,15 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Comman
         if words[:1] != [name]:
             continue
         if command.parts:
-            _add_commands(child, command.parts, words[1:], level="part")
+            _add_commands(child, command.parts, words[1:], f"{name}-", level="part")
+        elif command.study is not None:
+            command.study.add_arguments(child)
+            child.set_defaults(run=command.study.run)
         else:
-            module = command.study or importlib.import_module(f"moe_plugin.cli.{command.module}")
-            module.add_arguments(child)
-            child.set_defaults(run=module.run)
+            function = f"{above}{name}".replace("-", "_")
+            found = vars(importlib.import_module(f"moe_plugin.cli.{command.module}"))
+            found[f"{function}_options"](child)
+            child.set_defaults(run=found[function])
 
 
 if __name__ == "__main__":

@@ -6,19 +6,46 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli import plan_memory, plan_pipeline
-from moe_plugin.lab.planning.launch import HOSTS
+from moe_plugin.lab.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
 from moe_plugin.messages import short
-from moe_plugin.regular_files import make_folder, write_regular
+from moe_plugin.regular_files import check_output, make_folder, write_regular
 
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
+STREAMS = {"forward": "tab:blue", "backward": "tab:purple", "recompute": "tab:orange"}
+OF_SIZES = ("model", "cluster", "device", "scale", "write")  # what other uses do not take
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
+    """What says how a plan is shown, and written for a host.
+
+    Args:
+        data: default of `--data`. top: of `--top`.
+        with_: how the help of options for writing begins.
+    """
+    p.add_argument("--host", choices=HOSTS, default="megatron",
+                   help="host to plan and write for (default: %(default)s); fairseq: data and "
+                        "expert parallelism alone")
+    p.add_argument("--data", default=data, metavar="PATH",
+                   help=f"{with_}data of the launch line: a folder (fairseq) or a prefix "
+                        "(Megatron)")
+    p.add_argument("--script", default=None, metavar="FILE",
+                   help=f"{with_}Megatron-LM's pretrain_gpt.py, for the launch line; default: our "
+                        "own training script")
+    p.add_argument("--auto", action="store_true",
+                   help=f"{with_}let the layers move on from the planned layout while training "
+                        "runs")
+    p.add_argument("--top", type=int, default=top, metavar="N",
+                   help="plans shown (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def plan_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin plan`."""
     p.description = ("Searches all plans by a cost model (roofline, alpha-beta links, event "
                      "timelines with overlap, memory) and explains the fastest.")
     p.add_argument("--model", type=Path, default=None, metavar="FILE",
@@ -31,64 +58,87 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="number of nodes (default: the cluster file's)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
                    help="ranks per node (default: the cluster file's)")
-    p.add_argument("--host", choices=HOSTS, default="megatron",
-                   help="host to plan and write for; fairseq: data and expert parallelism alone")
-    p.add_argument("--top", type=int, default=8, metavar="N",
-                   help="plans shown (default: %(default)s)")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    host_options(p, None, 8, "with --write: ")
     p.add_argument(
         "--plot", type=Path, default=None, metavar="FILE",
         help="write the plans' times by part, and an MoE layer's timeline, as PNG or SVG")
     p.add_argument("--write", type=Path, default=None, metavar="DIR",
                    help="write the best plan's launch line and YAML for the host")
-    p.add_argument("--data", default=None, metavar="PATH",
-                   help="with --write: data of the launch line, a folder (fairseq) or a prefix "
-                        "(Megatron)")
-    p.add_argument("--script", default=None, metavar="FILE",
-                   help="with --write: Megatron-LM's pretrain_gpt.py, for the launch line; "
-                        "default: our own training script")
-    p.add_argument(
-        "--auto", action="store_true",
-        help="with --write: let the layers move on from the planned layout while training runs")
     p.add_argument(
         "--scale", default=None, metavar="LIST",
         help="instead: one MoE layer on these numbers of nodes (e.g. 1,2,4), against a static layer"
     )
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
                    help="with --scale: experts grow with the ranks (default: %(default)s)")
-    plan_memory.add_arguments(p)
-    plan_pipeline.add_arguments(p)
+    group = p.add_argument_group("memory of one device, in place of parallel sizes")
+    group.add_argument("--memory", default=None, metavar="SIZE",
+                       help="the device's memory, e.g. 8GiB: choose which blocks keep, recompute "
+                            "or swap their activations, and explain why")
+    group.add_argument("--profile", type=Path, default=None, metavar="FILE",
+                       help="with --memory: measured times and sizes of the model's blocks "
+                            "(see docs/activations.md)")
+    group.add_argument("--weights-on", choices=("device", "host"), default="device",
+                       help="host: segments of weights stream through the device instead "
+                            "(default: %(default)s)")
+    group.add_argument("--accumulate", type=int, default=None, metavar="N",
+                       help="with --weights-on host: micro-batches of a step (default: the fewest "
+                            "that hide all copies)")
+    group.add_argument("--trace", type=Path, default=None, metavar="FILE",
+                       help="with --memory: write the timeline for Perfetto or chrome://tracing")
+    group = p.add_argument_group("pipeline schedules, in place of parallel sizes")
+    group.add_argument("--pipeline", type=Path, default=None, metavar="FILE",
+                       help="times and sizes of a model's pipeline stages (see docs/pipeline.md): "
+                            "compare schedules, choose one; with --trace: its timeline for "
+                            "Perfetto or chrome://tracing")
 
 
-def run(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Search, show, write."""
+    if args.plot:
+        from moe_plugin.lab.bench.report import check_figure
+
+        check_figure(args.plot)
+    if args.trace:
+        check_output(args.trace)
     if args.pipeline is not None:
-        return plan_pipeline.run(args)
-    if args.memory is not None or args.profile is not None:
-        return plan_memory.run(args)
-    missing = [name for name in ("model", "cluster", "device") if getattr(args, name) is None]
-    if missing:
-        raise ValueError(f"--{missing[0]} FILE is missing; a plan of parallel sizes needs --model, "
-                         "--cluster and --device, one of a device's memory --memory and --profile")
-    import moe_plugin.comm.algorithms  # costs of all that are registered  # noqa: F401
+        _plan_pipeline(args)
+    elif args.memory is not None or args.profile is not None:
+        _plan_memory(args)
+    else:
+        _plan_sizes(args)
+    return 0
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    return [name for name in names if getattr(args, name) is not None]
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """`ValueError` where one of these options is given and below 1."""
+    for name in _given(args, names):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {short(getattr(args, name))} must be >= "
+                             "1; leave it out for the default")
+
+
+def _plan_sizes(args: argparse.Namespace) -> None:
+    """TP, EP, ETP, DP, PP, layout and all-to-all."""
     from moe_plugin.lab.planning.explain import breakdown, explain
     from moe_plugin.lab.planning.model import load_model
     from moe_plugin.lab.planning.model_search import Space, search
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.device import load_device
 
+    for name in ("model", "cluster", "device"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} FILE is missing; a plan of parallel sizes needs --model, "
+                             "--cluster and --device, one of a device's memory --memory and "
+                             "--profile")
     for name in ("data", "script", "auto"):
         if getattr(args, name) and not args.write:
             raise ValueError(f"--{name} says what --write DIR writes: give that, too, or leave "
                              f"--{name} out")
-    if args.plot:
-        from moe_plugin.lab.bench.report import check_figure
-
-        check_figure(args.plot)
-    for name, value in (("top", args.top), ("nodes", args.nodes),
-                        ("ranks-per-node", args.ranks_per_node)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {short(value)} must be >= 1; leave it out for the default")
+    check_counts(args, "top", "nodes", "ranks_per_node")
     if not 0 < args.experts_per_rank <= 1e6:
         raise ValueError(f"--experts-per-rank {args.experts_per_rank} must be a number > 0; use 1")
     model, device = load_model(args.model).in_host(args.host), load_device(args.device)
@@ -106,15 +156,41 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(explain(model, cluster, device, found, space))
     if args.plot:
-        _plot(args.plot, found.plans)
+        _plot_plans(args.plot, found.plans)
     if args.write:
-        _write(args, model, found.plans[0], cluster)
-    return 0
+        best = found.plans[0]
+        start = LaunchCommand(data=args.data or LaunchCommand.data)
+        make_folder(args.write)
+        text = write_plan(args, args.write, model, best, cluster, start, best.seconds)
+        if not args.json:
+            print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, which trains it:\n"
+                  f"{text}")
 
 
-def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> int:
-    from dataclasses import asdict
+def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cluster: Any,
+               start: LaunchCommand, seconds: float, activations: Sequence[str] = ()) -> str:
+    """Write a plan's YAML and launch script; returns the launch line.
 
+    Args:
+        args: with the options of `host_options`.
+        best: a `PlanCost`, predicted to take so many seconds.
+        start: what is not of the plan.
+    """
+    from moe_plugin.lab.planning.launch import launch_script, launch_text, launch_words, plan_yaml
+    from moe_plugin.planner.units import show_time
+
+    note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "
+            f"{show_time(seconds)} per step.")
+    start = replace(start, nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
+                    config=folder / CONFIG, script=args.script)
+    text = launch_text(launch_words(model, best.plan, args.host, start))
+    write_regular(folder / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note,
+                                             activations))
+    write_regular(folder / LINE, launch_script(text, note))
+    return text
+
+
+def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> None:
     from moe_plugin.lab.planning.static_layer import scale_table, scale_text
     from moe_plugin.planner.units import parse_counts
 
@@ -126,35 +202,9 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> i
         print(json.dumps([{**asdict(r), "speedup": r.speedup} for r in rows], indent=1))
     else:
         print(scale_text(rows))
-    return 0
 
 
-def _write(args: argparse.Namespace, model: Any, best: Any, cluster: Any) -> None:
-    from moe_plugin.lab.planning.launch import (
-        CONFIG,
-        LINE,
-        LaunchCommand,
-        launch_script,
-        launch_text,
-        launch_words,
-        plan_yaml,
-    )
-    from moe_plugin.planner.units import show_time
-
-    note = (f"Written by `moe-plugin plan`: {best.plan.label}, predicted "
-            f"{show_time(best.seconds)} per step.")
-    start = LaunchCommand(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                          data=args.data or LaunchCommand.data, config=args.write / CONFIG,
-                          script=args.script)
-    text = launch_text(launch_words(model, best.plan, args.host, start))
-    make_folder(args.write)
-    write_regular(args.write / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note))
-    write_regular(args.write / LINE, launch_script(text, note))
-    if not args.json:
-        print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, which trains it:\n{text}")
-
-
-def _plot(path: Path, plans: list[Any]) -> None:
+def _plot_plans(path: Path, plans: list[Any]) -> None:
     """Stacked bars of the plans' times, and the best plan's MoE layer as a timeline."""
     from moe_plugin.lab.bench.report import pyplot, save_figure
 
@@ -182,3 +232,84 @@ def _plot(path: Path, plans: list[Any]) -> None:
     lanes.set_xlabel(
         "ms of one MoE layer, forward and backward (orange: experts, blue: out, cyan: back)")
     save_figure(figure, path)
+
+
+def _plan_memory(args: argparse.Namespace) -> None:
+    """What lies where, for a model that is larger than its device."""
+    from moe_plugin.planner.offload.profile import load_profile
+    from moe_plugin.planner.units import parse_size
+
+    if args.profile is None or args.memory is None:
+        raise ValueError("--memory and --profile go together: a size and the file of a profile")
+    if given := _given(args, OF_SIZES):
+        raise ValueError(f"--{given[0]} plans parallel sizes, --memory a single device; leave one "
+                         "of them out")
+    if args.accumulate is not None and args.weights_on == "device":
+        raise ValueError(f"--accumulate {short(args.accumulate)} needs --weights-on host")
+    limit, profile = parse_size(args.memory), load_profile(args.profile)
+    outcome = (_activations if args.weights_on == "device" else _weights)(args, profile, limit)
+    if args.trace:
+        write_regular(args.trace, json.dumps(outcome.trace()))
+    if args.plot:
+        _plot_streams(args.plot, outcome, limit)
+
+
+def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
+    from moe_plugin.lab.planning.offload.explain import as_dict, explain
+    from moe_plugin.planner.offload.activation_plan import plan
+    from moe_plugin.planner.offload.activation_problem import blocks_of
+
+    base = profile.base_bytes + sum(b.parameter_bytes + b.gradient_bytes for b in profile.blocks)
+    made = plan(blocks_of(profile), limit, base, profile.duplex)
+    print(json.dumps(as_dict(made), indent=1) if args.json else explain(made, profile.name))
+    return made.outcome
+
+
+def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
+    from moe_plugin.lab.planning.offload.explain import explain_stream, stream_as_dict
+    from moe_plugin.planner.offload.weight_streaming import fewest_batches, layers_of, plan
+
+    layers, base, made = layers_of(profile), profile.base_bytes, None
+    if args.accumulate is None:
+        made = fewest_batches(layers, limit, base)
+    if made is None:
+        made = plan(layers, 1 if args.accumulate is None else args.accumulate, limit, base)
+    print(json.dumps(stream_as_dict(made), indent=1) if args.json
+          else explain_stream(made, profile.name))
+    return made.outcome
+
+
+def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
+    """The streams as lanes over the bytes on the device."""
+    from moe_plugin.lab.bench.report import pyplot, save_figure
+
+    plt = pyplot()
+    figure, (lanes, memory) = plt.subplots(2, 1, figsize=(11, 5), sharex=True,
+                                           height_ratios=[2, 3], layout="constrained")
+    for span in outcome.timeline.spans:
+        color = STREAMS.get(span.task.name.split()[0], "tab:green")
+        lanes.barh([span.task.resource], [1e3 * span.task.seconds], left=[1e3 * span.start],
+                   color=color, edgecolor="white", linewidth=0.5)
+    lanes.set_title("blue: forward, purple: backward, orange: recomputing, green: copies")
+    times, sizes = zip(*((1e3 * at, size / 2**20) for at, size in outcome.memory), strict=True)
+    memory.step([*times, 1e3 * outcome.seconds], [*sizes, sizes[-1]], where="post")
+    memory.axhline(limit / 2**20, color="tab:red", linestyle="--", label="limit")
+    memory.set_ylabel("MiB on the device")
+    memory.set_xlabel("ms")
+    memory.set_ylim(bottom=0)
+    memory.legend()
+    save_figure(figure, path)
+
+
+def _plan_pipeline(args: argparse.Namespace) -> None:
+    """What each pipeline schedule takes, and the timeline of the best."""
+    from moe_plugin.lab.planning.pipeline import as_dict, explain, trace
+    from moe_plugin.planner.pipeline.choice import choose, load_profile
+
+    if given := _given(args, (*OF_SIZES, "plot", "memory", "profile")):
+        raise ValueError(f"--{given[0]} is of another use of plan than --pipeline; leave one of "
+                         "them out")
+    profile = load_profile(args.pipeline)
+    print(json.dumps(as_dict(profile), indent=1) if args.json else explain(profile))
+    if args.trace:
+        write_regular(args.trace, json.dumps(trace(choose(profile).timeline)))

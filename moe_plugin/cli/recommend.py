@@ -5,17 +5,17 @@ host's launch line with the predicted step time.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import logging
 import os
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_plugin.lab.planning.launch import CONFIG, HOSTS, LINE
+from moe_plugin.cli.plan import check_counts, host_options, write_plan
+from moe_plugin.lab.planning.launch import CONFIG, LINE, LaunchCommand
 from moe_plugin.messages import short
+from moe_plugin.quiet import quiet
 from moe_plugin.regular_files import output_folder, write_regular
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from moe_plugin.lab.planning.measured import MeasuredNetwork, Processor, Record
     from moe_plugin.lab.planning.model import ModelShape
     from moe_plugin.lab.planning.model_cost import PlanCost
-    from moe_plugin.lab.planning.trust import Estimate
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
 
@@ -34,22 +33,15 @@ FILES = (NETWORK, PROCESSOR, CONFIG, LINE)
 KEPT = 64  # plans that are ranked again after correction
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def recommend_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin recommend`."""
     p.description = (
         "Measures network and processors of the ranks it runs on (start it with torchrun, as the "
         "training), plans the model for them, and prints the launch line of the host with the "
         "predicted step time, its spread and a confidence. What was measured is kept in --out.")
     p.add_argument("--model", type=Path, required=True, metavar="FILE",
                    help="model file (see configs/plans/)")
-    p.add_argument("--host", choices=HOSTS, default="megatron",
-                   help="host to plan and write for (default: %(default)s); fairseq: data and "
-                        "expert parallelism alone")
-    p.add_argument("--script", default=None, metavar="FILE",
-                   help="Megatron-LM's pretrain_gpt.py, for the launch line; default: our own "
-                        "training script")
-    p.add_argument("--data", default="DATA", metavar="PATH",
-                   help="data of the launch line: a folder (fairseq) or a prefix (Megatron)")
+    host_options(p, "DATA", 4)
     p.add_argument("--out", type=Path, default=Path("runs/recommend"), metavar="DIR",
                    help="folder of what was measured, moe.yaml and launch.sh "
                         "(default: %(default)s)")
@@ -70,23 +62,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="default: cuda where there is one")
     p.add_argument("--repeats", type=int, default=9,
                    help="timed repeats of each measurement (default: %(default)s)")
-    p.add_argument("--auto", action="store_true",
-                   help="let the layers move on from the planned layout while training runs")
-    p.add_argument("--top", type=int, default=4, metavar="N",
-                   help="plans shown (default: %(default)s)")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def run(args: argparse.Namespace) -> int:
+def recommend(args: argparse.Namespace) -> int:
     """Measure, plan, judge, write, print. Only rank 0 prints and writes."""
     from moe_plugin.lab.bench.own_cluster import own_ranks
     from moe_plugin.lab.planning.model import load_model
 
-    for name in ("nodes", "ranks_per_node", "nics", "repeats", "top"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {short(value)} must be >= 1; leave it "
-                             "out for the default")
+    check_counts(args, "nodes", "ranks_per_node", "nics", "repeats", "top")
     if args.script is not None and args.host == "fairseq":
         raise ValueError(f"--script {short(args.script)} is Megatron's; use --host megatron, or "
                          "leave it out")
@@ -94,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args.model).in_host(args.host)
     if os.environ.get("RANK", "0") == "0":
         output_folder(args.out, FILES)
-    with _quiet(args.verbose), own_ranks(cuda) as comm:
+    # what layers log while they are measured is of no use here
+    with nullcontext() if args.verbose else quiet(), own_ranks(cuda) as comm:
         try:
             return _recommend(args, model, comm, cuda)
         except ValueError:
@@ -112,28 +96,18 @@ def _cuda(args: argparse.Namespace) -> bool:
     return there if args.device is None else args.device == "cuda"
 
 
-@contextlib.contextmanager
-def _quiet(verbose: bool) -> Iterator[None]:
-    """What layers log while they are measured is of no use here."""
-    logger = logging.getLogger("moe_plugin")
-    before = logger.level
-    logger.setLevel(before if verbose else logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bool) -> int:
     import torch
 
     from moe_plugin.lab.bench.own_cluster import grid_of, rank_memory
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
+    from moe_plugin.planner.units import parse_size
 
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     grid = grid_of(comm)
-    memory = -comm.agree_max([-_memory(args, rank_memory(device, grid[1]))])[0]
+    own = rank_memory(device, grid[1]) if args.memory is None else float(parse_size(args.memory))
+    memory = -comm.agree_max([-own])[0]
     wanted = args.nodes or grid[0], args.ranks_per_node or grid[1]
     _check_links(grid, wanted)
     # what cannot be planned is said before measuring
@@ -146,12 +120,6 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
         _judge(args, model, _search(args, model, cluster, processor.device), network, processor,
                cluster)
     return 0
-
-
-def _memory(args: argparse.Namespace, own: float) -> float:
-    from moe_plugin.planner.units import parse_size
-
-    return float(parse_size(args.memory)) if args.memory is not None else own
 
 
 def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
@@ -241,6 +209,8 @@ def _say(args: argparse.Namespace, line: str) -> None:
 def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
            network: MeasuredNetwork | None, processor: Processor, cluster: Cluster) -> None:
     """Correct the predictions, refuse what cannot be trusted, write and print."""
+    import torch
+
     from moe_plugin.lab.planning import advice, trust
     from moe_plugin.lab.planning.measured import UPDATE
 
@@ -254,35 +224,12 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
                          *advice.plan_lines(estimates), ""]), flush=True)
     if not args.trust_fit:
         trust.refuse(doubts)
-    text = _write(args, model, best, cluster)
+    start = LaunchCommand(head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
+                          threads=torch.get_num_threads(), data=args.data)
+    text = write_plan(args, args.out, model, best.cost, cluster, start, best.seconds,
+                      best.cost.activations)
     if args.json:
         print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
                          indent=1))
     else:
         print("\n".join([*advice.verdict_lines(best, doubts), *advice.LEFT_OUT, "", text]))
-
-
-def _write(args: argparse.Namespace, model: ModelShape, best: Estimate, cluster: Cluster) -> str:
-    """Write moe.yaml and launch.sh; returns the launch line."""
-    import torch
-
-    from moe_plugin.lab.planning.launch import (
-        LaunchCommand,
-        launch_script,
-        launch_text,
-        launch_words,
-        plan_yaml,
-    )
-    from moe_plugin.planner.units import show_time
-
-    note = (f"Written by `moe-plugin recommend`: {best.cost.plan.label}, predicted "
-            f"{show_time(best.seconds)} per step.")
-    start = LaunchCommand(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                          head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
-                          threads=torch.get_num_threads(), data=args.data, config=args.out / CONFIG,
-                          script=args.script)
-    text = launch_text(launch_words(model, best.cost.plan, args.host, start))
-    write_regular(args.out / CONFIG, plan_yaml(model, best.cost.plan, args.host, args.auto, note,
-                                               best.cost.activations))
-    write_regular(args.out / LINE, launch_script(text, note))
-    return text

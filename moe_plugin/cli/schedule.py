@@ -10,8 +10,8 @@ from moe_plugin.messages import short
 from moe_plugin.regular_files import check_output, write_regular
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def schedule_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin schedule`."""
     from moe_plugin.planner.forest.presets import PRESETS
     from moe_plugin.planner.forest.schedule import COLLECTIVES
 
@@ -48,7 +48,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="write all of it as a page that needs no network")
 
 
-def run(args: argparse.Namespace) -> int:
+def schedule(args: argparse.Namespace) -> int:
     """Plan, compare, show, write."""
     from moe_plugin.lab.planning.forest.explain import Report, compare, text
     from moe_plugin.lab.planning.forest.msccl import to_msccl
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
                          "least 1; leave them out for the defaults")
     network, note = find_network(args.topology, args.nodes)
     begin = time.perf_counter()
-    schedule = plan(network, args.collective, args.trees, overlap=args.overlap)
+    found = plan(network, args.collective, args.trees, overlap=args.overlap)
     planned_s = time.perf_counter() - begin
     # what refuses a schedule goes before what takes long
     made = [(path, make()) for path, make in (
-        (args.json, schedule.to_json), (args.msccl, lambda: to_msccl(program_of(schedule))),
-        (args.svg, lambda: drawing(schedule))) if path]
-    report = Report(schedule, size, compare(schedule, size, args.chunks), planned_s, note)
+        (args.json, found.to_json), (args.msccl, lambda: to_msccl(program_of(found))),
+        (args.svg, lambda: drawing(found))) if path]
+    report = Report(found, size, compare(found, size, args.chunks), planned_s, note)
     print(text(report))
     if args.html:
         made.append((args.html, page(report)))

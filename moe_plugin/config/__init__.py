@@ -1,17 +1,19 @@
-"""Settings in two trees, of a layer and of a run: one file per section, flags generated from them,
-YAML files, users' own modules.
+"""Settings in two trees, of a layer and of a run: flags generated from them, YAML files,
+users' own modules.
 """
 
 from moe_plugin.config.comm import CommConfig
 from moe_plugin.config.dispatch import DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
-from moe_plugin.config.guard import GuardConfig
-from moe_plugin.config.observe import ObserveConfig
-from moe_plugin.config.offload import OffloadConfig
-from moe_plugin.config.parallel import ParallelConfig
-from moe_plugin.config.pipeline import PipelineConfig
+from moe_plugin.config.parallel import ParallelConfig, TunerConfig
 from moe_plugin.config.router import RouterConfig
-from moe_plugin.config.run import RunConfig
+from moe_plugin.config.run import (
+    GuardConfig,
+    ObserveConfig,
+    OffloadConfig,
+    PipelineConfig,
+    RunConfig,
+)
 from moe_plugin.config.tree import (
     MoEConfig,
     both_from_yaml,
@@ -27,7 +29,6 @@ from moe_plugin.config.tree import (
     to_dict,
     with_overrides,
 )
-from moe_plugin.config.tuner import TunerConfig
 
 __all__ = [
     "CommConfig", "DispatchConfig", "ExpertsConfig", "GuardConfig", "MoEConfig", "ObserveConfig",

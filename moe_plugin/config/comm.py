@@ -52,7 +52,6 @@ class CommConfig(SettingsSection):
         1800.0, "timeout in seconds of a collective that waits for a peer", flag="timeout")
 
     def check_bounds(self) -> None:
-        """Check seconds, and that something reads the network."""
         self.within("watchdog_s", 0, MOST_SECONDS, "use 0 for no watchdog")
         self.require("timeout_s", self.timeout_s > 0, "> 0", "use 1800")
         self.within("timeout_s", 0, MOST_SECONDS, "use 1800")

@@ -62,7 +62,6 @@ class DispatchConfig(SettingsSection):
         choices=("error", "repeat"), flag="on-overflow")
 
     def check_bounds(self) -> None:
-        """Check factors and the fraction."""
         self.require("max_rows_factor", self.max_rows_factor is None or self.max_rows_factor > 0,
                      "> 0 or none", "use 2, or none for no overflow")
         self.within("max_rows_factor", 0, 1e6, "use none for no overflow")

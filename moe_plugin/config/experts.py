@@ -87,7 +87,6 @@ class ExpertsConfig(SettingsSection):
         "as it is", flag="experts-store-throttle")
 
     def check_bounds(self) -> None:
-        """Check widths and the standard deviation."""
         for name in ("hidden_dim", "shared_hidden_dim"):
             self.within(name, 0, MOST_WIDTH, "use 0 for the default")
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")

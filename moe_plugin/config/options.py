@@ -21,7 +21,7 @@ from moe_plugin.messages import alike, did_you_mean, short
 LARGEST = 2**63 - 1  # integer that torch takes
 # beyond any use; they keep loops and memory finite
 MOST_EXPERTS, MOST_WIDTH, MOST_RANKS, MOST_SECONDS = 1 << 20, 1 << 24, 1 << 20, 1e7
-MOST_TOKENS, MOST_MIB = 1 << 30, 1 << 24
+MOST_TOKENS, MOST_MIB, MOST_STEPS = 1 << 30, 1 << 24, 10**9
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "",
@@ -251,13 +251,9 @@ def is_section(hint: Any) -> TypeGuard[type[SettingsSection]]:
     return dataclasses.is_dataclass(hint)
 
 
+@functools.cache  # most of the time in which settings are read
 def hints_of(cls: type) -> Mapping[str, Any]:
     """Field types of a section, as types."""
-    return _hints_of(cls)
-
-
-@functools.cache  # most of the time in which settings are read
-def _hints_of(cls: type) -> Mapping[str, Any]:
     return MappingProxyType({name: hint for name, hint in typing.get_type_hints(cls).items()
                              if typing.get_origin(hint) is not ClassVar})
 

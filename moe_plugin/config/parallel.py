@@ -1,13 +1,19 @@
-"""Settings of layouts."""
+"""Settings of layouts, and of the tuner that measures them while a layer trains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, SettingsSection, option
+from moe_plugin.config.options import (
+    MOST_EXPERTS,
+    MOST_RANKS,
+    MOST_STEPS,
+    SettingsSection,
+    option,
+)
 
 CUTS = ("rows", "experts", "peers")
-MOST_PIECES, MOST_STEPS = 4096, 10**9  # beyond any use
+MOST_PIECES, MOST_TRIALS = 4096, 10_000  # beyond any use
 MEASURED = "measured"
 LEAST_SPEED = 1e-6
 
@@ -92,9 +98,7 @@ class ParallelConfig(SettingsSection):
         flag="speeds")
 
     def check_bounds(self) -> None:
-        """Check degrees, and that the layout, as it is asked for, reads what is given with it. (A
-        layout that is left open may read less, once the group of ranks is known.)
-        """
+        # a layout that is left open may read less, once the group of ranks is known
         for name, least, most in (("d", 1, MOST_PIECES), ("d_backward", 0, MOST_PIECES),
                                   ("replicas", 1, MOST_RANKS), ("guests", 1, MOST_EXPERTS),
                                   ("replan", 1, MOST_STEPS)):
@@ -138,3 +142,31 @@ def _are_speeds(text: str) -> bool:
         return all(LEAST_SPEED <= float(word) <= 1 / LEAST_SPEED for word in text.split(","))
     except ValueError:
         return False
+
+
+@dataclass(kw_only=True)
+class TunerConfig(SettingsSection):
+    """How `parallel.mode: auto` looks for the fastest layout; see docs/adaptive.md."""
+
+    PATH = "tuner."
+
+    max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
+                        flag="overlap-max")
+    tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
+                        flag="parallel-tries")
+    samples: int = option(2, "auto: timed calls per layout", flag="parallel-samples")
+    drift: float = option(
+        0.3, "auto: relative change of a layer's time after which it is tuned again",
+        flag="parallel-drift")
+    bucket: float = option(1.5, "auto: loads within this factor of each other share a choice",
+                           flag="parallel-bucket")
+    device: str | None = option(
+        None, "device file for the cost model (see configs/devices); none: default values",
+        flag="parallel-device")
+
+    def check_bounds(self) -> None:
+        for name, most in (("max_d", MOST_PIECES), ("tries", MOST_TRIALS),
+                           ("samples", MOST_TRIALS)):
+            self.within(name, 1, most, "use 1")
+        self.require("drift", self.drift > 0, "> 0", "use 0.3")
+        self.require("bucket", self.bucket > 1, "> 1", "use 1.5")

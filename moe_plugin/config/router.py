@@ -37,7 +37,6 @@ class HashConfig(SettingsSection):
                        flag="hash-seed")
 
     def check_bounds(self) -> None:
-        """Check bounds, and settings that depend on each other."""
         self.within("vocabulary", 0, 1 << 31, "set it to the size of the vocabulary")
         self.require("path", self.kind != "file" or bool(self.path),
                      "a file where router.hash.kind=file", "name the table")
@@ -60,7 +59,6 @@ class SparsityConfig(SettingsSection):
         flag="gate-threshold")
 
     def check_bounds(self) -> None:
-        """Check bounds, and settings that depend on each other."""
         for name, temperature in (("start", self.start), ("end", self.end)):
             self.require(name, temperature > 0, "> 0", "use 2.0 for start, 0.1 for end")
         self.require("steps", self.steps >= 1, ">= 1", "use 10000")
@@ -93,7 +91,6 @@ class LinksConfig(SettingsSection):
         flag="pair-capacity")
 
     def check_bounds(self) -> None:
-        """Check bounds, and settings that depend on each other."""
         self.require("far", self.far > 0, "> 0", "use 8")
         self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
         self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")
@@ -122,7 +119,6 @@ class SelectionConfig(SettingsSection):
         flag="router-selection-eval")
 
     def check_bounds(self) -> None:
-        """Check bounds, and settings that depend on each other."""
         self.require("rule", bool(self.rule), "a registered name", "use first")
         self.require("every", self.every >= 1, ">= 1", "use 1")
         self.require("outside_training", self.outside_training >= 0, ">= 0",
@@ -263,7 +259,6 @@ class RouterConfig(SettingsSection):
     links: LinksConfig = field(default_factory=LinksConfig)
 
     def check_bounds(self) -> None:
-        """Check bounds, and settings that depend on each other."""
         self.require("name", bool(self.names) and all(self.names),
                      "a registered name, or several with commas", "use topk")
         self.require("score", bool(self.score), "a registered name", "use softmax")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
-from moe_plugin.config.guard import GuardConfig
-from moe_plugin.config.observe import ObserveConfig
-from moe_plugin.config.offload import OffloadConfig
-from moe_plugin.config.options import SettingsSection
-from moe_plugin.config.pipeline import PipelineConfig
+from moe_plugin.config.options import MOST_RANKS, MOST_STEPS, SettingsSection, option
 
 # what reads them outside of fairseq and Megatron; the first beginning of a path counts
 READERS = {
@@ -20,6 +17,185 @@ READERS = {
                 "or use a host, fairseq or Megatron",
     "guard.": "use moe_plugin.resilience.vote.VotedGradients, or a host, fairseq or Megatron",
 }
+_PROJECT = re.compile(r"([\w.-]+/)?[\w.-]{1,128}")
+POLICIES = ("keep", "recompute", "swap")
+
+
+@dataclass(kw_only=True)
+class ObserveConfig(SettingsSection):
+    """Where the layers' statistics go besides the host's own log."""
+
+    PATH = "observe."
+
+    interval: int = option(100, "steps between two records", flag="stats-interval")
+    jsonl: str | None = option(None, "file to which one JSON object per record is appended",
+                               flag="stats-jsonl")
+    tensorboard: str | None = option(None, "directory for TensorBoard event files",
+                                     flag="stats-tensorboard")
+    wandb: str | None = option(
+        None,
+        "PROJECT or ENTITY/PROJECT of Weights & Biases to which a run is added",
+        flag="stats-wandb")
+    timeline: int = option(
+        0,
+        "training step of which rank 0 writes a timeline to the JSONL file (slows that step "
+        "down); 0: none",
+        flag="stats-timeline")
+
+    @property
+    def writes(self) -> bool:
+        """Whether statistics go anywhere besides the host's own log."""
+        return bool(self.jsonl or self.tensorboard or self.wandb)
+
+    def check_bounds(self) -> None:
+        self.require("interval", self.interval >= 1, ">= 1", "use 100")
+        self.require("timeline", self.timeline >= 0, ">= 0",
+                     "use 0 for none, or the number of a step")
+        self.require("wandb", self.wandb is None or _PROJECT.fullmatch(self.wandb) is not None,
+                     "PROJECT or ENTITY/PROJECT", "use letters, digits and -_. in both, e.g. moe")
+        self.require("timeline", not self.timeline or self.jsonl is not None,
+                     "0 without observe.jsonl", "it is written there: name a file")
+
+
+@dataclass(kw_only=True)
+class GuardConfig(SettingsSection):
+    """Checks between ranks, which hosts run; see docs/wrong_ranks.md."""
+
+    PATH = "guard."
+
+    twins: int = option(
+        0,
+        "> 0: every so many steps ranks that store the same experts compute one micro-batch alike, "
+        "and one that gets other bits is named; 0: never",
+        flag="check-twins")
+    votes: int = option(
+        0,
+        "data-parallel ranks that compute each part of a batch; the gradient of most of them "
+        "counts. Odd; each rank computes so many times as much; 0: no votes",
+        flag="votes")
+    assignment: str = option(
+        "cyclic",
+        "with votes: which ranks compute which parts (ByzShield). cyclic: any number of ranks; "
+        "mols, ramanujan, repetition: for 15, 25, 35, ... ranks",
+        choices=("cyclic", "mols", "ramanujan", "repetition"), flag="vote-assignment")
+    aggregate: str = option(
+        "mean",
+        "with votes: what is done with the parts' gradients. mean: a run's own numbers; median: of "
+        "each coordinate, which a few parts with wrong majorities do not move far",
+        choices=("mean", "median"), flag="vote-aggregate")
+
+    def check_bounds(self) -> None:
+        self.within("twins", 0, MOST_STEPS, "use 0 for none, or 1000")
+        self.within("votes", 0, MOST_RANKS, "use 0 for none, or 3")
+        self.require("votes", self.votes == 0 or (self.votes >= 3 and self.votes % 2 == 1),
+                     "0, or odd and >= 3", "an even number of answers has no majority: use 3")
+        self.read_where(self.votes > 0, "where guard.votes=0", "use guard.votes=3", "assignment",
+                        "aggregate")
+
+
+@dataclass(kw_only=True)
+class OffloadConfig(SettingsSection):
+    """Memory for training, which hosts manage for a whole model; see docs/activations.md."""
+
+    PATH = "offload."
+
+    activations: str = option(
+        "keep",
+        "what each transformer layer does with its activations until backward. keep: on the "
+        "device; recompute: only its input, the rest again in backward; swap: copied to host "
+        "memory (on a CPU: to a disk) and back ahead of use; auto: one of these for each layer, "
+        "chosen for offload.memory from what the first steps measure. Or keep, recompute or swap "
+        "for each layer of the model, in the order of forward: recompute,keep,recompute,keep",
+        flag="activations")
+    memory: str | None = option(
+        None,
+        "with activations auto: what the layers' activations may take on a rank's device, such as "
+        "8GiB", flag="activation-memory")
+    path: str | None = option(
+        None,
+        "with swap, auto, weights host on a CPU: folder on a disk; none: that for temporary files",
+        flag="activation-path")
+    smallest: str = option(
+        "64KiB", "with swap or auto: smaller tensors stay on the device",
+        flag="activation-smallest")
+    profile: str | None = option(
+        None, "with activations auto: file for what was measured, which moe-plugin plan --memory "
+        "explains", flag="activation-profile")
+    weights: str = option(
+        "device",
+        "where the weights of the whole model lie, in plain PyTorch's streamed_trainer and in our "
+        "training script for Megatron. device: on it; host: in host memory (on a CPU: on a disk), "
+        "from where they stream through the device block by block",
+        choices=("device", "host"), flag="weights-on", prefix="--")
+    weights_memory: str | None = option(
+        None,
+        "with weights host: what weights, gradients and inputs of blocks may take on the device, "
+        "such as 8GiB; Megatron's model is cut into segments for it after the first step. none: a "
+        "segment is one block", flag="weights-memory", prefix="--")
+
+    def check_bounds(self) -> None:
+        auto = self.activations == "auto"
+        self.require("activations", auto or set(self.each_layer()) <= set(POLICIES),
+                     f"auto, one of {', '.join(POLICIES)}, or one of these for each layer",
+                     "write for example keep, or recompute,keep,recompute,keep")
+        self.require("memory", not auto or self.memory is not None,
+                     "a size with offload.activations=auto", "name one, such as 8GiB")
+        self.require("memory", auto or self.memory is None,
+                     "none without offload.activations=auto", "use offload.activations=auto")
+        self.require("profile", auto or self.profile is None,
+                     "none without offload.activations=auto, which alone measures",
+                     "use offload.activations=auto")
+        self.require("weights_memory", self.weights == "host" or self.weights_memory is None,
+                     "none without offload.weights=host", "use offload.weights=host")
+        where = f"where offload.activations={self.activations}"
+        swaps = auto or "swap" in self.each_layer()
+        self.read_where(swaps, where, "use swap or auto", "smallest")
+        self.read_where(swaps or self.weights == "host", f"{where} and offload.weights=device",
+                        "use swap, auto or offload.weights=host", "path")
+
+    def each_layer(self) -> list[str]:
+        """`activations` at its commas: one name for all layers, or one for each."""
+        return [name.strip() for name in self.activations.split(",")]
+
+
+@dataclass(kw_only=True)
+class PipelineConfig(SettingsSection):
+    """The order of forward and backward passes over pipeline stages; see docs/pipeline.md."""
+
+    PATH = "pipeline."
+    SHORTHAND = "schedule"
+
+    schedule: str = option(
+        "1f1b",
+        "what a stage computes when (Megatron). 1f1b: Megatron's own; eager-1f1b: more forward "
+        "passes first, so that transfers between stages hide behind compute; terapipe: slices of a "
+        "sequence flow through the stages; auto: the fastest of 1f1b, eager-1f1b "
+        "and, with slices, terapipe that fits the memory, by measured times",
+        choices=("1f1b", "eager-1f1b", "terapipe", "auto"), flag="pipeline-schedule", prefix="--")
+    slices: str | None = option(
+        None,
+        "with terapipe: lengths of a sequence's slices, first to last, such as "
+        "512,256,256, or how many equal ones; best, and none: the best by measured times. With "
+        "auto: the same, and none: terapipe is not tried",
+        flag="pipeline-slices", prefix="--")
+    memory: str | None = option(
+        None,
+        "with auto: what the activations of all micro-batches may take on a rank, such as 8GiB; "
+        "none: on a GPU what is free, on a CPU any",
+        flag="pipeline-memory", prefix="--")
+
+    def check_bounds(self) -> None:
+        self.require("memory", self.memory is None or self.schedule == "auto",
+                     "none without pipeline.schedule=auto", "use pipeline.schedule=auto")
+        self.require("slices", self.slices is None or self.cuts,
+                     "none without pipeline.schedule=terapipe or auto",
+                     "use pipeline.schedule=terapipe")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a model's layers may get slices of sequences."""
+        tries = self.schedule == "auto" and self.slices is not None
+        return self.schedule == "terapipe" or tries
 
 
 @dataclass(kw_only=True)
@@ -32,7 +208,6 @@ class RunConfig(SettingsSection):
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def check_bounds(self) -> None:
-        """Check settings of several sections against each other."""
         cuts = self.pipeline.cuts
         self.require("offload.activations", not cuts or self.offload.activations == "keep",
                      f"keep where pipeline.schedule={self.pipeline.schedule} cuts sequences",

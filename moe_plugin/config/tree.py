@@ -35,10 +35,9 @@ from moe_plugin.config.options import (
     option,
     unread_allowed,
 )
-from moe_plugin.config.parallel import ParallelConfig
+from moe_plugin.config.parallel import ParallelConfig, TunerConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.run import RunConfig, reader_of
-from moe_plugin.config.tuner import TunerConfig
 from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.messages import cut, short
 from moe_plugin.yaml_file import read_yaml

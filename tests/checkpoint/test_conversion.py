@@ -316,7 +316,7 @@ import sys, torch
 from pathlib import Path
 from moe_plugin.checkpoint.formats.plain import open_folder
 from moe_plugin.cli.main import main
-from moe_plugin.cli.reshard import peak_bytes
+from moe_plugin.cli.checkpoints import peak_bytes
 folder = Path(sys.argv[1])
 assert main(["reshard", str(folder / "small"), str(folder / "small to 2"), "--ep", "2"]) == 0
 before = peak_bytes()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.doctor import hardware, hosts, packages, registries, selfcheck
+from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
 from moe_plugin.cli.doctor.report import render
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
@@ -30,7 +30,7 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Spares the hosts' imports (seconds each); `test_hosts` tests these. What this machine has
     measured is left out.
     """
-    monkeypatch.setattr(hosts, "host_rows", list)
+    monkeypatch.setattr(packages, "host_rows", list)
     monkeypatch.setattr(registries, "ChoiceFiles", lambda: ChoiceFiles(tmp_path))
 
 
@@ -98,7 +98,7 @@ def test_the_verdict_does_not_wait_for_the_hosts(monkeypatch: pytest.MonkeyPatch
         printed.append(text)
         return []
 
-    monkeypatch.setattr(hosts, "host_rows", slow)
+    monkeypatch.setattr(packages, "host_rows", slow)
     assert main(["doctor"]) == 0
     assert printed[0].startswith("Verdict: the layer works here") and "Problems" not in printed[0]
 
@@ -108,7 +108,7 @@ def test_problems_are_named(monkeypatch: pytest.MonkeyPatch, no_hosts: None,
     broken = {"name": "fairseq", "version": "0.12.2", "state": "not available",
               "reason": "does not import: no module named x"}
     absent = {**broken, "name": "megatron", "version": None, "reason": "is not installed"}
-    monkeypatch.setattr(hosts, "host_rows", lambda: [broken, absent])
+    monkeypatch.setattr(packages, "host_rows", lambda: [broken, absent])
     monkeypatch.setattr(hardware.functions, "why_not", lambda name: "no C compiler is found")
     monkeypatch.setattr(hardware, "DRIVER", str(tmp_path))  # is there
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -202,21 +202,21 @@ def test_fairseq_needs_are_its_extra() -> None:
 
 
 def test_a_host_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_ADAPTER", {"broken": ("tqdm", "moe_plugin.no_such_module")})
-    (row,) = hosts.host_rows()
+    monkeypatch.setattr(packages, "_ADAPTER", {"broken": ("tqdm", "moe_plugin.no_such_module")})
+    (row,) = packages.host_rows()
     assert row["state"] == "not available" and "No module named 'moe_plugin.no_such_module'" in row[
         "reason"]
 
 
 def test_missing_hosts_are_reported_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "installed_version", lambda package: None)
-    rows = hosts.host_rows()
+    monkeypatch.setattr(packages, "installed_version", lambda package: None)
+    rows = packages.host_rows()
     assert [row["name"] for row in rows] == ["fairseq", "megatron"]
     assert all(row["state"] == "not available" and "pip install" in row["install"] for row in rows)
 
 
 def test_fused_parts_are_stated_with_the_reason(apex: list[str]) -> None:
-    rows = {row["name"]: row for row in hosts.fused_rows()}
+    rows = {row["name"]: row for row in packages.fused_rows()}
     assert rows["fairseq --optimizer adam"]["state"] == "apex FusedAdam"
     assert rows["RMS norm"]["state"] == "apex FusedRMSNorm"
     assert rows["gradient scaling"]["reason"] == "amp_C.multi_tensor_scale imports"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -46,10 +47,10 @@ def test_errors_are_said_once_on_each_node(local: str | None, said: bool,
 
 
 @pytest.mark.parametrize(("argv", "module"), [([], None), (["--help"], None),
-                                              (["corpus", "--help"], "corpus"),
+                                              (["corpus", "--help"], "runs"),
                                               (["simulate", "--help"], None),
                                               (["simulate", "all-to-all", "--help"],
-                                               "simulate_all_to_all")])
+                                               "clusters")])
 def test_only_the_wanted_command_is_imported(argv: list[str], module: str | None) -> None:
     code = """
 import sys
@@ -68,15 +69,34 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def _modules(commands: Mapping[str, Command]) -> list[str]:
-    return [name for c in commands.values() for name in (
-        [c.module] if c.module else [f"bench {c.study.name}"] if c.study else _modules(c.parts))]
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("words", [
+    f"plan --model {CONFIGS}/plans/small.yaml --cluster {CONFIGS}/clusters/a100_ib.yaml --device "
+    f"{CONFIGS}/devices/h100.yaml --nodes 1 --ranks-per-node 2",
+    f"simulate all-to-all --cluster {CONFIGS}/clusters/a100_ib.yaml --ranks 16"])
+def test_planning_runs_without_torch(words: str) -> None:
+    code = """
+import sys
+from moe_plugin.cli.main import main
+assert main(sys.argv[1:]) == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _commands(commands: Mapping[str, Command]) -> list[str]:
+    return [found for name, c in commands.items() for found in (
+        [f"{c.module} {name}"] if c.module or c.study else _commands(c.parts))]
 
 
 def test_every_command_has_a_module_with_options_and_a_description(
         capsys: pytest.CaptureFixture[str]) -> None:
-    modules = _modules(COMMANDS)
-    assert len(modules) == len(set(modules)) >= 12
+    commands = _commands(COMMANDS)
+    assert len(commands) == len(set(commands)) >= 12
     for argv in (["doctor"], ["report"], ["bench", "layer"], ["emulate"], ["plan"], ["watch"]):
         with pytest.raises(SystemExit) as stop:
             main([*argv, "--help"])

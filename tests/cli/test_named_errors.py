@@ -215,7 +215,7 @@ def test_a_defect_ends_with_one_line_and_its_kind(monkeypatch: pytest.MonkeyPatc
     def fails(*_: object) -> int:
         raise LookupError("x" * 5000)
 
-    monkeypatch.setattr("moe_plugin.cli.report.run", fails)
+    monkeypatch.setattr("moe_plugin.cli.runs.report", fails)
     assert main(["report", "somewhere"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("moe-plugin report: LookupError: ") and len(said) < 400

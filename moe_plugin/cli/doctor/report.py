@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_plugin import __version__
-from moe_plugin.cli.doctor import hardware, hosts, packages, registries, selfcheck
+from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
 
 
 def first() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def rest(everything: bool) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "failed_imports": registries.import_everything(), "backends": hardware.backends(),
-        "fused": hosts.fused_rows(), "registries": registries.registry_rows(device),
+        "fused": packages.fused_rows(), "registries": registries.registry_rows(device),
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
         "default_when_unset": registries.unset_rows(), "guard": registries.guard_rows(),

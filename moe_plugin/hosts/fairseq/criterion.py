@@ -25,22 +25,31 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
+from moe_plugin.hosts.fairseq.options import GateLossFlags
 from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.routing.registry import warn_unbalanced
 from moe_plugin.routing.replay import forget
 
 
 class GateLoss:
-    """Adds the gate loss to another criterion and logs the branch's metrics."""
+    """Adds the gate loss to another criterion and logs the branch's metrics.
 
-    def _set_gate_loss(self: Any, weight: float, combine: str, transform: str) -> None:
-        if weight < 0:
+    Attributes:
+        flags: its settings.
+    """
+
+    flags: Any = GateLossFlags()
+
+    @classmethod
+    def build_criterion(cls: Any, cfg: Any, task: Any) -> Any:
+        """As fairseq's."""
+        if cfg.moe_gate_loss_wt < 0:
             raise ValueError(
-                f"--moe-gate-loss-wt {weight} is out of bounds: must be >= 0; use 0 for no gate "
-                "loss")
-        self.gate_loss_weight = weight
-        self.gate_loss_combine = plain_value(combine)
-        self.gate_loss_transform = plain_value(transform)
+                f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: must be >= 0; use 0 "
+                "for no gate loss")
+        made = super().build_criterion(cfg, task)
+        made.flags = cfg
+        return made
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
@@ -56,7 +65,7 @@ class GateLoss:
         gate = self.gate_loss([layer.gate_loss for layer in layers])
         for layer in layers:
             layer.gate_loss = None
-        loss = inner + self.gate_loss_weight * gate * sample_size
+        loss = inner + self.flags.moe_gate_loss_wt * gate * sample_size
         logged.update(loss=loss.data, inner_loss=inner.data, moe_loss=gate.data * sample_size,
                       batch_count=1, **layer_metrics([layer.moe_layer for layer in layers]))
         return loss, sample_size, logged
@@ -64,9 +73,9 @@ class GateLoss:
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
         """The layers' gate losses combined and transformed."""
         total = torch.stack(losses).sum()
-        if self.gate_loss_combine == "average":
+        if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)
-        if self.gate_loss_transform != "neg_log":
+        if plain_value(self.flags.moe_gate_loss_transform) != "neg_log":
             return total
         # 0: no router that decided has a loss (a list of routers, say): nothing to add, and no
         # infinite gradient
@@ -98,22 +107,9 @@ class GateLoss:
 class MoECrossEntropyCriterion(GateLoss, CrossEntropyCriterion):
     """`moe_cross_entropy`."""
 
-    def __init__(self, task: Any, sentence_avg: bool, moe_gate_loss_wt: float = 1.0,
-                 moe_gate_loss_combine_method: str = "average",
-                 moe_gate_loss_transform: str = "none") -> None:
-        super().__init__(task, sentence_avg)
-        self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
-
 
 class MoELabelSmoothedCrossEntropyCriterion(GateLoss, LabelSmoothedCrossEntropyCriterion):
     """`moe_label_smoothed_cross_entropy`."""
-
-    def __init__(self, task: Any, sentence_avg: bool, label_smoothing: float,
-                 ignore_prefix_size: int = 0, report_accuracy: bool = False,
-                 moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
-                 moe_gate_loss_transform: str = "none") -> None:
-        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
 
 
 def check_balance(model: Any, criterion: Any) -> None:
@@ -125,6 +121,6 @@ def check_balance(model: Any, criterion: Any) -> None:
             f"criterion {type(criterion).__name__} does not add the routers' losses "
             "(--moe-losses)", "most tokens will visit few experts; use moe_cross_entropy or "
             "moe_label_smoothed_cross_entropy")
-    elif not criterion.gate_loss_weight:
+    elif not criterion.flags.moe_gate_loss_wt:
         warn_unbalanced("--moe-gate-loss-wt 0 leaves out the routers' losses (--moe-losses)",
                         "most tokens will visit few experts; use 0.01 or more")

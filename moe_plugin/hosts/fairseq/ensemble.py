@@ -22,6 +22,7 @@ from moe_plugin.ensembles.cmcl import (
 from moe_plugin.hosts.fairseq.compat.names import CrossEntropyCriterion, Meter
 from moe_plugin.hosts.fairseq.criterion import GateLoss
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
+from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
@@ -80,11 +81,13 @@ class _Counts(Meter):  # type: ignore[misc]
 class _ConfidentOracle(CrossEntropyCriterion):
     """The loss without the gate loss."""
 
+    flags: Any
+
     def forward(self, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         """(summed loss, sample size, values to log)."""
         logits_BTMV = model(**sample["net_input"])[0]
-        target_BT = sample["target"]
+        flags, target_BT = self.flags, sample["target"]
         if logits_BTMV.dim() != 4:
             raise ValueError(
                 f"logits of shape {tuple(logits_BTMV.shape)} are of one head; moe_confident_oracle "
@@ -92,8 +95,9 @@ class _ConfidentOracle(CrossEntropyCriterion):
                 "use --arch moe_ensemble_lm")
         real_BT = target_BT != self.padding_idx
         oracle, errors = sequence_oracle_loss(
-            logits_BTMV, target_BT, real_BT, self.k, self.beta,
-            labels=self.labels if model.training else "exact", by_sequence=self.unit == "sentence")
+            logits_BTMV, target_BT, real_BT, flags.oracle_k, flags.oracle_beta,
+            labels=plain_value(flags.oracle_labels) if model.training else "exact",
+            by_sequence=plain_value(flags.oracle_unit) == "sentence")
         size = target_BT.size(0) if self.sentence_avg else sample["ntokens"]
         loss = oracle.loss_N.sum() if reduce else oracle.loss_N
         sure = {} if model.training else confidence_histograms(
@@ -123,11 +127,4 @@ class _ConfidentOracle(CrossEntropyCriterion):
 class ConfidentOracleCriterion(GateLoss, _ConfidentOracle):
     """`moe_confident_oracle`."""
 
-    def __init__(self, task: Any, sentence_avg: bool, oracle_k: int = 1, oracle_beta: float = 0.75,
-                 oracle_labels: str = "exact", oracle_unit: str = "sentence",
-                 moe_gate_loss_wt: float = 1.0, moe_gate_loss_combine_method: str = "average",
-                 moe_gate_loss_transform: str = "none") -> None:
-        super().__init__(task, sentence_avg)
-        self.k, self.beta = oracle_k, oracle_beta
-        self.labels, self.unit = plain_value(oracle_labels), plain_value(oracle_unit)
-        self._set_gate_loss(moe_gate_loss_wt, moe_gate_loss_combine_method, moe_gate_loss_transform)
+    flags = ConfidentOracleConfig()

@@ -23,7 +23,6 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
 from moe_plugin.hosts.fairseq.groups import Evaluation, FairseqGroups
-from moe_plugin.hosts.fairseq.tokens import ids_of
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
@@ -137,7 +136,8 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         length = x_BTD.shape[1]
         if padding_BT is not None and self.mask_padding:
             mask_BT = ~padding_BT[:, -length:].bool()
-        ids_BT = ids_of(length, self.tokens_BT, self.needs)
+        known = "token_ids" in self.needs and self.tokens_BT is not None
+        ids_BT = self.tokens_BT[:, -length:] if known else None  # incremental decoding: the last
         info = token_info(x_BTD, ids_BT, self.needs, batch_axis=0)
         if self._turns is not None:
             self._turns.wait_for(self._number)

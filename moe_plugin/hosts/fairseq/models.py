@@ -42,9 +42,10 @@ from moe_plugin.hosts.fairseq.layers import (
     MoEEncoderLayer,
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
-from moe_plugin.hosts.fairseq.tokens import give_token_ids
 from moe_plugin.messages import short
 from moe_plugin.pregate import link
+from moe_plugin.routing.token_ids import hand_token_ids
+from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
             layer = checkpoint_wrapper(layer, offload_to_cpu=module.cfg.offload_activations)
         module.layers[index] = layer
     link(module)
-    give_token_ids(module)
+    hand_token_ids(module, "prev_output_tokens", "src_tokens")
     if stack == "encoder":
         for layer in module.layers:
             # the fused path changes the order of axes for all layers together
@@ -191,16 +192,13 @@ def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
 def _refuse_unsupported(args: Any) -> None:
     """Refuse fairseq settings that cannot be combined with experts."""
     reasons = {
-        "encoder_layerdrop": "ranks would skip different layers and wait for each other",
-        "decoder_layerdrop": "ranks would skip different layers and wait for each other",
+        **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"),
+                        "ranks would skip different layers and wait for each other"),
         "quant_noise_pq": "quantisation noise acts on nn.Linear, which experts are not",
         "scale_fc": "its layer norm is inside the feed-forward network",
         "base_layers": "BASE layers have experts of their own",
     }
-    for name, reason in reasons.items():
-        value = setting(args, name, 0)
-        if value:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value} cannot be used with MoE layers: {reason}; "
-                "must be 0"
-            )
+    given = {name: setting(args, name, 0) for name in reasons}
+    refuse_unfit("a model with MoE layers", [
+        (f"--{name.replace('_', '-')} {value}", not value, f"{reasons[name]}; must be 0")
+        for name, value in given.items()])

@@ -13,12 +13,12 @@ from typing import Any, Optional
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
 from moe_plugin.config.flags import FlagSpec, flag_specs
-from moe_plugin.hosts.fairseq.compat.fields import flag_metadata
 from moe_plugin.hosts.fairseq.compat.names import (
     CrossEntropyCriterionConfig,
     LabelSmoothedCrossEntropyCriterionConfig,
     TransformerLanguageModelConfig,
 )
+from moe_plugin.hosts.fairseq.compat.patching import flag_metadata
 
 
 def _option(default: Any, text: str) -> Any:

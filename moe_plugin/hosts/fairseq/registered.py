@@ -1,17 +1,17 @@
-"""Registers everything with stock fairseq, at import. See `register`."""
+"""Registers everything with stock fairseq, at import (see `register`). Named sizes fill in what the
+user did not give, as fairseq's own architecture functions do.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from fairseq.criterions import register_criterion
 from fairseq.models import register_model, register_model_architecture
 
-from moe_plugin.hosts.fairseq.architectures import (
-    LANGUAGE_MODELS,
-    TRANSLATION_MODELS,
-    language_model,
-    translation_model,
-)
 from moe_plugin.hosts.fairseq.compat import install, registries
+from moe_plugin.hosts.fairseq.compat.names import base_architecture, base_gpt3_architecture
 from moe_plugin.hosts.fairseq.criterion import (
     MoECrossEntropyCriterion,
     MoELabelSmoothedCrossEntropyCriterion,
@@ -28,6 +28,66 @@ from moe_plugin.hosts.fairseq.options import (
 from moe_plugin.hosts.fairseq.trainer import MoETrainer
 
 LANGUAGE_MODEL, TRANSLATION_MODEL = "moe_transformer_lm", "moe_transformer"
+# name: (width, layers, heads); the inner width is four times the width, positions are learned,
+# embeddings shared (GPT-like)
+LANGUAGE_MODELS = {
+    "moe_lm_tiny": (64, 2, 2),
+    "moe_lm_mini": (256, 4, 4),
+    "moe_lm_small": (768, 12, 12),
+    "moe_lm_medium": (1024, 24, 16),
+    "moe_lm_large": (1536, 24, 16),
+    "moe_lm_xl": (2048, 24, 32),
+}
+TRANSLATION_MODELS = {
+    "moe_transformer_tiny": (64, 2, 2),
+    "moe_transformer_base": (512, 6, 8),
+    "moe_transformer_big": (1024, 6, 16),
+}
+
+
+def set_missing(args: Any, values: dict[str, Any]) -> None:
+    """Set the arguments that the user did not give.
+
+    args: a Namespace when fairseq parses them, a DictConfig when it builds the model. The second
+    has its keys elsewhere than `vars(args)`, where one would hide the value that was given.
+    """
+    for name, value in values.items():
+        if name not in args:
+            setattr(args, name, value)
+
+
+def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
+    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless given otherwise.
+    """
+
+    def architecture(args: Any) -> None:
+        set_missing(args, {
+            "decoder_embed_dim": width, "decoder_layers": layers, "decoder_attention_heads": heads,
+            "moe_freq": 2, "moe_expert_count": 8
+        })
+        base_gpt3_architecture(args)
+
+    return architecture
+
+
+def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
+    """Encoder-decoder with pre-norm layers; defaults: an MoE layer every second layer, 8 experts.
+    """
+
+    def architecture(args: Any) -> None:
+        for stack in ("encoder", "decoder"):
+            set_missing(args, {
+                f"{stack}_embed_dim": width, f"{stack}_ffn_embed_dim": 4 * width,
+                f"{stack}_layers": layers, f"{stack}_attention_heads": heads,
+                f"{stack}_normalize_before": True
+            })
+        if not any(name in args for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
+            args.moe_freq = 2
+        set_missing(args, {"moe_expert_count": 8})
+        base_architecture(args)
+
+    return architecture
+
 
 install()
 register_model(LANGUAGE_MODEL, dataclass=MoELanguageModelConfig)(MoETransformerLanguageModel)

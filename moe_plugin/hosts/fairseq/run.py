@@ -109,14 +109,12 @@ def run_of(trainer: Any) -> Run:
     world = LocalComm() if group is None else comm_of(group)
     guard, activations = run_settings(model).guard, _activations(cfg, model, world)
     return Run([
-        FirstStepLine(), RUN, _twins(guard, model, world), _replicas(trainer, config),
+        FirstStepLine(), RUN,
+        TwinCheck(model, world, every=guard.twins) if guard.twins else None,
+        _replicas(trainer, config),
         records_of(model, world, activations), _votes(trainer, guard, world, group),
         RowsFit([model], world), None if cfg.common.amp else FiniteSteps(), RouterSteps([model]),
         activations, DropWarning(trainer.is_data_parallel_master)])
-
-
-def _twins(guard: GuardConfig, model: nn.Module, world: Any) -> RunFeature | None:
-    return TwinCheck(model, world, every=guard.twins) if guard.twins else None
 
 
 def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> RunFeature | None:
@@ -173,13 +171,6 @@ def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
         "--moe-check-twins": asked.guard.twins > 0,
         "--moe-votes": asked.guard.votes > 0,
     })
-
-
-def attach(run: Run, optimizer: Any) -> None:
-    """Let an optimizer of fairseq's take the gradients that the run completes. In place."""
-    votes = run.find(FileTurns)
-    if votes is not None:
-        votes.attach(optimizer)
 
 
 def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *sums: Any,

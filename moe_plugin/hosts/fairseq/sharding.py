@@ -26,6 +26,7 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.compat.names import distributed_utils as utils
 from moe_plugin.layer import MoELayer
+from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +41,24 @@ def check(cfg: Any, criterion: nn.Module) -> None:
     fully = settings.ddp_backend == "fully_sharded"
     flag = "--ddp-backend fully_sharded" if fully else f"--zero-sharding {settings.zero_sharding}"
     evaluates = getattr(cfg.task, "eval_bleu", False)  # of the translation task alone
-    refused = [
-        (fully and settings.zero_sharding != "none", f"--zero-sharding {settings.zero_sharding}",
+    refuse_unfit(flag, [
+        (f"--zero-sharding {settings.zero_sharding}",
+         not fully or settings.zero_sharding == "none",
          "fully_sharded shards optimizer state itself; leave it out"),
-        (fully and settings.cpu_offload, "--cpu-offload",
+        ("--cpu-offload", not (fully and settings.cpu_offload),
          "parameters stay on the device; leave it out"),
-        (cfg.common.amp, "--amp", "its loss scale differs between ranks; use --bf16 or --fp16"),
-        (fully and cfg.ema.store_ema, "--store-ema",
+        ("--amp", not cfg.common.amp, "its loss scale differs between ranks; use --bf16 or --fp16"),
+        ("--store-ema", not (fully and cfg.ema.store_ema),
          "it copies the model; use --zero-sharding os, which leaves parameters whole"),
-        (fully and evaluates, "--eval-bleu",
+        ("--eval-bleu", not (fully and evaluates),
          "generation runs parts of the model alone; score with fairseq-generate afterwards"),
-        (fully and any(p.requires_grad for p in criterion.parameters()), "a criterion with "
-         "parameters", "only the model is sharded; use --zero-sharding os"),
-        (cfg.optimization.use_bmuf, "--use-bmuf", "it averages parameters itself; leave it out"),
-        (cfg.checkpoint.no_last_checkpoints, "--no-last-checkpoints",
-         "all ranks take part in every save; leave it out"),
-    ]
-    for unfit, what, why in refused:
-        if unfit:
-            raise ValueError(f"{flag} does not fit {what}: {why}")
+        ("a criterion with parameters",
+         not (fully and any(p.requires_grad for p in criterion.parameters())),
+         "only the model is sharded; use --zero-sharding os"),
+        ("--use-bmuf", not cfg.optimization.use_bmuf,
+         "it averages parameters itself; leave it out"),
+        ("--no-last-checkpoints", not cfg.checkpoint.no_last_checkpoints,
+         "all ranks take part in every save; leave it out")])
     if settings.use_sharded_state:
         logger.warning("--use-sharded-state has no effect: checkpoints are whole")
 
@@ -127,16 +127,6 @@ def _take_whole(comm: TorchComm) -> Callable[..., None]:
     return take
 
 
-class _ReducingOptimizer:
-    """Joins the class of an optimizer of fairseq's whose experts have replicas."""
-
-    reducer: ReplicaReducer
-
-    def all_reduce_grads(self: Any, module: nn.Module) -> None:
-        self.reducer.finish()
-        super().all_reduce_grads(module)  # type: ignore[misc]
-
-
 class _ShardedOptimizer:
     """Joins the class of an optimizer of fairseq's that updates parts, see `shard_optimizer`."""
 
@@ -182,15 +172,21 @@ class _ShardedOptimizer:
 
 def reduce_replicas(optimizer: Any, reducer: ReplicaReducer) -> None:
     """Let an optimizer of fairseq's complete the replicas' gradients when fairseq reduces the
-    dense ones. In place; its class keeps its name, which checkpoints compare.
+    dense ones. In place.
     """
-    optimizer.reducer = reducer
-    join(optimizer, _ReducingOptimizer)
+    reduce = optimizer.all_reduce_grads
+
+    def all_reduce_grads(module: nn.Module) -> None:
+        reducer.finish()
+        reduce(module)
+
+    optimizer.all_reduce_grads = all_reduce_grads
 
 
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
     """Let an optimizer of fairseq's, made for the `local` of these parts, take their gradients,
-    publish its updates and have whole states in checkpoints. In place; its class keeps its name.
+    publish its updates and have whole states in checkpoints. In place; its class keeps its name,
+    which checkpoints compare.
 
     Raises:
         ValueError: the optimizer does not work element by element.
@@ -199,13 +195,6 @@ def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
         raise ValueError(
             f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
             "update every element by itself; use adam, sgd, adadelta or adamax, or no sharding")
-    optimizer.parts = parts
-    join(optimizer, _ShardedOptimizer)
-
-
-def join(optimizer: Any, mixin: type) -> None:
-    """Put the methods of a class before those of an optimizer's class, which keeps its name. In
-    place.
-    """
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (mixin, kind), {})
+    optimizer.parts = parts
+    optimizer.__class__ = type(kind.__name__, (_ShardedOptimizer, kind), {})

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fairseq import metrics
 from omegaconf import open_dict
 from torch import Tensor
@@ -22,7 +23,7 @@ from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
 from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import TorchComm
-from moe_plugin.comm.host_collectives import collectives_named
+from moe_plugin.comm.host_collectives import collectives_named, named
 from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.gradients import multi_tensor
 from moe_plugin.gradients.parts import Part, count_once, shards, slices
@@ -38,12 +39,12 @@ from moe_plugin.hosts.fairseq.changed_settings import changed_line
 from moe_plugin.hosts.fairseq.compat.checkpoints import giving
 from moe_plugin.hosts.fairseq.compat.launch import is_ours
 from moe_plugin.hosts.fairseq.compat.names import Trainer
-from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
-from moe_plugin.hosts.fairseq.gradient_norm import norm_squared
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.run import StepGradients, StepInput
+from moe_plugin.hosts.fairseq.votes import FileTurns
+from moe_plugin.run import StepGradients, StepInput, refuse_unfit
 from moe_plugin.tuning.collectives import prepare_replicas
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,11 @@ class MoETrainer(Trainer):
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
         of_run.check(cfg, model)
         if self.has_experts:
-            _refuse_unsupported(cfg)
+            refuse_unfit("a model with experts", [
+                ("--ddp-backend slowmo", cfg.distributed_training.ddp_backend != "slowmo",
+                 "it averages experts; use legacy_ddp, pytorch_ddp (c10d) or fully_sharded"),
+                ("--use-bmuf", not cfg.optimization.use_bmuf,
+                 "it averages experts over ranks; leave it out")])
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):
@@ -194,11 +199,12 @@ class MoETrainer(Trainer):
                 super()._build_optimizer()
             finally:
                 self._wrapped_model = model
-        if self._reducer is not None:
-            sharding.reduce_replicas(self._optimizer, self._reducer)
-        of_run.attach(self.run, self._optimizer)
         if self.is_sharded:
             sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
+        if self._reducer is not None:
+            sharding.reduce_replicas(self._optimizer, self._reducer)
+        if (votes := self.run.find(FileTurns)) is not None:
+            self._optimizer.all_reduce_grads = votes.reduce_by_vote
         for parameter, copy in fp32_copies(self._optimizer):
             mark_replicas(copy, replicas_of(parameter))
 
@@ -322,10 +328,18 @@ class MoETrainer(Trainer):
             return super().load_checkpoint(written.paths[0], *args, **kwargs)
 
 
-def _refuse_unsupported(cfg: Any) -> None:
-    if cfg.distributed_training.ddp_backend == "slowmo":
-        raise ValueError(
-            "--ddp-backend slowmo averages experts; use legacy_ddp, pytorch_ddp (c10d) or "
-            "fully_sharded with MoE layers")
-    if cfg.optimization.use_bmuf:
-        raise ValueError("--use-bmuf averages experts over ranks; must be off with MoE layers")
+def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
+                 device: torch.device) -> Tensor:
+    """Sum over all ranks of squared gradient entries, float64, equal on every rank.
+
+    What R ranks store (`replicas_of`) is counted once: its sum is divided by R before ranks are
+    added up. A NaN or Inf of any rank reaches every rank this way.
+
+    Raises: CommError: the collective failed or timed out.
+    """
+    squared = multi_tensor.squared_norm([p.grad for p in parameters], device,
+                                        [replicas_of(p) for p in parameters])
+    if group is not None:
+        with named("all_reduce of the gradient norm", group):
+            dist.all_reduce(squared, group=group)
+    return squared

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_plugin.hosts.fairseq.sharding import join
 from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.vote import Ballots
 from moe_plugin.run import StepInput
@@ -28,10 +27,9 @@ class FileTurns(StepVotes):
         super().__init__(ballots, [model, criterion], group=group)
         self.criterion = criterion
 
-    def attach(self, optimizer: Any) -> None:
-        """Let an optimizer of fairseq's vote where it would reduce gradients. In place."""
-        optimizer.votes = self
-        join(optimizer, _VotingOptimizer)
+    def reduce_by_vote(self, module: nn.Module) -> None:
+        """In place of an optimizer's `all_reduce_grads`."""
+        self.finish(self.ballots.assignment.count / self.ballots.comm.size)
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
@@ -69,12 +67,3 @@ class FileTurns(StepVotes):
         """Of all files, by vote. Collective."""
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))
-
-
-class _VotingOptimizer:
-    """Joins the class of an optimizer of fairseq's."""
-
-    votes: FileTurns
-
-    def all_reduce_grads(self: Any, module: nn.Module) -> None:
-        self.votes.finish(self.votes.ballots.assignment.count / self.votes.ballots.comm.size)

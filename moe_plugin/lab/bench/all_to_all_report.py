@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_plugin.lab.bench.all_to_all import ExchangeRow
 from moe_plugin.lab.bench.plots import OURS, log_scale, log_ticks, size_ticks
 from moe_plugin.lab.bench.report import pyplot, save_figure, table
 from moe_plugin.planner.units import show_size, show_time
+
+if TYPE_CHECKING:
+    from moe_plugin.lab.bench.all_to_all import ExchangeRow
 
 TITLES = {"native": "gloo's own"}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_plugin.lab.bench.layer import LayerReport
 from moe_plugin.lab.bench.report import pyplot, save_figure
 from moe_plugin.planner.units import show_size, show_time
+
+if TYPE_CHECKING:
+    from moe_plugin.lab.bench.layer import LayerReport
 
 OURS, OTHERS, BOUND = "#0969da", "#8c959f", "#1f2328"
 # ticks in each decade, for an axis of less than so many

@@ -8,18 +8,19 @@ import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_plugin.lab.bench.chips import GPU
-from moe_plugin.lab.bench.host import HostReport
-from moe_plugin.lab.bench.kernels import KernelReport
-from moe_plugin.lab.bench.layer import LayerReport
-from moe_plugin.lab.bench.problem import Problem
-from moe_plugin.lab.bench.resources import Resources
-from moe_plugin.lab.bench.roofline import products
 from moe_plugin.messages import short
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.regular_files import check_output, output_folder, write_regular
+
+if TYPE_CHECKING:
+    from moe_plugin.lab.bench.chips import GPU
+    from moe_plugin.lab.bench.host import HostReport
+    from moe_plugin.lab.bench.kernels import KernelReport
+    from moe_plugin.lab.bench.layer import LayerReport
+    from moe_plugin.lab.bench.problem import Problem
+    from moe_plugin.lab.bench.resources import Resources
 
 
 def _ms(value: float) -> str:
@@ -135,6 +136,8 @@ def resource_table(found: Sequence[Resources]) -> str:
 
 def roofline_table(problem: Problem, gpu: GPU, blocks: Mapping[str, int]) -> str:
     """A row per product of a layer. blocks: that run at once, by product; others run one."""
+    from moe_plugin.lab.bench.roofline import products
+
     rows = []
     for p in products(problem, gpu):
         t, at_once = p.tiling, blocks.get(p.name, 1)

@@ -16,6 +16,7 @@ from moe_plugin.hosts.fairseq.criterion import (
 )
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
+from moe_plugin.hosts.fairseq.options import MoECrossEntropyConfig, MoELabelSmoothedConfig
 from moe_plugin.output import LayerStats
 from tests.hosts.fairseq.small import language_model, task, tokens
 from tests.logs import warned
@@ -32,7 +33,8 @@ def sample() -> dict[str, Any]:
 
 
 def criterion(**settings: Any) -> MoECrossEntropyCriterion:
-    return MoECrossEntropyCriterion(task(), sentence_avg=False, **settings)
+    return MoECrossEntropyCriterion.build_criterion(
+        MoECrossEntropyConfig(sentence_avg=False, **settings), task())
 
 
 def inner_and_gates() -> tuple[float, list[float]]:
@@ -107,8 +109,9 @@ def test_a_step_that_was_given_up_leaves_no_routing_behind() -> None:
 
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_log_line_holds_the_branch_names(smoothed: bool) -> None:
-    made = MoELabelSmoothedCrossEntropyCriterion(
-        task(), False, 0.1, moe_gate_loss_wt=0.1) if smoothed else criterion(moe_gate_loss_wt=0.1)
+    made = MoELabelSmoothedCrossEntropyCriterion.build_criterion(
+        MoELabelSmoothedConfig(sentence_avg=False, label_smoothing=0.1, moe_gate_loss_wt=0.1),
+        task()) if smoothed else criterion(moe_gate_loss_wt=0.1)
     _, _, logged = made(language_model(), sample())
     with metrics.aggregate(new_root=True) as seen:
         type(made).reduce_metrics([logged, logged])

@@ -13,7 +13,7 @@ from fairseq import metrics
 from moe_plugin.ensembles.cmcl import uniform_divergence
 from moe_plugin.hosts.fairseq.ensemble import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from moe_plugin.hosts.fairseq.options import MoEEnsembleConfig
+from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig, MoEEnsembleConfig
 from moe_plugin.observe.history.fairseq_log import parse_step
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, Corpus, run
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens
@@ -43,7 +43,8 @@ def sample() -> dict:
 @pytest.mark.parametrize("unit", ["sentence", "token"])
 def test_the_loss_is_the_confident_oracle_loss_by_sentence_or_token(unit: str) -> None:
     net, batch = model().eval(), sample()
-    criterion = ConfidentOracleCriterion(task(), False, oracle_unit=unit, moe_gate_loss_wt=0.5)
+    criterion = ConfidentOracleCriterion.build_criterion(
+        ConfidentOracleConfig(sentence_avg=False, oracle_unit=unit, moe_gate_loss_wt=0.5), task())
     loss, size, logged = criterion(net, batch)
     logits, target = net(**batch["net_input"])[0].detach().double(), batch["target"]
     gate = float(moe_layers(net)[0].gate_loss)

@@ -11,8 +11,7 @@ import torch
 
 from moe_plugin.checkpoint.formats.fairseq.resume import part_state
 from moe_plugin.comm import Comm, run_simulated
-from moe_plugin.hosts.fairseq.evaluation_turns import Turns
-from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
+from moe_plugin.hosts.fairseq.groups import Evaluation, Turns, evaluating
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from tests.hosts.fairseq.conftest import Corpus, Result, run
 from tests.hosts.fairseq.small import language_model

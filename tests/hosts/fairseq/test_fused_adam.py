@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.gradients.replicas import mark_replicas
 from moe_plugin.hosts.fairseq.adam import FusedAdam
-from moe_plugin.hosts.fairseq.gradient_norm import norm_squared
+from moe_plugin.hosts.fairseq.trainer import norm_squared
 from tests.hosts.fairseq import small
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm import CommError
-from moe_plugin.hosts.fairseq.gradient_norm import norm_squared
+from moe_plugin.hosts.fairseq.trainer import norm_squared
 from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 

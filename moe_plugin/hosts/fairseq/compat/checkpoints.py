@@ -1,65 +1,149 @@
-"""Checkpoint shims: checksums, and evaluation from the files of several ranks."""
+"""Checkpoints: checksums, whole copies whatever happens, flags of fairseq's `moe` branch, files of
+several ranks in training and evaluation.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.messages import short
+from moe_plugin.resilience.stopping import RUN
 
 logger = logging.getLogger(__name__)
 _LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder
+FLAGS = {
+    "no_best_checkpoints": "don't store best checkpoints (fairseq moe)",
+    "symlink_best_and_last_checkpoints":
+        "checkpoint_best and checkpoint_last share the storage of the checkpoint that they equal "
+        "(fairseq moe); hard links, which outlive the removal of old checkpoints",
+    "no_save_optimizer_state_on_training_finished":
+        "don't save optimizer state in the checkpoint of the last step (fairseq moe)",
+}
 
 
-def checksums() -> None:
-    """fairseq <= 0.12.3 writes files without checksums, and after an error again into the same
-    half-written file.
+@patch
+def saving_flags() -> None:
+    """fairseq <= 0.12.3 does not have the branch's flags of `FLAGS`."""
+    from fairseq.dataclass.configs import CheckpointConfig
+
+    for name, text in FLAGS.items():
+        add_field(CheckpointConfig, name, bool, False, text)
+
+
+@replaces("checkpoint_utils.save_checkpoint")
+def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
+                 val_loss: float | None) -> None:
+    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place, so that a kill during the copy leaves
+    a truncated file. What the flags of `FLAGS` ask for is done here, too.
     """
     from fairseq import checkpoint_utils
 
+    if cfg.get("no_best_checkpoints", False) and val_loss is not None:
+        # the original stores what has a validation loss; it reads `best` from this function
+        better, known = (max if cfg.maximize_best_checkpoint_metric else min,
+                         checkpoint_utils.save_checkpoint)
+        known.best = better(val_loss, getattr(known, "best", val_loss))
+        val_loss = None
+    bare = cfg.get("no_save_optimizer_state_on_training_finished", False) and _is_last(
+        trainer, epoch_itr)
+    settings, paths = trainer.cfg.checkpoint, checkpoint_utils.PathManager
+    before = settings.no_save_optimizer_state
+    settings.no_save_optimizer_state = before or bare
+    checkpoint_utils.PathManager = Overlay(
+        paths, copy=_copying(paths, cfg.get("symlink_best_and_last_checkpoints", False)))
+    try:
+        original(cfg, trainer, epoch_itr, val_loss)
+    finally:
+        checkpoint_utils.PathManager, settings.no_save_optimizer_state = paths, before
+    if not cfg.no_save:
+        RUN.saved = trainer.get_num_updates()
+
+
+def _copying(paths: Any, link: bool) -> Callable[..., bool]:
     from moe_plugin.checkpoint.formats.fairseq import files
 
-    original = checkpoint_utils.torch_persistent_save
-    manager = checkpoint_utils.PathManager
+    def copy(source: str, target: str, overwrite: bool = False) -> bool:
+        if paths.path_requires_pathmanager(source) or paths.path_requires_pathmanager(target):
+            return bool(paths.copy(source, target, overwrite=overwrite))
+        files.copy(source, target, link=link)
+        return True
 
-    def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
-        if async_write or manager.path_requires_pathmanager(filename):
-            original(obj, filename, async_write=async_write)
-        else:
-            files.write(obj, filename)
-
-    checkpoint_utils.torch_persistent_save = torch_persistent_save
+    return copy
 
 
-def training_from_rank_files() -> None:
+def _is_last(trainer: Any, epoch_itr: Any) -> bool:
+    limits = trainer.cfg.optimization
+    if trainer.get_num_updates() >= (limits.max_update or math.inf):
+        return True
+    if epoch_itr.end_of_epoch() and epoch_itr.epoch >= (limits.max_epoch or math.inf):
+        return True
+    hours = limits.stop_time_hours
+    return hours > 0 and trainer.cumulative_training_time() / 3600 > hours
+
+
+@replaces("checkpoint_utils.load_checkpoint")
+def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
+                            **kwargs: Any) -> Any:
+    """fairseq <= 0.12.3 trains a step beyond the last when a finished run is started again; when
+    it is stopped, every rank ends in a traceback.
+    """
+    extra_state, epoch_itr = original(cfg, trainer, **kwargs)
+    done, limits = trainer.get_num_updates(), trainer.cfg.optimization
+    newest = cfg.restore_file == _LAST and not cfg.no_last_checkpoints
+    RUN.resume(trainer.get_num_updates, done if newest and done else None,
+               None if cfg.no_save else cfg.save_dir,
+               "the same command" if newest else "the command with --restore-file FILE")
+    for flag, so_far, limit in (("--max-update", done, limits.max_update),
+                                ("--max-epoch", epoch_itr.next_epoch_idx - 1, limits.max_epoch)):
+        if done and 0 < limit <= so_far:
+            logger.info("the run of %s is finished: it has %d of %s %d; a larger number goes "
+                        "on", cfg.save_dir, so_far, flag, limit)
+            limits.max_epoch = -1  # no epoch follows; 0 stands for any number of them
+    return extra_state, epoch_itr
+
+
+@replaces("checkpoint_utils.torch_persistent_save")
+def checksums(original: Callable[..., None], obj: Any, filename: str,
+              async_write: bool = False) -> None:
+    """fairseq <= 0.12.3 writes files without checksums, and after an error again into the same
+    half-written file.
+    """
+    from fairseq.file_io import PathManager
+
+    from moe_plugin.checkpoint.formats.fairseq import files
+
+    if async_write or PathManager.path_requires_pathmanager(filename):
+        original(obj, filename, async_write=async_write)
+    else:
+        files.write(obj, filename)
+
+
+@replaces("checkpoint_utils.load_checkpoint")
+def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
+                             **kwargs: Any) -> Any:
     """Let every flag of training that names a checkpoint take `X.pt` for `X-rank-0.pt`, ..., and
     one of these for all of them.
 
     fairseq <= 0.12.3 adds the rank to `--restore-file` alone, and looks for this rank's
     `checkpoint_last` to tell whether a run begins: ranks would differ where others wrote it.
     """
-    from fairseq import checkpoint_utils
-
-    original = checkpoint_utils.load_checkpoint
-
-    def load_checkpoint(cfg: Any, trainer: Any, **kwargs: Any) -> Any:
-        names = _names(cfg)
-        wanted = names.get("restore_file", cfg.restore_file)
-        if wanted != _LAST and _existing(wanted) is None and trainer.data_parallel_rank == 0:
-            logger.warning("--restore-file %s is not there: training begins at step 0", wanted)
-        before = {name: cfg[name] for name in names}
-        cfg.update(names)
-        try:
-            return original(cfg, trainer, **kwargs)
-        finally:
-            cfg.update(before)
-
-    checkpoint_utils.load_checkpoint = load_checkpoint
+    names = _names(cfg)
+    wanted = names.get("restore_file", cfg.restore_file)
+    if wanted != _LAST and _existing(wanted) is None and trainer.data_parallel_rank == 0:
+        logger.warning("--restore-file %s is not there: training begins at step 0", wanted)
+    before = {name: cfg[name] for name in names}
+    cfg.update(names)
+    try:
+        return original(cfg, trainer, **kwargs)
+    finally:
+        cfg.update(before)
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
@@ -101,52 +185,49 @@ def _missing(flag: str, path: str) -> ValueError:
                       "give the path of a checkpoint, with or without the number of a rank")
 
 
-def evaluation_from_rank_files() -> None:
+@replaces("checkpoint_utils.load_model_ensemble_and_task")
+def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
+                               arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
 
     fairseq <= 0.12.3 evaluates from one file. A process gets the experts that are its part of the
     `Evaluation`: all of them, where it evaluates alone.
     """
-    from fairseq import checkpoint_utils
+    from moe_plugin.hosts.fairseq.groups import evaluating
 
+    with evaluating() as evaluation:
+        evaluation.asked = int((arg_overrides or {}).get("moe_expert_parallel_size") or 0)
+        return original(filenames, arg_overrides, *args, **kwargs)
+
+
+@replaces("checkpoint_utils.get_maybe_sharded_checkpoint_filename")
+def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwargs: Any) -> str:
+    """See `evaluation_from_rank_files`."""
+    name = original(filename, *args, **kwargs)
+    found = _existing(name)
+    if found is None:
+        raise _missing("--path", name)
+    return found
+
+
+@replaces("checkpoint_utils.load_checkpoint_to_cpu")
+def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """See `evaluation_from_rank_files`."""
     from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.checkpoint.formats.fairseq.resume import part_state
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
-    from moe_plugin.hosts.fairseq.groups import current_evaluation, evaluating
+    from moe_plugin.hosts.fairseq.groups import current_evaluation
 
-    build, name_of, load = (checkpoint_utils.load_model_ensemble_and_task,
-                            checkpoint_utils.get_maybe_sharded_checkpoint_filename,
-                            checkpoint_utils.load_checkpoint_to_cpu)
-
-    def load_model_ensemble_and_task(filenames: Any, arg_overrides: Any = None, *args: Any,
-                                     **kwargs: Any) -> Any:
-        with evaluating() as evaluation:
-            evaluation.asked = int((arg_overrides or {}).get("moe_expert_parallel_size") or 0)
-            return build(filenames, arg_overrides, *args, **kwargs)
-
-    def get_maybe_sharded_checkpoint_filename(filename: str, *args: Any, **kwargs: Any) -> str:
-        name = name_of(filename, *args, **kwargs)
-        found = _existing(name)
-        if found is None:
-            raise _missing("--path", name)
-        return found
-
-    def load_checkpoint_to_cpu(path: str, *args: Any, **kwargs: Any) -> Any:
-        if os.path.exists(path):
-            # its errors name the file and the remedy
-            files.refuse_branch(path, files.read(path))
-        state, evaluation = load(path, *args, **kwargs), current_evaluation()
-        if evaluation is not None:  # its model is built by the settings in the checkpoint
-            _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})
-            on_disk = place_experts(state) == "disk"
-            if files.MANIFEST in state:
-                size = evaluation.expert_ranks(state[files.MANIFEST]["num_experts"])
-                state["model"] = part_state(path, evaluation.rank % size, size, on_disk)
-        return state
-
-    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
-    checkpoint_utils.get_maybe_sharded_checkpoint_filename = get_maybe_sharded_checkpoint_filename
-    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+    if os.path.exists(path):
+        files.refuse_branch(path, files.read(path))  # its errors name the file and the remedy
+    state, evaluation = original(path, *args, **kwargs), current_evaluation()
+    if evaluation is not None:  # its model is built by the settings in the checkpoint
+        _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})
+        on_disk = place_experts(state) == "disk"
+        if files.MANIFEST in state:
+            size = evaluation.expert_ranks(state[files.MANIFEST]["num_experts"])
+            state["model"] = part_state(path, evaluation.rank % size, size, on_disk)
+    return state
 
 
 @contextmanager
@@ -179,7 +260,3 @@ def _value(settings: Any, name: str) -> Any:
     if isinstance(settings, Mapping):
         return settings.get(name)
     return getattr(settings, name, None)  # a namespace of fairseq's, of any release
-
-
-SHIMS: tuple[Callable[[], None], ...] = (checksums, training_from_rank_files,
-                                          evaluation_from_rank_files)

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 
-from moe_plugin.hosts.fairseq.compat.fields import add_field
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.hosts.fairseq.compat.launch import started_by_torchrun
-from moe_plugin.hosts.fairseq.compat.overlay import Overlay
-from moe_plugin.hosts.fairseq.compat.scores import SharedScorer, counting, over_ranks, stopwatch
+from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.regular_files import make_folder, write_regular
@@ -91,10 +92,10 @@ class EvalLM(_Command):
             steps = len(range(evaluation.rank, steps, evaluation.ranks))
 
         def eval_lm(*args: Any, batch_iterator: Iterable[Any], **rest: Any) -> Any:
-            names["SequenceScorer"] = counting(names["SequenceScorer"], counts, rest)
+            names["SequenceScorer"] = _counting(names["SequenceScorer"], counts, rest)
             found = evaluate(*args, batch_iterator=islice(batch_iterator, steps), **rest)
             _end(evaluation)
-            return over_ranks(found, counts[0], evaluation)
+            return _over_ranks(found, counts[0], evaluation)
 
         return {"eval_lm": eval_lm, "SequenceScorer": names["SequenceScorer"]}
 
@@ -119,7 +120,7 @@ class Generate(_Command):
         scoring, scorers = names["scoring"], []
 
         def build_scorer(*args: Any) -> Any:
-            scorers.append(SharedScorer(scoring.build_scorer(*args)))
+            scorers.append(_SharedScorer(scoring.build_scorer(*args)))
             return scorers[-1]
 
         def at_end() -> None:
@@ -128,7 +129,7 @@ class Generate(_Command):
                 scorer.share()
 
         return {
-            "scoring": Overlay(scoring, build_scorer=build_scorer), "StopwatchMeter": stopwatch(),
+            "scoring": Overlay(scoring, build_scorer=build_scorer), "StopwatchMeter": _stopwatch(),
             "progress_bar": _ending_together(self.main, at_end),
             "open": lambda path, *args, **kwargs: open(
                 re_ranked(path, evaluation.rank), *args, **kwargs),
@@ -139,6 +140,85 @@ def re_ranked(path: str, rank: int) -> str:
     """`generate-test.txt` as the name of that rank's file."""
     stem, suffix = os.path.splitext(path)
     return f"{stem}-rank-{rank}{suffix}"
+
+
+def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
+    """fairseq's `SequenceScorer`, and the count of words by which `eval_lm` divides.
+
+    Args:
+        counts: its one entry counts.
+        settings: of `eval_lm`.
+    """
+    words, mark = settings["source_dictionary"], (settings.get("post_process") or "").rstrip()
+    # pieces that another one continues are no words
+    pieces = torch.tensor([index for index in range(len(words)) if words[index].endswith(mark)]
+                          if mark else [], dtype=torch.int64)
+    first = int(bool(settings.get("remove_bos_token")))
+
+    class Counting(scorer):  # type: ignore[misc]
+        def generate(self, models: Any, sample: Any, **kwargs: Any) -> Any:
+            found = super().generate(models, sample, **kwargs)
+            for best in (hypotheses[0] for hypotheses in found):
+                counts[0] += int(best["positional_scores"][first:].isfinite().sum())
+                counts[0] -= int(torch.isin(best["tokens"][first:].cpu(), pieces).sum())
+            return found
+
+    return Counting
+
+
+def _over_ranks(found: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
+    """Loss (bits a word) and perplexity of `eval_lm` over the words of all ranks.
+
+    count: of this rank.
+    """
+    if evaluation.ranks == 1:
+        return found
+    everyone = gather_objects((float(found["loss"]) * count, count), "losses of an evaluation")
+    words = sum(rank_count for _, rank_count in everyone)
+    loss = sum(bits for bits, _ in everyone) / words if words else 0.0
+    return {"loss": loss, "perplexity": 2.0**loss}
+
+
+class _SharedScorer:
+    """A scorer of fairseq; after `share` it knows what those of all ranks were given."""
+
+    def __init__(self, scorer: Any) -> None:
+        self._scorer = scorer
+        self._given: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._scorer, name)
+        if name not in ("add", "add_string"):
+            return value
+
+        def add(*args: Any) -> None:
+            value(*args)
+            self._given.append((name, args))
+
+        return add
+
+    def share(self) -> None:
+        """Collective."""
+        everyone = gather_objects(self._given, "hypotheses to be scored")
+        for rank, given in enumerate(everyone):
+            for name, args in given if rank != dist.get_rank() else ():
+                getattr(self._scorer, name)(*args)
+
+
+def _stopwatch() -> Any:
+    """fairseq's `StopwatchMeter`, whose speed is 0 where nothing was measured, not an error."""
+    from fairseq.logging.meters import StopwatchMeter
+
+    class Stopwatch(StopwatchMeter):  # type: ignore[misc]
+        def __init__(self, round: int | None = None) -> None:
+            super().__init__(round)
+            self.sum = sys.float_info.min
+
+        @property
+        def avg(self) -> Any:
+            return self.sum / self.n if self.n > 0 else math.inf
+
+    return Stopwatch
 
 
 # by the name of the file that has `main`: a command may run as `__main__`, too
@@ -203,6 +283,7 @@ def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
     logger.info("Evaluation results saved to %s", path)
 
 
+@patch
 def eval_lm_flags() -> None:
     """fairseq <= 0.12.3 accepts `--max-valid-steps` in `fairseq-eval-lm` and evaluates everything;
     the branch's `--stats-path` is unknown to it.
@@ -214,35 +295,24 @@ def eval_lm_flags() -> None:
               "write the results to this path with .json at its end (fairseq moe)")
 
 
-def evaluation_together() -> None:
+@replaces("distributed.utils.call_main")
+def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
+                        **kwargs: Any) -> Any:
     """See the module."""
-    from fairseq.distributed import utils
-
-    original = utils.call_main
-
-    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        return original(cfg, _command_of(main), **kwargs)
-
-    utils.call_main = call_main
+    return original(cfg, _command_of(main), **kwargs)
 
 
-def generation_by_several() -> None:
+@replaces("options.get_generation_parser")
+def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fairseq-generate` under torchrun, or with `--distributed-world-size N`, starts as the other
     commands do. With `--distributed-rank` this process computes that part alone, as in fairseq.
     """
-    from fairseq import options
-
-    original = options.get_generation_parser
-
-    def get_generation_parser(*args: Any, **kwargs: Any) -> Any:
-        for name in ("fairseq_cli.generate", "__main__"):  # it is imported after fairseq
-            module = sys.modules.get(name)
-            main = module and module.__dict__.get("main")
-            if isinstance(_command_of(main), Generate):
-                module.main = _Start(module, main)
-        return original(*args, **kwargs)
-
-    options.get_generation_parser = get_generation_parser
+    for name in ("fairseq_cli.generate", "__main__"):  # it is imported after fairseq
+        module = sys.modules.get(name)
+        main = module and module.__dict__.get("main")
+        if isinstance(_command_of(main), Generate):
+            module.main = _Start(module, main)
+    return original(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -262,7 +332,3 @@ class _Start:
         if part or not (started_by_torchrun() or args.distributed_world_size > 1):
             return Generate(self.main)(cfg)
         return utils.call_main(cfg, self.main)
-
-
-SHIMS: tuple[Callable[[], None], ...] = (eval_lm_flags, evaluation_together,
-                                         generation_by_several)

@@ -1,5 +1,6 @@
-"""Flags that fairseq's commands do not have: for checkpoints, for where experts lie, and those of
-launch scripts of its `moe` branch, so that these run unchanged.
+"""Command lines: flags that fairseq's commands do not have (for checkpoints, for where experts lie,
+and those of launch scripts of its `moe` branch, so that these run unchanged), and errors of one
+line, once on a node, with what to write instead; those of MoE settings before anything is built.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.checkpoint import trust
-from moe_plugin.config.flags import FlagSpec, setting_specs
+from moe_plugin.config.flags import as_given, setting_specs
+from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
+from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replace, replaces
+from moe_plugin.messages import Parser, alike, flag_names
 
 logger = logging.getLogger(__name__)
+_USER_DIR = "--user-dir"
+_OURS = "invalid choice: 'moe_"  # how names of our models and criteria begin
 # settings that say where experts lie
 _PATHS = (*(f"experts.{name}" for name in (
     "store", "cache", "cache_policy", "store_path", "store_throttle")), "router.predict")
@@ -56,37 +62,36 @@ def _for_scores(group: Any) -> None:
 
 def _for_evaluation(parser: Any) -> None:
     group = parser.add_argument_group("where experts lie")
-    for spec in _specs():
-        group.add_argument(spec.flag, dest=spec.dest, default=None,
-                           choices=spec.choices or None, help=spec.help.replace("%", "%%"))
+    for spec in setting_specs():
+        if spec.path in _PATHS:
+            group.add_argument(spec.flag, dest=spec.dest, default=None,
+                               choices=spec.choices or None, help=spec.help.replace("%", "%%"))
 
 
-def _specs() -> list[FlagSpec]:
-    return [spec for spec in setting_specs() if spec.path in _PATHS]
-
-
-def more_flags() -> None:
+def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
     """fairseq <= 0.12.3 has no other place for flags of a command than the functions that make its
-    parsers. In evaluation it takes a model's settings from the checkpoint; where experts lie is a
-    matter of the machine.
+    parsers.
     """
-    from fairseq import options
-
-    of_evaluation = ("get_validation_parser", "get_eval_lm_parser", "get_generation_parser")
-    for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
-                      ("get_validation_parser", _for_training),
-                      ("add_common_eval_args", _for_scores),
-                      *((name, _for_evaluation) for name in of_evaluation)):
-        setattr(options, name, _adding(add, getattr(options, name)))  # names of the line above
-
-
-def _adding(add: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         add(args[0] if made is None else made)
         return made
 
     return make
+
+
+@patch
+def more_flags() -> None:
+    """See `_adding`. In evaluation fairseq takes a model's settings from the checkpoint; where
+    experts lie is a matter of the machine.
+    """
+    for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
+                      ("get_validation_parser", _for_training),
+                      ("add_common_eval_args", _for_scores),
+                      ("get_validation_parser", _for_evaluation),
+                      ("get_eval_lm_parser", _for_evaluation),
+                      ("get_generation_parser", _for_evaluation)):
+        replace(f"options.{name}", _adding(add))
 
 
 def place_experts(state: dict[str, Any]) -> str | None:
@@ -108,4 +113,63 @@ def place_experts(state: dict[str, Any]) -> str | None:
     return flags.get("moe_experts_on")
 
 
-SHIMS: tuple[Callable[[], None], ...] = (more_flags,)
+class CommandParser(Parser):
+    """A parser whose errors name the user dir where it is missing."""
+
+    def flags(self) -> set[str]:
+        """Every flag, with those that the user dir would bring."""
+        return super().flags() | self._brought()
+
+    def remedies(self, message: str) -> list[str]:
+        """As `Parser`'s."""
+        brought, known = self._brought(), super().flags()
+        if brought and (_OURS in message or any(
+                name in brought or set(alike(name, brought)) & set(alike(name, known | brought))
+                for name in flag_names(self.given) if name not in known)):
+            message = f"{_USER_DIR} moe_plugin is missing, which brings MoE models and their flags"
+            return [*super().remedies(""), message]
+        return super().remedies(message)
+
+    def _brought(self) -> set[str]:
+        # flags, where the user dir is not given: then all is lost, and imports may take their time
+        if _USER_DIR in flag_names(self.given):
+            return set()
+        from moe_plugin.hosts.fairseq import options
+
+        return {"--" + name.replace("_", "-") for kind in options.KINDS
+                for name in kind.__dataclass_fields__}
+
+
+@patch
+def short_errors() -> None:
+    """fairseq <= 0.12.3 writes 300 lines of usage before the message, on every rank, and names no
+    near flag.
+    """
+    from fairseq import options
+
+    options.argparse = Overlay(argparse, ArgumentParser=CommandParser)
+
+
+@replaces("options.get_parser")
+def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """fairseq <= 0.12.3 imports the user dir there."""
+    with errors_of_use_in_one_line():
+        return original(*args, **kwargs)
+
+
+@replaces("options.parse_args_and_arch")
+def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *args: Any,
+                                 **kwargs: Any) -> Any:
+    """fairseq <= 0.12.3 parses MoE settings as texts: whether they fit is said before its log
+    begins.
+    """
+    parsed = original(parser, *args, **kwargs)
+    namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+    if "moe_plugin.hosts.fairseq.registered" in sys.modules:  # the user dir is there
+        from moe_plugin.checkpoint.formats.fairseq.translate import check_flags
+
+        try:
+            check_flags(namespace)
+        except ValueError as error:
+            parser.error(as_given(str(error), vars(namespace)))
+    return parsed

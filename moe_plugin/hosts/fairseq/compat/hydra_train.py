@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.launch import STATUS_OF_USE, is_ours
+from moe_plugin.hosts.fairseq.compat.patching import patch
 from moe_plugin.messages import alike, did_you_mean, short
 from moe_plugin.yaml_file import bundled
 
@@ -21,6 +22,15 @@ _FOLDER = ("--config-dir", "-cd")
 _FULL = "HYDRA_FULL_ERROR"
 
 
+@patch
+def hydra_sees_fields() -> None:
+    """fairseq registers its dataclasses with Hydra when it is imported: again, with new fields."""
+    from fairseq.dataclass.initialize import hydra_init
+
+    hydra_init()
+
+
+@patch
 def settings_by_hydra() -> None:
     """fairseq <= 0.12.3 ends with status 1 and hydra's lines or a traceback where settings do not
     fit; `--config-dir configs/fairseq` is in the current folder alone.
@@ -137,6 +147,3 @@ def _near(text: str) -> str:
     except ValueError as error:
         return f"; {error}" if "unknown key" in str(error) else ""
     return ""
-
-
-SHIMS: tuple[Callable[[], None], ...] = (settings_by_hydra,)

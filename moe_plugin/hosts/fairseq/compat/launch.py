@@ -1,8 +1,9 @@
-"""Starting several processes without CUDA: joins torchrun, or spawns. How they end."""
+"""Starting several processes without CUDA: joins torchrun, or spawns. How long they wait for each
+other, and how they end.
+"""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -11,13 +12,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from moe_plugin.comm.job_abort import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
+from moe_plugin.hosts.fairseq.compat.patching import replaces
 from moe_plugin.resilience.stopping import STATUS as STATUS_OF_STOP
 from moe_plugin.resilience.stopping import stops_in_one_line
 
@@ -34,72 +38,54 @@ def started_by_torchrun() -> bool:
     return _has_rank() and int(os.environ["WORLD_SIZE"]) > 1
 
 
-def call_main_without_cuda() -> None:
+@replaces("distributed.utils.call_main")
+def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
+                           **kwargs: Any) -> Any:
     """Start the configured number of processes without CUDA.
 
     fairseq <= 0.12.3 counts processes by CUDA devices and uses NCCL; on CPU it asserts, or spawns
     nothing and trains nothing.
     """
-    from fairseq.distributed import utils
-
-    original = utils.call_main
-
-    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        settings = cfg.distributed_training
-        if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
-            return original(cfg, main, **kwargs)
-        if settings.distributed_backend == "nccl":
-            settings.distributed_backend = "gloo"
-        if _has_rank() or settings.distributed_no_spawn:
-            return original(cfg, main, **kwargs)
-        if settings.distributed_world_size <= 1 and settings.distributed_init_method is None:
-            return original(cfg, main, **kwargs)
-        return _spawn(cfg, main, kwargs)
-
-    utils.call_main = call_main
+    settings = cfg.distributed_training
+    if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
+        return original(cfg, main, **kwargs)
+    if settings.distributed_backend == "nccl":
+        settings.distributed_backend = "gloo"
+    alone = settings.distributed_world_size <= 1 and settings.distributed_init_method is None
+    if _has_rank() or settings.distributed_no_spawn or alone:
+        return original(cfg, main, **kwargs)
+    return _spawn(cfg, main, kwargs)
 
 
-def close_groups_at_the_end() -> None:
+@replaces("distributed.utils.distributed_main")
+def close_groups_at_the_end(original: Callable[..., None], index: int, main: Callable[..., Any],
+                            cfg: Any, kwargs: dict[str, Any]) -> None:
     """Destroy process groups at the end of `main`.
 
     fairseq <= 0.12.3 never does; their threads abort a process that ends before them (seen: gloo,
     torch 2.13).
     """
-    from fairseq.distributed import utils
-
-    original = utils.distributed_main
-
-    @functools.wraps(original)  # under its name it pickles for spawned processes
-    def distributed_main(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str,
-                                                                                      Any]) -> None:
-        with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
-            original(index, main, cfg, kwargs)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    utils.distributed_main = distributed_main
+    with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
+        original(index, main, cfg, kwargs)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def end_errors_of_use() -> None:
+@replaces("distributed.utils.call_main")
+def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
+                      **kwargs: Any) -> Any:
     """End a command whose settings do not fit with our message and status 2, without a traceback.
 
     fairseq <= 0.12.3 lets every error of `main` through. With `LOGLEVEL=DEBUG`, which fairseq
     reads, the traceback is logged. In spawned processes it is `distributed_main` that ends so.
     """
-    from fairseq.distributed import utils
-
-    original = utils.call_main
-
-    def call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> Any:
-        with stops_in_one_line(), errors_of_use_in_one_line(cfg):
-            try:
-                return original(cfg, main, **kwargs)
-            except torch.multiprocessing.ProcessExitedException as error:
-                if error.exit_code in (STATUS_OF_USE, STATUS_OF_STOP):
-                    raise SystemExit(error.exit_code) from None
-                raise
-
-    utils.call_main = call_main
+    with stops_in_one_line(), errors_of_use_in_one_line(cfg):
+        try:
+            return original(cfg, main, **kwargs)
+        except torch.multiprocessing.ProcessExitedException as error:
+            if error.exit_code in (STATUS_OF_USE, STATUS_OF_STOP):
+                raise SystemExit(error.exit_code) from None
+            raise
 
 
 STATUS_OF_USE = 2
@@ -163,5 +149,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-SHIMS: tuple[Callable[[], None], ...] = (call_main_without_cuda, close_groups_at_the_end,
-                                         end_errors_of_use)
+def shorten_timeouts(timeout_s: float) -> None:
+    """Let no group that fairseq uses wait longer than this.
+
+    All ranks call it, after the world is initialized.
+
+    fairseq <= 0.12.3 passes a time-out neither to `init_process_group` nor to the `new_group` in
+    which it reduces gradients, and has no setting for it: torch's 30 minutes apply (10 under NCCL).
+    torch 2.6 to 2.13 change the time-out of a group that exists by `_set_pg_timeout` alone.
+    """
+    from fairseq.distributed import utils
+
+    wanted = timedelta(seconds=timeout_s)
+    for group in (dist.group.WORLD, utils.get_global_group()):
+        if isinstance(group, dist.ProcessGroup) and wanted < _timeout(group):
+            distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    return group._get_backend(device).options._timeout

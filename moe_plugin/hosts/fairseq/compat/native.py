@@ -27,7 +27,7 @@ from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import with_overrides
 from moe_plugin.config.flags import add_arguments, flag_specs
-from moe_plugin.hosts.fairseq.compat.fields import add_field, flag_metadata
+from moe_plugin.hosts.fairseq.compat.patching import add_field, flag_metadata, store_in_hydra
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
@@ -77,16 +77,13 @@ def add_flags() -> None:
     A flag that the branch has keeps its meaning there.
     """
     from fairseq import models
-    from hydra.core.config_store import ConfigStore
 
     for name, settings in models.MODEL_DATACLASS_REGISTRY.items():
         if settings is not None and "moe_expert_count" in settings.__dataclass_fields__:
             for spec in flag_specs():
                 add_field(settings, spec.dest, Optional[str], None,  # noqa: UP045
                           **flag_metadata(spec))
-            node: Any = settings()
-            node._name = name
-            ConfigStore.instance().store(name=name, group="model", node=node, provider="moe_plugin")
+            store_in_hydra("model", name, settings)
     transformer = models.MODEL_REGISTRY.get("transformer")
     if transformer is not None and models.MODEL_DATACLASS_REGISTRY.get("transformer") is None:
         _add_to_parser(transformer)

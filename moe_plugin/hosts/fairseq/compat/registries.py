@@ -6,7 +6,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.fairseq.compat.patching import Overlay, set_name, store_in_hydra
 
 
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
@@ -17,7 +17,6 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
     exactly the stock model.
     """
     from fairseq import models
-    from hydra.core.config_store import ConfigStore
 
     stock = models.MODEL_REGISTRY[name]
     if not issubclass(model, stock):
@@ -30,9 +29,7 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
                 registry[key] = model
     if dataclass is not None:
         models.MODEL_DATACLASS_REGISTRY[name] = dataclass
-        node: Any = dataclass()
-        node._name = name
-        ConfigStore.instance().store(name=name, group="model", node=node, provider="moe_plugin")
+        store_in_hydra("model", name, dataclass)
         setattr(model, "__dataclass", dataclass)
 
 
@@ -41,10 +38,7 @@ def use_trainer(trainer: type) -> None:
     """
     import fairseq.trainer
 
-    fairseq.trainer.Trainer = trainer
-    train = sys.modules.get("fairseq_cli.train")
-    if train is not None:
-        train.Trainer = trainer
+    set_name(fairseq.trainer, "Trainer", trainer)
 
 
 def tell_of_validations() -> None:
@@ -75,8 +69,5 @@ def sharding_without_fairscale() -> None:
     def enable_wrap(_: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    fairseq.distributed.fsdp_enable_wrap = enable_wrap
-    train = sys.modules.get("fairseq_cli.train")
-    if train is not None:
-        train.fsdp_enable_wrap = enable_wrap
+    set_name(fairseq.distributed, "fsdp_enable_wrap", enable_wrap)
     fairseq.trainer.optim = Overlay(fairseq.trainer.optim, shard_=lambda optimizer, group: None)

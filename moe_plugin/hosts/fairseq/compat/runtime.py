@@ -1,8 +1,10 @@
-"""Shims for numpy, torch, hydra and devices."""
+"""Patches for numpy, torch, hydra and devices."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +16,15 @@ import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.hosts.fairseq.compat.overlay import Overlay
+from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replaces
 
+logger = logging.getLogger(__name__)
 # parameters of fairseq's encoder layers that only torch's fused inference path reads
 FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",
                      "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
+@patch
 def numpy_names() -> None:
     """Restore the numpy names that fairseq's modules use.
 
@@ -37,6 +41,7 @@ def numpy_names() -> None:
     dynamic_crf_layer.np = old
 
 
+@patch
 def full_checkpoints() -> None:
     """Load fairseq's checkpoints and broadcasts with their config objects.
 
@@ -61,6 +66,7 @@ def full_checkpoints() -> None:
     checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
 
 
+@patch
 def hydra_of_its_time() -> None:
     """Give fairseq hydra's base version 1.1 while it composes its settings.
 
@@ -87,69 +93,48 @@ def hydra_of_its_time() -> None:
     utils.initialize = initialize
 
 
-def gather_lists_without_cuda() -> None:
+@replaces("distributed.utils.all_gather_list")
+def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: Any = None,
+                              max_size: int = 16384) -> list[Any]:
     """Gather Python objects without CUDA.
 
     fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for it.
     """
     from fairseq.distributed import utils
 
-    original = utils.all_gather_list
-
-    def all_gather_list(data: Any, group: Any = None, max_size: int = 16384) -> list[Any]:
-        if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
-            return original(data, group, max_size)
-        group = utils.get_global_group() if group is None else group
-        return gather_objects(data, "a step's numbers", group)
-
-    utils.all_gather_list = all_gather_list
+    if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
+        return original(data, group, max_size)
+    group = utils.get_global_group() if group is None else group
+    return gather_objects(data, "a step's numbers", group)
 
 
-def ddp_wrapping() -> None:
+@replaces("models.distributed_fairseq_model.DistributedDataParallel")
+def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
+                 output_device: Any = None, **options: Any) -> Any:
     """Wrap models in torch's DDP without device ids on CPU and without unused weight copies.
 
     fairseq always passes `device_ids`, which DDP refuses for CPU parameters. And DDP waits for
     gradients of the copies of its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder layer
     for torch's fused inference path, which never get one.
     """
-    from fairseq.models import distributed_fairseq_model as module
-
-    original = module.DistributedDataParallel
-
-    def distributed_data_parallel(module: torch.nn.Module, device_ids: Any = None,
-                                  output_device: Any = None, **options: Any) -> Any:
-        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-            device_ids = output_device = None
-        ignored = [
-            *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_encoder_copies(module)
-        ]
-        module._ddp_params_and_buffers_to_ignore = ignored  # what torch's DDP reads
-        return original(module, device_ids=device_ids, output_device=output_device, **options)
-
-    module.DistributedDataParallel = distributed_data_parallel
+    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+        device_ids = output_device = None
+    module._ddp_params_and_buffers_to_ignore = [  # what torch's DDP reads
+        *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_encoder_copies(module)]
+    return original(module, device_ids=device_ids, output_device=output_device, **options)
 
 
-def bf16_without_tpu() -> None:
+@replaces("options.parse_args_and_arch")
+def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let `--bf16` run without torch_xla.
 
     fairseq <= 0.12.3 takes it for a TPU (options.py), which ends in an import error.
     """
-    import importlib.util
-
-    from fairseq import options
-
-    if importlib.util.find_spec("torch_xla") is not None:
-        return
-    original = options.parse_args_and_arch
-
-    def parse_args_and_arch(*args: Any, **kwargs: Any) -> Any:
-        parsed = original(*args, **kwargs)
-        namespace = parsed[0] if isinstance(parsed, tuple) else parsed
-        if getattr(namespace, "tpu", False):
-            namespace.tpu = False
-        return parsed
-
-    options.parse_args_and_arch = parse_args_and_arch
+    parsed = original(*args, **kwargs)
+    namespace = parsed[0] if isinstance(parsed, tuple) else parsed
+    if getattr(namespace, "tpu", False) and importlib.util.find_spec("torch_xla") is None:
+        namespace.tpu = False
+    return parsed
 
 
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
@@ -197,6 +182,7 @@ class _HostScalar(torch.Tensor):
         return self
 
 
+@patch
 def skipped_steps_without_cuda() -> None:
     """Skip a step after a gradient overflow without CUDA.
 
@@ -209,106 +195,77 @@ def skipped_steps_without_cuda() -> None:
             torch, tensor=lambda *a, **k: torch.tensor(*a, **k).as_subclass(_HostScalar))
 
 
-def separate_fp32_copies() -> None:
+@replaces("optim.FP16Optimizer.build_optimizer")
+def separate_fp32_copies(original: Callable[..., Any], cfg: Any, params: Any,
+                         **kwargs: Any) -> Any:
     """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and where optimizer state is
     sharded.
 
     fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device),
     which loses the mark of expert parameters and the borders of parameters.
     """
-    import logging
-
-    from fairseq import optim
     from omegaconf import open_dict
 
-    original = optim.FP16Optimizer.build_optimizer.__func__
-
-    def build_optimizer(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
-        params = list(params)
-        needed = shards_optimizer_state(cfg) or any(
-            is_expert(p) or p.device.type == "cpu" for p in params)
-        if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
-            logging.getLogger(__name__).info(
-                "--fp16-no-flatten-grads is implied by expert parameters, sharding and CPU "
-                "training")
-            with open_dict(cfg):
-                cfg.common.fp16_no_flatten_grads = True
-        return original(cls, cfg, params, **kwargs)
-
-    optim.FP16Optimizer.build_optimizer = classmethod(build_optimizer)
+    params = list(params)
+    needed = shards_optimizer_state(cfg) or any(
+        is_expert(p) or p.device.type == "cpu" for p in params)
+    if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
+        logger.info("--fp16-no-flatten-grads is implied by expert parameters, sharding and CPU "
+                    "training")
+        with open_dict(cfg):
+            cfg.common.fp16_no_flatten_grads = True
+    return original(cfg, params, **kwargs)
 
 
-def gradients_in_their_own_dtype() -> None:
+@replaces("distributed.LegacyDistributedDataParallel.__init__")
+def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
+                                 *args: Any, **kwargs: Any) -> None:
     """Reduce each gradient in its own dtype under `legacy_ddp`.
 
     fairseq <= 0.12.3 copies all gradients into one buffer of the first parameter's dtype. Under
     `--fp16` and `--bf16` that lowers those of parameters that stay in float32 (`router.fp32`).
     Parameters of another dtype are reduced one by one, without the buffer.
     """
-    from fairseq.distributed import LegacyDistributedDataParallel
-
-    original = LegacyDistributedDataParallel.__init__
-
-    def __init__(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(self, module, *args, **kwargs)
-        dtype, lists = next(module.parameters()).dtype, self.per_device_params
-        self.per_device_params = [
-            *([p for p in params if p.dtype == dtype] for params in lists),
-            *([p] for params in lists for p in params if p.dtype != dtype)
-        ]
-
-    LegacyDistributedDataParallel.__init__ = __init__
+    original(self, module, *args, **kwargs)
+    dtype, lists = next(module.parameters()).dtype, self.per_device_params
+    self.per_device_params = [
+        *([p for p in params if p.dtype == dtype] for params in lists),
+        *([p] for params in lists for p in params if p.dtype != dtype)
+    ]
 
 
-def empty_validation_batches() -> None:
+@replaces("tasks.FairseqTask.valid_step")
+def empty_validation_batches(original: Callable[..., Any], self: Any, sample: Any, model: Any,
+                             criterion: Any, **kwargs: Any) -> Any:
     """Validate on ranks without data.
 
     fairseq <= 0.12.3: `fairseq-validate` on several ranks gives such a rank an empty batch and dies
-    of `KeyError`.
-
-    Such a rank runs one sentence and counts it as nothing, so that collectives inside the model
-    stay aligned.
+    of `KeyError`. Here it runs one sentence and counts it as nothing, so that collectives inside
+    the model stay aligned.
     """
-    from fairseq.tasks import FairseqTask
-
-    original = FairseqTask.valid_step
-
-    def valid_step(self: Any, sample: Any, model: Any, criterion: Any, **kwargs: Any) -> Any:
-        if sample:
-            return original(self, sample, model, criterion, **kwargs)
-        dataset = next(iter(self.datasets.values()))
-        loss, _, logged = original(self, dataset.collater([dataset[0]]), model, criterion, **kwargs)
-        return loss * 0, 0, {key: value * 0 for key, value in logged.items()}
-
-    FairseqTask.valid_step = valid_step
+    if sample:
+        return original(self, sample, model, criterion, **kwargs)
+    dataset = next(iter(self.datasets.values()))
+    loss, _, logged = original(self, dataset.collater([dataset[0]]), model, criterion, **kwargs)
+    return loss * 0, 0, {key: value * 0 for key, value in logged.items()}
 
 
-def averages_of_floating_point() -> None:
+@replaces("models.ema.ema.EMA.__init__")
+def averages_of_floating_point(original: Callable[..., None], self: Any, model: torch.nn.Module,
+                               config: Any, device: Any = None, skip_keys: Any = None) -> None:
     """Let `--store-ema` average models whose state has more than floating-point tensors.
 
     fairseq <= 0.12.3 multiplies integers (a router's number of steps) by the decay, which torch
-    refuses, and with `--ema-fp32` dies of state that is not a tensor. Integers are copied.
+    refuses. Integers are copied.
     """
-    from fairseq.models.ema.ema import EMA
-
-    original_init, original_build = EMA.__init__, EMA.build_fp32_params
-
-    def __init__(self: Any, model: torch.nn.Module, config: Any, device: Any = None,
-                 skip_keys: Any = None) -> None:
-        integers = {name for name, value in model.state_dict().items()
-                    if isinstance(value, torch.Tensor) and not value.is_floating_point()}
-        original_init(self, model, config, device, {*(skip_keys or ()), *integers})
-
-    def build_fp32_params(self: Any, state_dict: Any = None) -> None:
-        found = self.model.state_dict() if state_dict is None else state_dict
-        original_build(self, {name: value for name, value in found.items()
-                              if isinstance(value, torch.Tensor)})
-
-    EMA.__init__, EMA.build_fp32_params = __init__, build_fp32_params
+    integers = {name for name, value in model.state_dict().items()
+                if isinstance(value, torch.Tensor) and not value.is_floating_point()}
+    original(self, model, config, device, {*(skip_keys or ()), *integers})
 
 
-SHIMS: tuple[Callable[[], None],
-             ...] = (numpy_names, full_checkpoints, hydra_of_its_time, gather_lists_without_cuda,
-                     ddp_wrapping, bf16_without_tpu, skipped_steps_without_cuda,
-                     separate_fp32_copies, gradients_in_their_own_dtype, empty_validation_batches,
-                     averages_of_floating_point)
+@replaces("models.ema.ema.EMA.build_fp32_params")
+def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
+    """fairseq <= 0.12.3 dies of state that is not a tensor under `--ema-fp32`."""
+    found = self.model.state_dict() if state_dict is None else state_dict
+    original(self, {name: value for name, value in found.items()
+                    if isinstance(value, torch.Tensor)})

@@ -6,21 +6,21 @@ import argparse
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from moe_plugin.hosts.fairseq.compat.fields import add_field
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
+from moe_plugin.hosts.fairseq.compat.patching import add_field, patch, replaces
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 NAME = "moe_plugin"
 
 
-def own_user_dir() -> None:
+@replaces("utils.import_user_module")
+def own_user_dir(original: Callable[..., None], args: Any) -> None:
     """Register what `--user-dir` brings even if the package was imported before.
 
     fairseq <= 0.12.3 imports a user dir only if it was not.
@@ -29,23 +29,16 @@ def own_user_dir() -> None:
     processes and in programs that already imported the package. The bare name is that package, also
     in a folder that holds another copy; a path to another copy is refused.
     """
-    from fairseq import utils
-
-    original = utils.import_user_module
-
-    def import_user_module(args: Any) -> None:
-        given = getattr(args, "user_dir", None)
-        if given is None or os.path.basename(os.path.abspath(given)) != NAME:
-            try:
-                return original(args)
-            except FileNotFoundError as error:
-                raise ValueError(f"--user-dir {short(given)} is not there; use --user-dir {NAME}, "
-                                 "or the path of a folder") from error
-        home = _checked_home(given)
-        original(argparse.Namespace(user_dir=home))
-        importlib.import_module("moe_plugin.hosts.fairseq.register")
-
-    utils.import_user_module = import_user_module
+    given = getattr(args, "user_dir", None)
+    if given is None or os.path.basename(os.path.abspath(given)) != NAME:
+        try:
+            return original(args)
+        except FileNotFoundError as error:
+            raise ValueError(f"--user-dir {short(given)} is not there; use --user-dir {NAME}, or "
+                             "the path of a folder") from error
+    home = _checked_home(given)
+    original(argparse.Namespace(user_dir=home))
+    importlib.import_module("moe_plugin.hosts.fairseq.register")
 
 
 def _checked_home(given: str) -> str:
@@ -99,6 +92,25 @@ def _check_data(cfg: Any) -> None:
                          "wrote")
 
 
+@replaces("dataclass.initialize.add_defaults")
+def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
+    """Import the user dir before model defaults are filled in.
+
+    `fairseq-hydra-train` (<= 0.12.3) fills them in before it imports the user dir that brings the
+    models.
+    """
+    from fairseq import utils
+
+    common = cfg.get("common")
+    if common is not None and common.get("user_dir"):
+        utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
+    original(cfg)
+    with errors_of_use_in_one_line(cfg):  # hydra would add lines of its own
+        _check_data(cfg)
+        take_moe_group(cfg)
+
+
+@patch
 def group_in_hydra() -> None:
     """`fairseq-hydra-train` finds the group `moe` (node `base`) before it imports a user dir."""
     from fairseq.dataclass.configs import FairseqConfig
@@ -107,33 +119,3 @@ def group_in_hydra() -> None:
 
     add_field(FairseqConfig, "moe", Any, None, "settings of the MoE layers (group moe)")
     register_hydra()
-
-
-def user_dir_before_defaults() -> None:
-    """Import the user dir before model defaults are filled in.
-
-    `fairseq-hydra-train` (<= 0.12.3) fills them in before it imports the user dir that brings the
-    models.
-    """
-    from fairseq import utils
-    from fairseq.dataclass import initialize
-
-    original = initialize.add_defaults
-
-    def add_defaults(cfg: Any) -> None:
-        common = cfg.get("common")
-        if common is not None and common.get("user_dir"):
-            utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
-        original(cfg)
-        with errors_of_use_in_one_line(cfg):  # hydra would add lines of its own
-            _check_data(cfg)
-            take_moe_group(cfg)
-
-    initialize.add_defaults = add_defaults
-    train = sys.modules.get("fairseq_cli.train")
-    if train is not None:
-        train.add_defaults = add_defaults
-
-
-SHIMS: tuple[Callable[[], None], ...] = (own_user_dir, user_dir_before_defaults,
-                                             group_in_hydra)

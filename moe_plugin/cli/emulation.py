@@ -1,5 +1,5 @@
-"""`moe-plugin fault KIND ... -- COMMAND`: a training program in which something goes wrong at a
-stated moment.
+"""Commands that run a training program: `emulate NxP -- COMMAND` on a cluster of network namespaces
+on this machine, `fault KIND -- COMMAND` with something that goes wrong at a stated moment.
 """
 
 from __future__ import annotations
@@ -8,22 +8,29 @@ import argparse
 import os
 import runpy
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from moe_plugin.messages import short
 
 if TYPE_CHECKING:
     from moe_plugin.lab.emulate.faults import Fault
 
+EMULATIONS = """examples:
+  moe-plugin emulate 2x2 -- fairseq-train DATA --user-dir moe_plugin --cpu --moe-all-to-all 2dh ...
+  moe-plugin emulate 2x2 --rate 100mbit --delay 2ms -- -m moe_plugin.hosts.megatron.train ...
+  moe-plugin emulate 4x2 --max-restarts 1 -- train.py ...
+  moe-plugin emulate 2x1 --plain -- sh -c 'hostname; echo $NODE_RANK of $NNODES'
+"""
 _REMEDIES = {
     "exchange": "; ranks exchange rows where they share the experts (in Megatron: "
                 "--expert-model-parallel-size above 1)",
     "save": "; let the program save more often",
 }
-EXAMPLES = """examples:
+FAULTS = """examples:
   torchrun --nproc-per-node 2 --no-python moe-plugin fault kill --ranks 1 --step 5 -- \\
       fairseq-train DATA --user-dir moe_plugin --cpu ...
   torchrun --max-restarts 1 ... --no-python moe-plugin fault stall --seconds 3 --once -- \\
@@ -32,12 +39,53 @@ EXAMPLES = """examples:
 """
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def emulate_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin emulate`."""
+    from moe_plugin.lab.bench.options import add_links
+
+    p.usage, p.epilog = "moe-plugin emulate NxP [options] -- COMMAND ...", EMULATIONS
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.description = ("Starts torchrun on every node of a cluster of network namespaces on this "
+                     "machine, and removes it afterwards.\n"
+                     "Linux; root, or inside `unshare --user --map-root-user --net`.")
+    p.add_argument("grid", metavar="NxP", help="nodes x ranks per node, e.g. 2x2")
+    add_links(p)
+    p.add_argument("--max-restarts", type=int, default=0, metavar="N",
+                   help="torchrun's: all ranks start again after one failed (default: %(default)s)")
+    p.add_argument("--plain", action="store_true",
+                   help="run COMMAND itself once per node, without torchrun, with MASTER_ADDR, "
+                        "MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE in its environment")
+    p.add_argument(
+        "program", nargs="+", metavar="COMMAND",
+        help="after `--`: script.py, -m module, or an installed command, with its arguments")
+
+
+def emulate(args: argparse.Namespace) -> int:
+    """Run it; the exit status of the first node that fails, else 0."""
+    from moe_plugin.lab.bench.options import links_of
+    from moe_plugin.lab.emulate import EmulatedCluster
+    from moe_plugin.lab.emulate.launch import start_plain, start_torchrun, wait
+    from moe_plugin.planner.units import parse_grid
+
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts {args.max_restarts} must be >= 0; e.g. 1")
+    signal.signal(signal.SIGTERM, _terminated)
+    with EmulatedCluster(*parse_grid(args.grid), **links_of(args)) as cluster:
+        if args.plain:
+            return wait(start_plain(cluster, args.program))
+        return wait(start_torchrun(cluster, args.program, args.max_restarts))
+
+
+def _terminated(*_: object) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)  # an exception, so that the cluster is removed in order
+
+
+def fault_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin fault`."""
     from moe_plugin.lab.emulate.faults import KINDS, PLACES, Fault
 
     p.usage = "moe-plugin fault KIND [options] -- COMMAND ..."
-    p.epilog = EXAMPLES
+    p.epilog = FAULTS
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.description = (
         "Runs a training program in this process; on the ranks given, something goes wrong in the\n"
@@ -68,7 +116,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def run(args: argparse.Namespace) -> int:
+def fault(args: argparse.Namespace) -> int:
     """Run the program; its exit status."""
     from moe_plugin.lab.emulate.faults import Fault
 

@@ -1,0 +1,270 @@
+"""Commands for checkpoints: `inspect`, `reshard`, `upcycle`, `check-hf`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "world": "ranks in total (fairseq: data-parallel ranks)", "ep": "expert-parallel ranks",
+    "tp": "tensor-parallel ranks", "pp": "pipeline stages", "etp": "expert-tensor-parallel ranks",
+    "shards": "ranks over which each expert is cut",
+}
+
+
+def _add_source_options(p: argparse.ArgumentParser) -> None:
+    """The format of a checkpoint, and whether it is trusted."""
+    from moe_plugin.checkpoint import trust
+    from moe_plugin.checkpoint.formats.all import formats
+
+    p.add_argument("--from", dest="origin", choices=formats.names(),
+                   help="format of the checkpoint (default: found out)")
+    p.add_argument("--trust", trust.FLAG, action="store_true",
+                   help="read files that hold other classes than listed ones, which can run code")
+
+
+def inspect_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin inspect`."""
+    p.description = ("Shows format, step, layout, layers, experts, data types, sizes and settings "
+                     "of a checkpoint. No tensor is read, no checksum verified.")
+    p.add_argument("checkpoint", metavar="CKPT", type=Path, help="folder or file of a checkpoint")
+    _add_source_options(p)
+    p.add_argument("--json", action="store_true", help="as JSON, with every tensor")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """What a checkpoint holds, without its tensors."""
+    import moe_plugin.checkpoint.formats.all  # noqa: F401 - registers
+    from moe_plugin.checkpoint.formats.base import open_source
+    from moe_plugin.checkpoint.inspection import summary
+
+    with open_source(args.checkpoint, args.origin, args.trust) as source:
+        found = summary(source)
+    print(json.dumps(found, indent=1, default=str) if args.json else "\n".join(_lines(found)))
+    return 0
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    from moe_plugin.planner.units import show_size
+
+    layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())
+    step = "not known" if found["step"] is None else found["step"]
+    lines = [f"format     {found['format']}", f"step       {step}",
+             f"layout     {layout or 'one file'}",
+             f"files      {found['files']}, {show_size(found['file_bytes'])}"]
+    for name, column in found["fields"].items():
+        dtypes = ", ".join(f"{dtype} {show_size(size)}" for dtype, size in column["dtypes"].items())
+        lines.append(f"{name:<10} {column['tensors']} tensors, {column['elements']:,} elements: "
+                     f"{dtypes}")
+    for prefix, layer in found["layers"].items():
+        shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer["experts"].items())
+        lines.append(f"MoE layer  {prefix or '(the model)'} {layer['num_experts']} experts: "
+                     f"{shapes}")
+    if not found["layers"]:
+        lines.append("MoE layer  none")
+    settings = found["settings"] or "not stored"
+    if not isinstance(settings, Mapping):
+        return [*lines, f"settings   {settings}"]
+    return [*lines, "settings", *(f"  {name} = {value}" for name, value in settings.items())]
+
+
+def reshard_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin reshard`."""
+    from moe_plugin.checkpoint.formats.all import formats
+
+    p.description = ("Writes the checkpoint IN as the folder OUT, tensor by tensor. A conversion "
+                     "that was interrupted goes on where it stopped when the same command is given "
+                     "again; OUT gets its name when it is complete.")
+    p.add_argument("source", metavar="IN", type=Path, help="folder or file of a checkpoint")
+    p.add_argument("target", metavar="OUT", type=Path, help="folder to write")
+    _add_source_options(p)
+    p.add_argument("--to", choices=formats.names(), help="format (default: that of IN)")
+    for name, text in SIZES.items():
+        p.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                   help="of the model's tensors (default: as they are); optimizer state keeps its")
+    p.add_argument("--model-only", action="store_true", help="leave optimizer state out")
+    p.add_argument("--force", action="store_true", help="replace another folder at OUT")
+
+
+def reshard(args: argparse.Namespace) -> int:
+    """Convert a checkpoint; say what was written, how fast, and in how much memory."""
+    import torch
+
+    from moe_plugin.checkpoint.conversion import Conversion
+    from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
+    from moe_plugin.planner.units import show_size, show_time
+
+    layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
+                             dtype=args.dtype and getattr(torch, args.dtype))
+    start = time.perf_counter()
+    with open_source(args.source, args.origin, args.trust) as source:
+        to = args.to or source.format
+        reads = sum(path.stat().st_size for path in source.files())
+        writes = formats.get(to)().nbytes(source, layout)
+        with _bar(reads + writes) as advance:
+            conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
+                                    advance)
+            written = conversion.run()
+        origin = source.format
+    if not written:
+        print(f"{args.target}: there already, complete")
+        return 0
+    size = sum(path.stat().st_size for path in args.target.rglob("*") if path.is_file())
+    seconds = time.perf_counter() - start
+    kept = f", {len(conversion.kept)} files kept of an earlier try" if conversion.kept else ""
+    print(f"{args.target}: {origin} to {to}, {show_size(size)} in "
+          f"{show_time(seconds)} ({show_size(size / seconds)}/s){kept}; "
+          f"peak memory {show_size(peak_bytes())}")
+    return 0
+
+
+def peak_bytes() -> int:
+    """The most memory that this process had, mapped file pages included."""
+    try:  # of this program alone; the other figure includes what ran before it in the process
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
+    except (OSError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of rich on a terminal, where it is installed."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        yield lambda _: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
+               progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("reshard", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def upcycle_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin upcycle`."""
+    p.description = (
+        "Turns the MLPs of a dense checkpoint into experts that compute the same at first: copies, "
+        "or with --granularity G pieces of it. Optimizer state is left out.")
+    p.add_argument("source", type=Path, metavar="IN", help="dense checkpoint, of any format")
+    p.add_argument("target", type=Path, metavar="OUT", help="folder to write; must not exist")
+    p.add_argument("--experts", type=int, required=True, metavar="E",
+                   help="experts of each MoE layer, a multiple of G")
+    p.add_argument("--top-k", type=int, required=True, metavar="K",
+                   help="experts per token, at least 2 and a multiple of G")
+    p.add_argument("--granularity", type=int, default=1, metavar="G",
+                   help="cut each MLP into G experts along its inner width (default: 1, copies)")
+    p.add_argument("--shared", type=float, default=0.0, metavar="SHARE",
+                   help="share of the MLP's output that a shared expert gives, from 0 to below 1 "
+                        "(default: 0, none)")
+    p.add_argument("--shared-gate", action="store_true",
+                   help="give the shared expert a gate, as Qwen2-MoE has it")
+    p.add_argument("--every", type=int, default=1, metavar="N",
+                   help="make every Nth layer an MoE layer (default: 1, all)")
+    p.add_argument("--router-std", type=float, default=0.02, metavar="STD",
+                   help="standard deviation of the routers' initial weights (default: 0.02)")
+    p.add_argument("--seed", type=int, default=0, help="of the routers (default: 0)")
+    _add_source_options(p)
+    p.add_argument("--to", default=None, metavar="FORMAT", help="format of OUT (default: IN's)")
+
+
+def upcycle(args: argparse.Namespace) -> int:
+    """A dense checkpoint becomes a Mixture of Experts."""
+    from moe_plugin.checkpoint.formats.all import formats
+    from moe_plugin.checkpoint.formats.base import convert, detect, open_source
+    from moe_plugin.checkpoint.neutral import NEUTRAL
+    from moe_plugin.checkpoint.upcycle import Upcycling, write_new
+    from moe_plugin.checkpoint.upcycle import upcycle as upcycled
+
+    plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
+                     shared=args.shared, shared_gate=args.shared_gate, every=args.every,
+                     router_std=args.router_std, seed=args.seed)
+    name = args.origin or detect(args.source)
+    to = formats.get(args.to or name)()
+    with open_source(args.source, name, args.trust) as source:
+        made = upcycled(convert(source, NEUTRAL), plan)
+        write_new(convert(made, to.name), to, args.target)
+    print(f"{args.target}: {len(made.layers)} MoE layers of {plan.experts} experts, "
+          f"{plan.top_k} per token, format {to.name}")
+    return 0
+
+
+def check_hf_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin check-hf`."""
+    p.description = (
+        "Loads a Mixture-of-Experts model with transformers, computes logits of random tokens, "
+        "puts our layer in place of its MoE blocks, computes them again and compares. Under "
+        "torchrun the experts are spread over the ranks.")
+    p.add_argument("model", type=Path, metavar="MODEL", help="folder of the model")
+    p.add_argument("--tokens", type=int, default=64, help="tokens (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of the tokens (default: %(default)s)")
+    p.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16"),
+                   help="default: %(default)s")
+    p.add_argument("--tolerance", type=float, default=None, metavar="T",
+                   help="largest difference, relative to the largest logit (default: 1e-4; "
+                        "bfloat16: 0.05)")
+
+
+def check_hf(args: argparse.Namespace) -> int:
+    """Compare our layers with a Hugging Face model's own. 0: within the tolerance."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, read_json
+    from moe_plugin.checkpoint.formats.huggingface.quantization import quantization_of
+    from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
+    from moe_plugin.planner.units import show_time
+
+    if args.tokens < 1:
+        raise ValueError(f"tokens={args.tokens}: must be >= 1; use 64")
+    if not args.model.is_dir():
+        raise ValueError(f"there is no folder {str(args.model)!r}; give that of a downloaded model")
+    spread = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if spread:
+        dist.init_process_group("gloo")
+    dtype = getattr(torch, args.dtype)
+    quantized = quantization_of(read_json(args.model / CONFIG)) is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=dtype, local_files_only=True,
+        **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if quantized else {})
+    ).eval()
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # its grouped products have no float64
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(model.config.vocab_size, (1, args.tokens), generator=generator)
+
+    def logits() -> tuple[torch.Tensor, float]:
+        with torch.no_grad():
+            model(ids)  # what is decided or allocated at the first call
+            start = time.perf_counter()
+            return model(ids).logits.float(), time.perf_counter() - start
+
+    want, theirs_s = logits()
+    blocks = swap_moe_blocks(model)
+    got, ours_s = logits()
+    off = float((got - want).abs().max() / want.abs().max())
+    most = args.tolerance or (0.05 if dtype == torch.bfloat16 else 1e-4)
+    if not spread or dist.get_rank() == 0:
+        print(f"{len(blocks)} MoE blocks, {args.tokens} tokens, {args.dtype}: logits differ by "
+              f"{off:.2g} of the largest (tolerance {most:g}); transformers {show_time(theirs_s)}"
+              f", ours {show_time(ours_s)}")
+    if spread:
+        dist.destroy_process_group()
+    return int(not off <= most)

@@ -1,0 +1,127 @@
+"""Commands for clusters: `calibrate` and `profile-device` measure into the files that `plan` reads,
+`simulate all-to-all` predicts from one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from moe_plugin.regular_files import check_output, write_regular
+
+
+def calibrate_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin calibrate`."""
+    from moe_plugin.lab.bench.options import add_exchange_sizes
+
+    p.description = ("Measures linear, 2dh and leader all-to-all by size and fits the cost per "
+                     "message and per byte of the links, by which `auto` (comm.cluster) and "
+                     "`moe-plugin simulate` predict. On your own ranks: start it with torchrun on "
+                     "each node. Emulated: give several small grids.")
+    add_exchange_sizes(p, "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB")
+    p.add_argument("--nics", type=int, default=1,
+                   help="network cards per node (default: %(default)s)")
+    p.add_argument("--name", default="cluster",
+                   help="the cluster's name in the file (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("cluster.yaml"), metavar="FILE",
+                   help="file to write (default: %(default)s)")
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure, fit, write, and say how well the fit describes what was measured."""
+    from moe_plugin.lab.bench.all_to_all import Plan, measurements_of
+    from moe_plugin.lab.bench.studies.all_to_all import NAMES, measure_rows
+    from moe_plugin.lab.planning.fit import fit
+    from moe_plugin.planner import Cluster, dump_cluster
+    from moe_plugin.planner.units import parse_size
+
+    check_output(args.out)
+    rows, about = measure_rows(
+        args,
+        Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
+    if not rows:
+        return 0  # a rank other than 0
+    last = rows[-1]
+    shape = Cluster(name=args.name, nodes=last.nodes, ranks_per_node=last.ranks_per_node,
+                    nics=args.nics)
+    result = fit(measurements_of(rows), shape, emulated=bool(args.emulate))
+    grids = ", ".join(dict.fromkeys(f"{row.nodes}x{row.ranks_per_node}" for row in rows))
+    comment = (
+        f"Fitted by `moe-plugin calibrate` to {len(rows)} exchanges on {grids} ranks "
+        f"({', '.join(f'{k} {v}' for k, v in about.items())}).\n"
+        f"Relative error of the fit: mean {result.mean_error:.1%}, largest {result.max_error:.1%}.")
+    write_regular(args.out, dump_cluster(result.cluster, comment))
+    print(f"{args.out}: {comment}")
+    return 0
+
+
+def profile_device_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin profile-device`."""
+    p.description = ("Times matmuls of few and many rows, copies and the smallest operation, as "
+                     "one rank sees them.")
+    p.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
+                   help="of the matmuls (default: %(default)s)")
+    p.add_argument("--model-dim", type=int, default=512,
+                   help="width of a token (default: %(default)s)")
+    p.add_argument("--hidden-dim", type=int, default=2048,
+                   help="inner width of an expert (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("device.yaml"), metavar="FILE",
+                   help="file to write (default: %(default)s)")
+
+
+def profile_device(args: argparse.Namespace) -> int:
+    """Measure and write."""
+    import torch
+    import yaml
+
+    from moe_plugin.lab.bench.device import measure_device
+    from moe_plugin.planner.units import show_time
+
+    check_output(args.out)
+    found = measure_device(args.device, getattr(torch, args.dtype), args.model_dim, args.hidden_dim)
+    values = {
+        k: v if isinstance(v, str) else float(f"{v:.4g}")
+        for k, v in dataclasses.asdict(found).items()
+    }
+    text = (f"# Measured by `moe-plugin profile-device`: {args.dtype} on {args.device}, width "
+            f"{args.model_dim}, inner width {args.hidden_dim}.\n")
+    write_regular(args.out, text + yaml.safe_dump(values, sort_keys=False))
+    print(f"{args.out}: {found.flops / 1e9:.1f} GFLOP/s, half of it at {found.half_rows:.0f} rows, "
+          f"{found.memory_bytes_s / 1e9:.1f} GB/s, {show_time(found.launch_s)} per operation")
+    return 0
+
+
+def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin simulate all-to-all`."""
+    p.description = ("Predicts from a cluster file (`moe-plugin calibrate`, or configs/clusters) "
+                     "how long each all-to-all takes, and which is best.")
+    p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
+    p.add_argument(
+        "--ranks", default="2,4,8,16,32,64,128,256,512,1024,2048,4096", metavar="LIST",
+        help="numbers of ranks; the file says how many each node has (default: %(default)s)")
+    p.add_argument("--sizes", default="64KiB,1MiB,32MiB,256MiB", metavar="LIST",
+                   help="bytes per rank (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    p.add_argument("--plot", metavar="FILE",
+                   help="also draw time by ranks into FILE (.png or .svg)")
+
+
+def simulate_all_to_all(args: argparse.Namespace) -> int:
+    """Predict and print."""
+    from moe_plugin.lab.bench.all_to_all_report import plot_model, tables
+    from moe_plugin.planner import load_cluster, predict_table
+    from moe_plugin.planner.units import parse_counts, parse_size
+
+    ranks = parse_counts("--ranks", args.ranks, "16,256,4096")
+    rows = predict_table(load_cluster(args.cluster), ranks,
+                         [parse_size(word) for word in args.sizes.split(",")])
+    if args.json:
+        print(json.dumps({"cluster": args.cluster, "rows": rows}, indent=2))
+    else:
+        print(tables(rows))
+    if args.plot:
+        plot_model(rows, args.plot)
+    return 0

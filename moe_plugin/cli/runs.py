@@ -1,0 +1,84 @@
+"""Commands around a run: its data (`corpus`), its report, and its present state (`watch`)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def corpus_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin corpus`."""
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
+    p.add_argument("--size", type=int, default=4_000_000, metavar="BYTES",
+                        help="bytes of all splits together (default: %(default)s)")
+    p.add_argument("--source", type=Path, default=None, metavar="DIR",
+                        help="folder of Python files (default: the standard library)")
+
+
+def corpus(args: argparse.Namespace) -> int:
+    """Write a text corpus; say what it holds."""
+    from moe_plugin.lab.bench.corpus import SPLITS, build_corpus
+
+    info = build_corpus(args.out, size=args.size, source=args.source)
+    for split in SPLITS:
+        print(f"{args.out / (split + '.txt')}: {info.tokens[split]:,} bytes from "
+              f"{info.files[split]} files")
+    print(f"unigram entropy {info.unigram_entropy:.3f} nats per byte")
+    return 0
+
+
+def report_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin report`."""
+    p.description = ("Reads what a run of either host wrote (layer statistics, training log; found "
+                     "by content) and writes one HTML page that needs no network. Several runs "
+                     "are compared: the same curves in one plot, and the settings that differ.")
+    p.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="+",
+                   help="the run's folder; several: runs to compare")
+    p.add_argument("--output", type=Path, default=None, metavar="FILE",
+                   help="file to write (default: report.html in RUN_DIR; comparison.html in the "
+                   "first of several)")
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the page; print where it is and what in the files could not be read."""
+    from moe_plugin.observe.history import read_run
+    from moe_plugin.observe.report.page import write_comparison, write_report
+
+    folders = args.run_dir
+    runs = [read_run(folder) for folder in folders]
+    for run_ in runs:
+        for note in run_.notes:
+            print(f"note: {note}" if len(runs) == 1 else f"note: {run_.name}: {note}")
+    if len(runs) == 1:
+        print(write_report(runs[0], args.output or folders[0] / "report.html"))
+    else:
+        print(write_comparison(runs, args.output or folders[0] / "comparison.html"))
+    return 0
+
+
+def watch_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin watch`."""
+    p.description = ("Loss, throughput and the balance of every layer, updated as the run's files "
+                     "grow. Ends when the run has finished, or with Ctrl-C; the job is not "
+                     "affected.")
+    p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
+    p.add_argument("--once", action="store_true", help="show the present state and exit")
+    p.add_argument("--interval", type=float, default=2.0, metavar="S",
+                   help="seconds between two looks at the files (default: %(default)s)")
+
+
+def watch(args: argparse.Namespace) -> int:
+    """Show the run."""
+    try:
+        from moe_plugin.observe.watch import Watch
+    except ModuleNotFoundError as error:
+        raise ValueError("it needs rich, which is not installed; pip install "
+                         "'moe-plugin[observe]'") from error
+    if not args.run_dir.is_dir():
+        raise ValueError(f"{args.run_dir} is not a directory; give the folder of a run")
+    watch = Watch(args.run_dir, args.interval)
+    if args.once:
+        watch.once()
+    else:
+        watch.follow()
+    return 0
