@@ -10,6 +10,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,13 +62,17 @@ class Source:
 
     def bindings(self, node: ast.AST) -> dict[str, Node]:
         """The names that an import statement binds to what is ours."""
-        if isinstance(node, ast.Import):
-            return {alias.asname or PACKAGE: Node(alias.name if alias.asname else PACKAGE)
-                    for alias in node.names if _ours(alias.name)}
-        if isinstance(node, ast.ImportFrom) and _ours(node.module or ""):
-            return {alias.asname or alias.name: Node(node.module or "", alias.name)
-                    for alias in node.names}
-        return {}
+        return {alias.asname or target.name or PACKAGE:
+                target if alias.asname or target.name else Node(PACKAGE)
+                for alias, target in imports(node)}
+
+
+def imports(node: ast.AST) -> Iterator[tuple[ast.alias, Node]]:
+    """What an import statement names of ours."""
+    if isinstance(node, ast.Import):
+        yield from ((alias, Node(alias.name)) for alias in node.names if _ours(alias.name))
+    elif isinstance(node, ast.ImportFrom) and _ours(node.module or ""):
+        yield from ((alias, Node(node.module or "", alias.name)) for alias in node.names)
 
 
 def _ours(module: str) -> bool:
@@ -99,17 +104,22 @@ def _assigned(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[str]
                     if isinstance(n, ast.Name) and n.id != "__all__")
 
 
-def sources(modules: dict[str, Path]) -> dict[str, Source]:
-    """Modules by their full name. modules: as `test_imports.modules` gives them."""
-    return {full: Source(full, path) for name, path in modules.items()
-            for full in [f"{PACKAGE}.{name}" if name else PACKAGE]}
+def sources() -> dict[str, Source]:
+    """All modules by their full name."""
+    found = {}
+    for folder, prefix in ((ROOT / PACKAGE, ()), (ROOT / "kernels", ("kernels",))):
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((PACKAGE, *prefix, *(p for p in parts if p != "__init__")))
+            found[name] = Source(name, path)
+    return found
 
 
 class Graph:
     """What each node names."""
 
-    def __init__(self, modules: dict[str, Path]) -> None:
-        self.sources = sources(modules)
+    def __init__(self) -> None:
+        self.sources = sources()
         self.nodes = {Node(m, name) for m, s in self.sources.items() for name in s.definitions}
 
     def find(self, node: Node) -> Node | None:
@@ -129,6 +139,13 @@ class Graph:
             else:
                 return None
         return None
+
+    def imported(self, target: Node) -> str:
+        """The module that is run for an import of it; for an export, the one that it is in."""
+        full = f"{target.module}.{target.name}" if target.name else target.module
+        if target.module == PACKAGE and target.name in moe_plugin._EXPORTS:
+            return moe_plugin._EXPORTS[target.name]
+        return full if full in self.sources else target.module
 
     def named(self, node: Node) -> Iterator[Node]:
         """What a node names."""
@@ -207,3 +224,9 @@ class Graph:
                 found.add(node)
                 waiting += self.named(node)
         return found
+
+
+@cache
+def graph() -> Graph:
+    """Of the package as it is."""
+    return Graph()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-import moe_plugin
+from tests.packaging.definitions import graph, imports
 
 pytestmark = pytest.mark.fast
 
-ROOT = Path(__file__).parents[2]
 # Bottom to top. A room imports from itself and from the rooms before it.
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
          "config row_counts run records output planner kernels comm routing dispatch experts "
@@ -29,36 +27,6 @@ TYPE_CHECKING_UPWARD = {
 }
 
 
-def modules() -> dict[str, Path]:
-    """All modules by their name below `moe_plugin`; the package itself is ''."""
-    found = {}
-    for folder, prefix in ((ROOT / "moe_plugin", ()), (ROOT / "kernels", ("kernels",))):
-        for path in folder.rglob("*.py"):
-            parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join((*prefix, *(p for p in parts if p != "__init__")))] = path
-    return found
-
-
-def targets(node: ast.AST, names: set[str]) -> Iterator[str]:
-    """Our modules that an import statement names; `from moe_plugin import X` is where X lives."""
-    if isinstance(node, ast.Import):
-        found = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-        found = [f"{node.module}.{alias.name}" for alias in node.names]
-    else:
-        return
-    for full in found:
-        package, _, rest = full.partition(".")
-        if package != "moe_plugin":
-            continue
-        if rest in moe_plugin._EXPORTS:
-            yield moe_plugin._EXPORTS[rest].partition(".")[2]
-        elif rest in names:
-            yield rest
-        else:  # a name inside a module
-            yield rest.rpartition(".")[0]
-
-
 def type_checking(node: ast.AST) -> bool:
     """Whether the node is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
@@ -72,21 +40,25 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from runtime_nodes(child)
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    """A file, parsed."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def below(module: str) -> str:
+    """Its name below the package, which itself is ''."""
+    return module.partition(".")[2]
+
+
+def targets(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Our modules that import statements name; `from moe_plugin import X` is where X lives."""
+    for node in nodes:
+        yield from (below(graph().imported(target)) for _, target in imports(node))
 
 
 @cache
 def edges(checking: bool = False) -> frozenset[tuple[str, str]]:
     """Importer and imported module. checking: those under `if TYPE_CHECKING` instead."""
-    found, names = set(), modules()
-    for name, path in names.items():
-        nodes = (n for block in ast.walk(tree(path)) if type_checking(block)
-                 for n in ast.walk(block)) if checking else runtime_nodes(tree(path))
-        for node in nodes:
-            found |= {(name, target) for target in targets(node, set(names))}
+    found = set()
+    for source in graph().sources.values():
+        nodes = (n for block in ast.walk(source.tree) if type_checking(block)
+                 for n in ast.walk(block)) if checking else runtime_nodes(source.tree)
+        found |= {(below(source.name), target) for target in targets(nodes)}
     return frozenset(found)
 
 
@@ -112,7 +84,7 @@ def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
     return found
 
 
-def graph() -> dict[str, set[str]]:
+def links() -> dict[str, set[str]]:
     """What each module imports."""
     found: dict[str, set[str]] = {}
     for importer, imported in edges():
@@ -121,7 +93,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_every_room_has_a_place_in_the_order():
-    assert {room(name) for name in modules()} - {""} == set(ORDER)
+    assert {room(below(name)) for name in graph().sources} - {""} == set(ORDER)
 
 
 def test_imports_go_downward():
@@ -135,18 +107,18 @@ def test_type_checking_imports_go_downward():
 
 
 def test_no_module_imports_itself_through_others():
-    links = graph()
-    assert sorted(name for name in links if name in reachable(name, links)) == []
+    every = links()
+    assert sorted(name for name in every if name in reachable(name, every)) == []
 
 
 def test_planner_never_imports_torch():
     """Neither itself nor through what it imports of ours."""
-    links, paths = graph(), modules()
-    for name in paths:
+    every, sources = links(), {below(name): s for name, s in graph().sources.items()}
+    for name in sources:
         if room(name) != "planner" and not name.startswith("lab.planning"):
             continue
-        for module in {name, *reachable(name, links)}:
-            for node in runtime_nodes(tree(paths[module])):
+        for module in {name, *reachable(name, every)}:
+            for node in runtime_nodes(sources[module].tree):
                 imported = [a.name for a in node.names] if isinstance(node, ast.Import) else [
                     node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert "torch" not in {i.partition(".")[0] for i in imported}, (name, module)
@@ -184,12 +156,9 @@ def test_hosts_do_not_import_each_other():
     ("import torch", []),
 ])
 def test_finds_imports_as_they_are_written(code, expected):
-    names = set(modules())
-    assert [t for n in runtime_nodes(ast.parse(code)) for t in targets(n, names)] == expected
+    assert list(targets(runtime_nodes(ast.parse(code)))) == expected
 
 
 def test_finds_what_breaks_the_order():
     assert upward(frozenset({("comm.base", "layer"), ("layer", "comm.base")})) == {
         ("comm.base", "layer")}
-
-

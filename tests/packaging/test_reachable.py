@@ -12,8 +12,7 @@ from importlib.metadata import distribution
 import pytest
 
 import moe_plugin
-from tests.packaging.definitions import DEFINITION, PACKAGE, ROOT, Graph, Node, Source
-from tests.packaging.test_imports import modules
+from tests.packaging.definitions import DEFINITION, PACKAGE, ROOT, Graph, Node, Source, graph
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Being measured is not a door.
@@ -33,11 +32,6 @@ ASKED_BY_BENCHMARKS = {
     "hosts.megatron.compat.cpu.building",
     "planner.units.parse_rate", "planner.units.parse_time",
 }
-
-
-@cache
-def graph() -> Graph:
-    return Graph(modules())
 
 
 def _project() -> Iterator[str]:
@@ -138,7 +132,7 @@ def test_finds_names_as_they_are_written(code, expected):
 
 
 def test_finds_what_nobody_reaches():
-    graph_of = Graph(modules())
+    graph_of = Graph()
     lonely = Node(f"{PACKAGE}.messages", "lonely")
     graph_of.sources[lonely.module].definitions["lonely"] = ast.parse("def lonely(): pass").body
     graph_of.nodes.add(lonely)
