@@ -40,13 +40,14 @@ def test_top_k_of_a_call() -> None:
     torch.testing.assert_close(layer(x, top_k=3).output, other(x).output)
 
 
-@pytest.mark.parametrize("x,mask,words",
-                         [(torch.randn(4, 7), None, "model_dim"),
-                          (torch.randn(8), None, "model_dim"),
-                          (torch.ones(4, 8, dtype=torch.int64), None, "floating"),
-                          (torch.randn(4, 8, device="meta"), None, "meta device"),
-                          (torch.randn(4, 8), torch.ones(4), "token_mask"),
-                          (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),])
+@pytest.mark.parametrize("x,mask,words", [
+    (torch.randn(4, 7), None, "model_dim"),
+    (torch.randn(8), None, "model_dim"),
+    (torch.ones(4, 8, dtype=torch.int64), None, "floating"),
+    (torch.randn(4, 8, device="meta"), None, "meta device"),
+    (torch.randn(4, 8), torch.ones(4), "token_mask"),
+    (torch.randn(4, 8), torch.ones(5, dtype=torch.bool), "token_mask"),
+])
 def test_wrong_inputs(x: torch.Tensor, mask: torch.Tensor | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(config())(x, mask)
@@ -78,14 +79,15 @@ def test_what_padding_holds_reaches_nothing(dispatch: dict, filling: float) -> N
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-@pytest.mark.parametrize("tree,words",
-                         [({"model_dim": 0}, "model_dim=0"),
-                          ({"router": {"name": "no"}}, "unknown router 'no'"),
-                          ({"losses": {"no": 1}}, "unknown loss 'no'"),
-                          ({"dispatch": {"name": "no"}}, "unknown dispatcher 'no'"),
-                          ({"comm": {"all_to_all": "no"}}, "unknown all_to_all 'no'"),
-                          ({"experts": {"kind": "no"}}, "unknown experts 'no'"),
-                          ({"experts": {"compute": "no"}}, "unknown expert_compute 'no'"),])
+@pytest.mark.parametrize("tree,words", [
+    ({"model_dim": 0}, "model_dim=0"),
+    ({"router": {"name": "no"}}, "unknown router 'no'"),
+    ({"losses": {"no": 1}}, "unknown loss 'no'"),
+    ({"dispatch": {"name": "no"}}, "unknown dispatcher 'no'"),
+    ({"comm": {"all_to_all": "no"}}, "unknown all_to_all 'no'"),
+    ({"experts": {"kind": "no"}}, "unknown experts 'no'"),
+    ({"experts": {"compute": "no"}}, "unknown expert_compute 'no'"),
+])
 def test_wrong_names(tree: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(config(**tree))

@@ -39,22 +39,24 @@ def test_simulate_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("args", "said"), [(["--ranks", "many"], "must be whole numbers"),
-                                            (["--ranks", "12"], "12 ranks do not fill nodes"),
-                                            (["--sizes", "big"], "'big' is not a size"),
-                                            (["--cluster", "/nowhere"], "cannot be read"),])
+@pytest.mark.parametrize(("args", "said"), [
+    (["--ranks", "many"], "must be whole numbers"),
+    (["--ranks", "12"], "12 ranks do not fill nodes"),
+    (["--sizes", "big"], "'big' is not a size"),
+    (["--cluster", "/nowhere"], "cannot be read"),
+])
 def test_simulate_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "all-to-all", "--cluster", CLUSTER, *args]) == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [(["--emulate", "8"], "'8' is not a grid"),
-     (["--emulate", "2x2", "--rate", "fast"], "is not a rate"),
-     (["--algorithms", "quick", "--emulate", "2x2"], "unknown all_to_all 'quick'"),
-     (["--repeats", "0", "--emulate", "2x2"], "--repeats 0"),
-     (["--sizes", "x", "--emulate", "2x2"], "is not a size"),])
+@pytest.mark.parametrize(("args", "said"), [
+    (["--emulate", "8"], "'8' is not a grid"),
+    (["--emulate", "2x2", "--rate", "fast"], "is not a rate"),
+    (["--algorithms", "quick", "--emulate", "2x2"], "unknown all_to_all 'quick'"),
+    (["--repeats", "0", "--emulate", "2x2"], "--repeats 0"),
+    (["--sizes", "x", "--emulate", "2x2"], "is not a size"),
+])
 def test_bench_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "all-to-all", *args]) == 2
     assert said in capsys.readouterr().err

@@ -101,9 +101,12 @@ def _counters(name: str) -> tuple[int, int]:
     return comm.counters.messages, comm.bytes_sent
 
 
-@pytest.mark.parametrize(("name", "messages", "sent"),
-                         [("linear", [3] * 4, [60] * 4), ("native", [3] * 4, [60] * 4),
-                          ("2dh", [2] * 4, [80] * 4), ("leader", [2, 1, 2, 1], [160, 80, 160, 80])])
+@pytest.mark.parametrize(("name", "messages", "sent"), [
+    ("linear", [3] * 4, [60] * 4),
+    ("native", [3] * 4, [60] * 4),
+    ("2dh", [2] * 4, [80] * 4),
+    ("leader", [2, 1, 2, 1], [160, 80, 160, 80]),
+])
 def test_counted_messages_and_bytes(name: str, messages: list[int], sent: list[int]) -> None:
     """20 bytes a piece. 2DH: one message in the node, one out, two pieces each. Leaders send on two
     ranks' two pieces, and a buffer back.

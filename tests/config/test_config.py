@@ -43,29 +43,31 @@ def test_round_trip() -> None:
     } and config.hidden_dim == 256
 
 
-@pytest.mark.parametrize(
-    "tree,words",
-    [({"routr": {}}, ["'routr'", "router"]), ({"router": {"topk": 2}}, ["'router.topk'", "top_k"]),
-     ({"router": {"top_k": 0}}, ["router.top_k=0", ">= 1", "use"]),
-     ({"router": {"top_k": "two"}}, ["router.top_k='two'", "int"]),
-     ({"router": {"top_k": True}}, ["router.top_k=True", "int"]),
-     ({"router": {"top_k": 9}}, ["router.top_k=9", "num_experts=8", "lower"]),
-     ({"router": {"score": ""}}, ["router.score=''", "registered name", "softmax"]),
-     ({"router": {"noise": -1}}, ["router.noise=-1.0", ">= 0"]),
-     ({"router": {"input_jitter": 1.0}}, ["router.input_jitter=1.0", "[0, 1)"]),
-     ({"router": {"second_expert_policy": "random", "top_k": 3}
-       }, ["second_expert_policy='random'", "router.top_k is 3"]),
-     ({"router": "topk"}, ["router='topk'", "mapping"]),
-     ({"losses": {"load_importance": 0.1}}, ["losses.load_importance=0.1", "router.noise"]),
-     ({"losses": {"tutel_load_importance": 0.1}},
-      ["losses.tutel_load_importance=0.1", "router.noise"]),
-     ({"losses": {"z": -0.1}}, ["losses.z=-0.1", ">= 0"]), ({"losses": 3}, ["losses=3", "mapping"]),
-     ({"dispatch": {"capacity_factor": float("nan")}}, ["dispatch.capacity_factor=nan", "finite"]),
-     ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),
-     ({"num_experts": 0}, ["num_experts=0", ">= 1"]),
-     ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
-     ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
-     ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),])
+@pytest.mark.parametrize("tree,words", [
+    ({"routr": {}}, ["'routr'", "router"]),
+    ({"router": {"topk": 2}}, ["'router.topk'", "top_k"]),
+    ({"router": {"top_k": 0}}, ["router.top_k=0", ">= 1", "use"]),
+    ({"router": {"top_k": "two"}}, ["router.top_k='two'", "int"]),
+    ({"router": {"top_k": True}}, ["router.top_k=True", "int"]),
+    ({"router": {"top_k": 9}}, ["router.top_k=9", "num_experts=8", "lower"]),
+    ({"router": {"score": ""}}, ["router.score=''", "registered name", "softmax"]),
+    ({"router": {"noise": -1}}, ["router.noise=-1.0", ">= 0"]),
+    ({"router": {"input_jitter": 1.0}}, ["router.input_jitter=1.0", "[0, 1)"]),
+    ({"router": {"second_expert_policy": "random", "top_k": 3}},
+     ["second_expert_policy='random'", "router.top_k is 3"]),
+    ({"router": "topk"}, ["router='topk'", "mapping"]),
+    ({"losses": {"load_importance": 0.1}}, ["losses.load_importance=0.1", "router.noise"]),
+    ({"losses": {"tutel_load_importance": 0.1}},
+     ["losses.tutel_load_importance=0.1", "router.noise"]),
+    ({"losses": {"z": -0.1}}, ["losses.z=-0.1", ">= 0"]),
+    ({"losses": 3}, ["losses=3", "mapping"]),
+    ({"dispatch": {"capacity_factor": float("nan")}}, ["dispatch.capacity_factor=nan", "finite"]),
+    ({"dispatch": {"eval_token_fraction": 2}}, ["eval_token_fraction=2.0", "[0, 1]"]),
+    ({"num_experts": 0}, ["num_experts=0", ">= 1"]),
+    ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
+    ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
+    ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),
+])
 def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         from_dict(tree)
@@ -76,23 +78,29 @@ def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:
     ({"offload": {"profile": "file"}}, ["offload.profile='file'", "offload.activations=auto"]),
     ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
     ({"offload": {"activations": "keep,auto"}},
-     ["offload.activations='keep,auto'", "one of keep, recompute, swap", "recompute,keep"])])
+     ["offload.activations='keep,auto'", "one of keep, recompute, swap", "recompute,keep"]),
+])
 def test_wrong_values_of_a_run_are_named(tree: dict, words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         run_from_dict(tree)
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize(
-    "text,words",
-    [("a: [1, 2", ["is not YAML"]), ("- 1\n- 2", ["holds a list"]), ("\x00\x01", ["is not YAML"]),
-     ("num_expert: 3", ["num_expert", "known"]), ("1: 2\nfoo: 3", ["unknown key '1'"]),
-     ("router: {top_k: 1}\nrouter: {noise: 1.0}", ["is not YAML", "duplicate key router"]),
-     ("losses: {z: 1e-3, z: 1.0}", ["duplicate key z"]), ("router:", ["router=None", "mapping"]),
-     ("3", ["cannot be read", "int"]), ("imports: ${oc.env:HOME}", ["interpolation"]),
-     ("imports: '${'", ["bad.yaml"]),
-     ("num_experts: '8'", ["num_experts='8'", "int"]),
-     ("router: {noise: .inf}", ["router.noise=inf", "finite"]),])
+@pytest.mark.parametrize("text,words", [
+    ("a: [1, 2", ["is not YAML"]),
+    ("- 1\n- 2", ["holds a list"]),
+    ("\x00\x01", ["is not YAML"]),
+    ("num_expert: 3", ["num_expert", "known"]),
+    ("1: 2\nfoo: 3", ["unknown key '1'"]),
+    ("router: {top_k: 1}\nrouter: {noise: 1.0}", ["is not YAML", "duplicate key router"]),
+    ("losses: {z: 1e-3, z: 1.0}", ["duplicate key z"]),
+    ("router:", ["router=None", "mapping"]),
+    ("3", ["cannot be read", "int"]),
+    ("imports: ${oc.env:HOME}", ["interpolation"]),
+    ("imports: '${'", ["bad.yaml"]),
+    ("num_experts: '8'", ["num_experts='8'", "int"]),
+    ("router: {noise: .inf}", ["router.noise=inf", "finite"]),
+])
 def test_bad_files(tmp_path, text: str, words: list[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
@@ -120,24 +128,24 @@ def test_numbers_without_a_point(tmp_path) -> None:
     assert run.observe.jsonl == "1e-3.jsonl"
 
 
-@pytest.mark.parametrize(
-    "section,settings,words",
-    [(RouterConfig, {"top_k": "2"}, "router.top_k='2' is a str; must be int"),
-     (RouterConfig, {"top_k": 2.5}, "router.top_k=2.5 is a float; must be int"),
-     (RouterConfig, {"hash": "random"}, "router.hash='random' is a str; must be HashConfig"),
-     (ExpertsConfig, {"bias": 1}, "experts.bias=1 is a int"),
-     (DispatchConfig, {"equal_tokens": "yes"}, "dispatch.equal_tokens='yes'"),
-     (ObserveConfig, {"interval": None}, "observe.interval=None"),])
+@pytest.mark.parametrize("section,settings,words", [
+    (RouterConfig, {"top_k": "2"}, "router.top_k='2' is a str; must be int"),
+    (RouterConfig, {"top_k": 2.5}, "router.top_k=2.5 is a float; must be int"),
+    (RouterConfig, {"hash": "random"}, "router.hash='random' is a str; must be HashConfig"),
+    (ExpertsConfig, {"bias": 1}, "experts.bias=1 is a int"),
+    (DispatchConfig, {"equal_tokens": "yes"}, "dispatch.equal_tokens='yes'"),
+    (ObserveConfig, {"interval": None}, "observe.interval=None"),
+])
 def test_wrong_types_of_a_section_in_code(section: type, settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         section(**settings)
 
 
-@pytest.mark.parametrize(
-    "settings,words",
-    [({"num_experts": "8"}, "num_experts='8' is a str; must be int"),
-     ({"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"),
-     ({"losses": {"z": None}}, "losses.z=None"),])
+@pytest.mark.parametrize("settings,words", [
+    ({"num_experts": "8"}, "num_experts='8' is a str; must be int"),
+    ({"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"),
+    ({"losses": {"z": None}}, "losses.z=None"),
+])
 def test_wrong_types_in_code(settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         MoEConfig(**settings)

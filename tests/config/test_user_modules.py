@@ -45,9 +45,11 @@ def test_files_and_dotted_names_are_imported_once_and_before_names_are_looked_up
     layer_with("own.py", "test_from_file")  # the same file by another path
 
 
-@pytest.mark.parametrize("text,words", [(None, "FileNotFoundError"),
-                                        ("1 / 0", "ZeroDivisionError: division by zero"),
-                                        ("import no_such_module_here", "ModuleNotFoundError"),])
+@pytest.mark.parametrize("text,words", [
+    (None, "FileNotFoundError"),
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("import no_such_module_here", "ModuleNotFoundError"),
+])
 def test_what_goes_wrong_is_told_and_can_be_mended(text: str | None, words: str,
                                                    tmp_path: Path) -> None:
     path = tmp_path / "own.py"

@@ -62,8 +62,7 @@ def test_only_compat_of_a_host_knows_its_versions():
 
 @pytest.mark.parametrize("code, expected", [
     ("from megatron.core import parallel_state as ps", []),
-    ("from megatron.core.utils import get_model_config",
-     ["megatron.core.utils.get_model_config"]),
+    ("from megatron.core.utils import get_model_config", ["megatron.core.utils.get_model_config"]),
     ("def f():\n    import fairseq.benchmark", ["fairseq.benchmark"]),
     ("from moe_plugin.hosts.megatron.compat.names import GPTModel", []),
 ])

@@ -175,16 +175,17 @@ def test_cluster_files_round_trip(tmp_path: Path) -> None:
         assert load_cluster(copy) == cluster and copy.read_text().startswith("# two\n# lines\n")
 
 
-@pytest.mark.parametrize(("text", "said"),
-                         [("- 1", "not a mapping"), (": :", "is not YAML"),
-                          ("speed: 3", "unknown key 'speed'; known keys: name, nodes"),
-                          ("nodes: two", "'two' of type 'str' could not be converted to Int"),
-                          ("inter: {alpha: 1}",
-                           "unknown key 'inter.alpha'; known keys: alpha_s, beta_s"),
-                          ("inter: {alpha_s: x}", "inter.alpha_s Value 'x' .* to Float"),
-                          ("nodes: 0", "nodes=0 must be from 1 to"),
-                          ("inter: {beta_s: -1}", "number from 0 to"),
-                          ("phase_s: .inf", "number from 0 to"),])
+@pytest.mark.parametrize(("text", "said"), [
+    ("- 1", "not a mapping"),
+    (": :", "is not YAML"),
+    ("speed: 3", "unknown key 'speed'; known keys: name, nodes"),
+    ("nodes: two", "'two' of type 'str' could not be converted to Int"),
+    ("inter: {alpha: 1}", "unknown key 'inter.alpha'; known keys: alpha_s, beta_s"),
+    ("inter: {alpha_s: x}", "inter.alpha_s Value 'x' .* to Float"),
+    ("nodes: 0", "nodes=0 must be from 1 to"),
+    ("inter: {beta_s: -1}", "number from 0 to"),
+    ("phase_s: .inf", "number from 0 to"),
+])
 def test_bad_cluster_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(text)

@@ -132,9 +132,10 @@ def test_per_batch_losses_see_their_batch_alone() -> None:
                                                scores(part).topk(2).indices))
 
 
-@pytest.mark.parametrize("losses,message",
-                         [({"best": 1.0}, "unknown loss 'best'"),
-                          ({"noisy_load": 1.0}, "losses.noisy_load cannot be used")])
+@pytest.mark.parametrize("losses,message", [
+    ({"best": 1.0}, "unknown loss 'best'"),
+    ({"noisy_load": 1.0}, "losses.noisy_load cannot be used"),
+])
 def test_losses_that_do_not_fit(losses: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(losses)

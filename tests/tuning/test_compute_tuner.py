@@ -58,19 +58,20 @@ def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int 
                 2)
 
 
-@pytest.mark.parametrize("made,usable,names",
-                         [(load(FEW_ROWS - 1), ALL, ["kernels", "grouped"]),
-                          (load(FEW_ROWS), ALL, ["kernels", "grouped", "loop"]),
-                          (load(MANY_ROWS - 1), ALL, ["kernels", "grouped", "loop"]),
-                          (load(MANY_ROWS), ALL, ["kernels", "loop"]),
-                          (load(64), {"loop", "grouped"}, ["grouped"]),
-                          (load(MANY_ROWS), {"loop", "grouped"}, ["loop"]),
-                          (load(64), {"loop"}, ["loop"]),
-                          (load(64, "cpu"), ALL, ["fused", "grouped"]),
-                          (load(64, "cpu", even=True), ALL, ["fused", "grouped", "batched"]),
-                          (load(MANY_ROWS, "cpu", even=True), ALL, ["fused"]),
-                          (load(0, "cpu"), ALL, ["fused", "grouped"]),
-                          (load(5, "cpu", experts=0), ALL, ["fused", "grouped"]),])
+@pytest.mark.parametrize("made,usable,names", [
+    (load(FEW_ROWS - 1), ALL, ["kernels", "grouped"]),
+    (load(FEW_ROWS), ALL, ["kernels", "grouped", "loop"]),
+    (load(MANY_ROWS - 1), ALL, ["kernels", "grouped", "loop"]),
+    (load(MANY_ROWS), ALL, ["kernels", "loop"]),
+    (load(64), {"loop", "grouped"}, ["grouped"]),
+    (load(MANY_ROWS), {"loop", "grouped"}, ["loop"]),
+    (load(64), {"loop"}, ["loop"]),
+    (load(64, "cpu"), ALL, ["fused", "grouped"]),
+    (load(64, "cpu", even=True), ALL, ["fused", "grouped", "batched"]),
+    (load(MANY_ROWS, "cpu", even=True), ALL, ["fused"]),
+    (load(0, "cpu"), ALL, ["fused", "grouped"]),
+    (load(5, "cpu", experts=0), ALL, ["fused", "grouped"]),
+])
 def test_the_rule(made: ComputeLoad, usable: set[str], names: list[str]) -> None:
     assert candidates(made, usable) == names
 
@@ -139,11 +140,15 @@ def choose(known: MeasuredChoices, key: str, start: Times | None,
 
 
 @pytest.mark.usefixtures("told")
-@pytest.mark.parametrize("seconds,name", [({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
-                                          ({"a": 1.0, "b": 0.96}, "a"),
-                                          ({"a": 1.0, "b": 0.94}, "b"), ({"b": 2.0, "c": 1.0}, "c"),
-                                          ({"b": 1.0, "c": 0.96}, "b"), ({"c": 9.0}, "c"),
-                                          ({}, "a"),])
+@pytest.mark.parametrize("seconds,name", [
+    ({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
+    ({"a": 1.0, "b": 0.96}, "a"),
+    ({"a": 1.0, "b": 0.94}, "b"),
+    ({"b": 2.0, "c": 1.0}, "c"),
+    ({"b": 1.0, "c": 0.96}, "b"),
+    ({"c": 9.0}, "c"),
+    ({}, "a"),
+])
 def test_the_decision(seconds: dict[str, float], name: str, tmp_path: Path,
                       caplog: pytest.LogCaptureFixture) -> None:
     made = choose(MeasuredChoices(tmp_path), "key", Times(seconds, "abc"))

@@ -113,9 +113,10 @@ def test_sizes_have_buckets_of_their_own_and_uneven_ranks_share_one() -> None:
     assert run_simulated(4, rank, topology=PAIRS) == [[4, 6, 10, 13]] * 4
 
 
-@pytest.mark.parametrize(("topology", "reason"),
-                         [(Topology.one_node(4), "all 4 ranks are on one node"),
-                          (Topology.uniform(4, 1), "every node has one rank")])
+@pytest.mark.parametrize(("topology", "reason"), [
+    (Topology.one_node(4), "all 4 ranks are on one node"),
+    (Topology.uniform(4, 1), "every node has one rank"),
+])
 def test_what_needs_nodes_is_left_out_with_a_logged_reason(topology: Topology, reason: str,
                                                    caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
@@ -220,13 +221,13 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         run_simulated(2, lambda comm: prepare(comm, CommConfig(all_to_all="fastest")))
 
 
-@pytest.mark.parametrize(
-    ("name", "per_node", "ran", "said"),
-    [("2dh", 2, "2dh", "2 node(s) of 2 rank(s) (given)"),
-     ("leader", 2, "leader", "2 node(s) of 2 rank(s) (given)"),
-     ("2dh", 4, "linear", "it runs as linear, because all 4 ranks are on one node"),
-     ("leader", 1, "linear", "it runs as linear, because every node has one rank"),
-     ("native", 2, "native", "2 node(s)"),])
+@pytest.mark.parametrize(("name", "per_node", "ran", "said"), [
+    ("2dh", 2, "2dh", "2 node(s) of 2 rank(s) (given)"),
+    ("leader", 2, "leader", "2 node(s) of 2 rank(s) (given)"),
+    ("2dh", 4, "linear", "it runs as linear, because all 4 ranks are on one node"),
+    ("leader", 1, "linear", "it runs as linear, because every node has one rank"),
+    ("native", 2, "native", "2 node(s)"),
+])
 def test_what_really_ran_is_counted_and_a_fall_back_is_said(caplog: pytest.LogCaptureFixture,
                                                             name: str, per_node: int, ran: str,
                                                             said: str) -> None:

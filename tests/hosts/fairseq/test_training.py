@@ -326,11 +326,11 @@ def test_a_criterion_that_leaves_the_gate_loss_out_is_told(corpus: Corpus, tmp_p
     assert "criterion CrossEntropyCriterion does not add the routers' losses" in result.log
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(f"/no/such/data {LANGUAGE_MODEL} {MOE} --max-update 1", ("/no/such/data",)),
-     (f"{{data}} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 --max-update 1",
-      ("router.top_k", "num_experts=4")),])
+@pytest.mark.parametrize(("arguments", "words"), [
+    (f"/no/such/data {LANGUAGE_MODEL} {MOE} --max-update 1", ("/no/such/data",)),
+    (f"{{data}} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 --max-update 1",
+     ("router.top_k", "num_experts=4")),
+])
 def test_bad_input_is_named(corpus: Corpus, tmp_path: Path, arguments: str,
                             words: tuple[str, ...]) -> None:
     run("fairseq-train",

@@ -117,16 +117,16 @@ def test_activation(fairseq_name: str, ours: str) -> None:
     assert config(BRANCH, activation=fairseq_name).experts.activation == ours
 
 
-@pytest.mark.parametrize(("flags", "words"),
-                         [("--moe-top1-expert --moe-top-k 2", ("--moe-top1-expert", "--moe-top-k")),
-                          ("--moe-num-experts 8", ("--moe-expert-count", "--moe-num-experts")),
-                          ("--moe-batch-prioritized-routing --moe-batch-prioritized false",
-                           ("--moe-batch-prioritized",)),
-                          ("--moe-normalize-gate-prob-before-dropping --moe-router-normalize none",
-                           ("--moe-router-normalize",)),
-                          ("--moe-top-k 9", ("top_k", "num_experts=4")),
-                          ("--moe-capacity-factor many", ("--moe-capacity-factor", "many")),
-                          ("--moe-config /no/such.yaml", ("/no/such.yaml",)),])
+@pytest.mark.parametrize(("flags", "words"), [
+    ("--moe-top1-expert --moe-top-k 2", ("--moe-top1-expert", "--moe-top-k")),
+    ("--moe-num-experts 8", ("--moe-expert-count", "--moe-num-experts")),
+    ("--moe-batch-prioritized-routing --moe-batch-prioritized false", ("--moe-batch-prioritized",)),
+    ("--moe-normalize-gate-prob-before-dropping --moe-router-normalize none",
+     ("--moe-router-normalize",)),
+    ("--moe-top-k 9", ("top_k", "num_experts=4")),
+    ("--moe-capacity-factor many", ("--moe-capacity-factor", "many")),
+    ("--moe-config /no/such.yaml", ("/no/such.yaml",)),
+])
 def test_contradictions_and_bad_values_are_refused(flags: str, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
         config(BRANCH + flags)

@@ -54,13 +54,17 @@ def exhaustive(m: ModelShape, c, device: Device, space: Space) -> list[PlanCost]
     return [f for f in found if f.memory_bytes <= device.memory_bytes]
 
 
-@pytest.mark.parametrize("nodes,per_node,inter,changes,memory",
-                         [(1, 4, 22e9, {}, 80e9), (2, 4, 22e9, {}, 80e9), (2, 4, 1e9, {}, 80e9),
-                          (4, 2, 5e9, {"experts": 2}, 80e9), (2, 4, 22e9, {"experts": 32}, 12e9),
-                          (1, 8, 22e9, {"experts": 2, "top_k": 1, "sequence": 128}, 80e9),
-                          (2, 4, 22e9, {"capacity_factor": 1.25, "gated": True}, 16e9),
-                          (2, 4, 22e9, {"capacity_factor": 0.5, "experts": 4}, 80e9),
-                          (2, 2, 0.1e9, {"layers": 12, "global_batch": 16, "moe_every": 1}, 9e9),])
+@pytest.mark.parametrize("nodes,per_node,inter,changes,memory", [
+    (1, 4, 22e9, {}, 80e9),
+    (2, 4, 22e9, {}, 80e9),
+    (2, 4, 1e9, {}, 80e9),
+    (4, 2, 5e9, {"experts": 2}, 80e9),
+    (2, 4, 22e9, {"experts": 32}, 12e9),
+    (1, 8, 22e9, {"experts": 2, "top_k": 1, "sequence": 128}, 80e9),
+    (2, 4, 22e9, {"capacity_factor": 1.25, "gated": True}, 16e9),
+    (2, 4, 22e9, {"capacity_factor": 0.5, "experts": 4}, 80e9),
+    (2, 2, 0.1e9, {"layers": 12, "global_batch": 16, "moe_every": 1}, 9e9),
+])
 def test_search_equals_trying_everything(nodes: int, per_node: int, inter: float, changes: dict,
                                          memory: float) -> None:
     m, c, device = model(**changes), cluster(nodes, per_node,
@@ -202,10 +206,11 @@ def test_a_host_that_cannot_is_told() -> None:
         host_flags(model(), plan, "other")
 
 
-@pytest.mark.parametrize("values,words",
-                         [({"layer": 2}, "unknown key 'layer'; known keys: layers"),
-                          ({"layers": 2}, "missing mandatory value: model_dim"),
-                          ({"layers": 0, "model_dim": 8, "ffn_dim": 8}, "layers=0")])
+@pytest.mark.parametrize("values,words", [
+    ({"layer": 2}, "unknown key 'layer'; known keys: layers"),
+    ({"layers": 2}, "missing mandatory value: model_dim"),
+    ({"layers": 0, "model_dim": 8, "ffn_dim": 8}, "layers=0"),
+])
 def test_wrong_model_files(values, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         record(ModelShape, values, "model")
