@@ -57,9 +57,8 @@ class Size:
 
 # ranks, experts, ranks over which each expert is cut (None: as few as possible)
 SIZES = [
-    (1, 1, None), (1, 2, None), (1, 8, None), (2, 1, None), (2, 2, None), (2, 8, None), (2, 4, 2),
-    (4, 1, None), (4, 2, None), (4, 8, None), (4, 4, 2), (4, 8, 4), (4, 2, 4), (8, 2, None),
-    (8, 8, None), (8, 8, 2), (8, 4, 4)
+    (1, 1, None), (1, 8, None), (2, 1, None), (2, 8, None), (2, 4, 2), (4, 1, None), (4, 2, None),
+    (4, 8, None), (4, 4, 2), (4, 2, 4), (8, 2, None), (8, 8, None), (8, 4, 4)
 ]
 PARM_SIZES = [(2, 1, None), (2, 8, None), (4, 2, None), (4, 4, 2), (8, 2, None), (8, 8, 2)]
 

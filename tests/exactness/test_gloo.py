@@ -50,7 +50,8 @@ def gloo_cells(world: int) -> list[Cell]:
     ]
     return found + [
         cell for dispatch in cells.own_tokens()
-        for cell in cells.parm_cells(dispatch, SIZES[world][:1], **FEWER)
+        for cell in cells.parm_cells(dispatch, SIZES[world][:1], replicas=[2, 4][:world // 2],
+                                     **FEWER)
     ]
 
 

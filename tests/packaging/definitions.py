@@ -118,8 +118,9 @@ def sources() -> dict[str, Source]:
 class Graph:
     """What each node names."""
 
-    def __init__(self) -> None:
-        self.sources = sources()
+    def __init__(self, sources: dict[str, Source]) -> None:
+        self.sources = sources
+        self._named: dict[Node, list[Node]] = {}
         self.nodes = {Node(m, name) for m, s in self.sources.items() for name in s.definitions}
 
     def find(self, node: Node) -> Node | None:
@@ -222,11 +223,13 @@ class Graph:
             node = waiting.pop()
             if node not in found and not node.module.startswith(without):
                 found.add(node)
-                waiting += self.named(node)
+                if node not in self._named:
+                    self._named[node] = list(self.named(node))
+                waiting += self._named[node]
         return found
 
 
 @cache
 def graph() -> Graph:
     """Of the package as it is."""
-    return Graph()
+    return Graph(sources())

@@ -132,8 +132,6 @@ def test_finds_names_as_they_are_written(code, expected):
 
 
 def test_finds_what_nobody_reaches():
-    graph_of = Graph()
-    lonely = Node(f"{PACKAGE}.messages", "lonely")
-    graph_of.sources[lonely.module].definitions["lonely"] = ast.parse("def lonely(): pass").body
+    graph_of, lonely = Graph(graph().sources), Node(f"{PACKAGE}.messages", "lonely")
     graph_of.nodes.add(lonely)
     assert lonely in graph_of.nodes - graph_of.reached(roots())

@@ -1,8 +1,10 @@
 """What a forked rank does."""
 
 import importlib.metadata
+import pickle
 import runpy
 import sys
+from typing import Any
 
 
 def run_command(tool: str, arguments: list[str]) -> None:
@@ -15,6 +17,20 @@ def run_command(tool: str, arguments: list[str]) -> None:
     else:
         [script] = importlib.metadata.entry_points(group="console_scripts", name=tool)
         script.load()()
+
+
+def run_spawning(tool: str, arguments: list[str]) -> None:
+    """The same; the processes that it spawns are forked, from what it gives them pickled (a spawned
+    one imports fairseq again).
+    """
+    import torch.multiprocessing
+
+    def spawn(function: Any, args: tuple[Any, ...], nprocs: int, join: bool) -> None:
+        function, args = pickle.loads(pickle.dumps((function, args)))
+        torch.multiprocessing.start_processes(function, args, nprocs, join, start_method="fork")
+
+    torch.multiprocessing.spawn = spawn
+    run_command(tool, arguments)
 
 
 def parse(parser: str, arguments: list[str]) -> None:

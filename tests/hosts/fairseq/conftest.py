@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import free_port
-from tests.hosts.fairseq.commands import run_command
+from tests.hosts.fairseq.commands import run_command, run_spawning
 from tests.preloaded import Server
 from tests.text import sentence
 
@@ -26,6 +26,7 @@ pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairse
 pytestmark = pytest.mark.fairseq
 
 server = Server("tests.hosts.fairseq.preload")
+stock_server = Server("fairseq_cli.train")
 BIN = Path(sys.executable).parent
 LANGUAGE_MODEL = (
     "--task language_modeling --arch transformer_lm --decoder-embed-dim 32 --decoder-ffn-embed-dim "
@@ -115,12 +116,23 @@ def run(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None) -> R
     return fork(ranks, run_command, tool, arguments.split(), cwd=cwd)
 
 
-def fork(ranks: int, function: Callable[..., None], *args: Any, cwd: Path | None = None) -> Result:
+def run_stock(arguments: str) -> Result:
+    """`fairseq-train` where nothing has imported a user directory yet."""
+    return fork(1, run_command, "fairseq-train", arguments.split(), source=stock_server)
+
+
+def run_on_its_own_ranks(tool: str, arguments: str) -> Result:
+    """A command that starts its ranks itself."""
+    return fork(1, run_spawning, tool, arguments.split())
+
+
+def fork(ranks: int, function: Callable[..., None], *args: Any, cwd: Path | None = None,
+         source: Server = server) -> Result:
     """`function(*args)` in each of these processes."""
     variables = environment()
     if ranks > 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = server.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=600)
+    done = source.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=600)
     return Result(done.code, done.log)
 
 

@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_gloo
-from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, environment, run, run_alone
+from tests.hosts.fairseq.conftest import (
+    LANGUAGE_MODEL,
+    Corpus,
+    environment,
+    run,
+    run_alone,
+    run_stock,
+)
 
 
 def test_stock_training_needs_no_user_dir(corpus: Corpus, tmp_path: Path) -> None:
-    result = run_alone(
-        "fairseq-train",
-        f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 8 --save-dir "
-        f"{tmp_path}"
-    ).ok()
+    result = run_stock(f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 8 "
+                       f"--save-dir {tmp_path}").ok()
     assert len(result.losses) == 8
     assert result.losses[-1] < result.losses[0] - 0.2
 

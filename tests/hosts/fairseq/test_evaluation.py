@@ -13,7 +13,7 @@ from moe_plugin.checkpoint.formats.fairseq.resume import part_state
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.hosts.fairseq.groups import Evaluation, Turns, evaluating
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from tests.hosts.fairseq.conftest import Corpus, Result, run
+from tests.hosts.fairseq.conftest import Corpus, Result, run, run_on_its_own_ranks
 from tests.hosts.fairseq.small import language_model
 
 EXPERTS = "decoder.layers.1.moe_layer.moe.experts."
@@ -218,8 +218,10 @@ def test_translations_of_several_processes_are_those_of_one(corpus: Corpus,
                  "--beam 2 --max-len-b 8 --batch-size 3")
     alone = run("fairseq-generate", arguments).ok().log
     wanted = hypotheses(alone)
-    for start in ("", " --distributed-world-size 2"):
-        log = run("fairseq-generate", arguments + start, ranks=1 if start else 2).ok().log
+    for done in (run("fairseq-generate", arguments, ranks=2),
+                 run_on_its_own_ranks("fairseq-generate", f"{arguments} --distributed-world-size 2")
+                 ):
+        log = done.ok().log
         same(hypotheses(log), wanted)
         [score] = set(re.findall(r"^Generate test.*$", log, re.MULTILINE))
         assert score in alone and "BLEU4" in score

@@ -21,7 +21,7 @@ from moe_plugin.observe.history import read_run
 from moe_plugin.run import StepFacts
 from tests.hosts import ill
 from tests.hosts.fairseq.commands import run_command
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run, run_alone
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run
 from tests.hosts.fairseq.small import language_model, tokens
 from tests.observe import wandb_files
 
@@ -104,7 +104,7 @@ def test_settings_of_translation_models_are_named(corpus: Corpus, arch: str) -> 
 def test_the_log_file_of_fairseq_has_a_report(corpus: Corpus, tmp_path: Path) -> None:
     flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 4 --no-save "
              f"--log-format json --log-interval 1 --log-file {tmp_path / 'run.log'}")
-    run_alone("fairseq-train", flags).ok()
+    run("fairseq-train", flags).ok()
     found = read_run(tmp_path)
     assert found.host == "fairseq" and found.finished and found.total_steps == 4
     assert [r.step for r in found.steps] == [1, 2, 3, 4] and all(r.loss for r in found.steps)
@@ -182,7 +182,7 @@ def test_weights_and_biases_gets_layers_and_the_training_log(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     flags = "--moe-stats-wandb moe --moe-stats-interval 2 --max-update 4 --no-save"
-    result = run_alone(
+    result = run(
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --disable-validation {flags}", ranks=2).ok()
     found = wandb_files.rows(tmp_path)  # of one run: rank 0's

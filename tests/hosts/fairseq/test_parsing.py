@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run, run_alone
+from tests.hosts.fairseq.conftest import (
+    DROPLESS,
+    LANGUAGE_MODEL,
+    MOE,
+    Corpus,
+    run,
+    run_alone,
+    run_stock,
+)
 
 _WITHOUT = MOE.replace("--user-dir moe_plugin ", "")
 
@@ -41,7 +49,7 @@ def test_one_line_says_what_to_write_instead(corpus: Corpus, flags: str,
     ("--save-dri x", ("did you mean --save-dir?",), False)])
 def test_without_the_user_dir_it_is_named(corpus: Corpus, flags: str, parts: tuple[str, ...],
                                           missing: bool) -> None:
-    result = run_alone("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {flags}")
+    result = run_stock(f"{corpus.lm} {LANGUAGE_MODEL} {flags}")
     assert result.code == 2 and result.log.count("\n") == 1, result.log[-3000:]
     assert all(part in result.log for part in parts), result.log
     assert ("--user-dir moe_plugin is missing" in result.log) is missing, result.log

@@ -1,5 +1,6 @@
 """Imported once by the server that forks Megatron's ranks (tests/preloaded.py)."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -18,9 +19,15 @@ def _preload() -> None:
     mend_config_warning()
     import moe_plugin.hosts.megatron as host
 
-    for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):
-        importlib.import_module(module.name)
-    importlib.import_module(f"{host.__name__}.trainer.train")
+    for folder in (host.__name__, f"{host.__name__}.trainer"):
+        package = importlib.import_module(folder)
+        for module in pkgutil.iter_modules(package.__path__, f"{folder}."):
+            importlib.import_module(module.name)
+    for name in ("megatron.core.datasets.gpt_dataset", "torch.profiler._cupti_monitor",
+                 "megatron.core.dist_checkpointing.strategies.filesystem_async"):
+        with contextlib.suppress(ImportError):  # of other versions
+            importlib.import_module(name)
+
 
 if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec(
         "megatron.core") is not None:
