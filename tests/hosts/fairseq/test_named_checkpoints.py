@@ -17,7 +17,6 @@ from tests.hosts.fairseq.conftest import (
     Corpus,
     Result,
     run,
-    run_alone,
 )
 
 pytestmark = pytest.mark.distributed
@@ -76,7 +75,8 @@ def _scores(log: str) -> list[str]:
 
 def test_generation_from_any_name(corpus: Corpus, mt2: tuple[Path, Result],
                                   tmp_path: Path) -> None:
-    home, flags = mt2[0], f"{corpus.mt} --user-dir moe_plugin --cpu --beam 2 --batch-size 1"
+    home, flags = mt2[0], (f"{corpus.mt} --user-dir moe_plugin --cpu --beam 2 --max-len-b 8 "
+                           "--batch-size 1")
     wanted, *others = [_scores(run("fairseq-generate", f"{flags} --path {home / name}", 1).ok().log)
                        for name in NAMES]
     assert len(wanted) == 20 and others == [wanted] * 2
@@ -85,8 +85,8 @@ def test_generation_from_any_name(corpus: Corpus, mt2: tuple[Path, Result],
     double = _scores(run("fairseq-generate", f"{flags} --path {both}", 1).ok().log)
     assert [line.split("\t")[2] for line in double] == [line.split("\t")[2] for line in wanted]
     (tmp_path / "in").write_text((corpus.mt.parent / "test.src").read_text())
-    shown = run_alone("fairseq-interactive", f"{flags} --path {both} --input "
-                      f"{tmp_path / 'in'}").ok().log
+    shown = run("fairseq-interactive",
+                f"{flags} --path {both} --input {tmp_path / 'in'}").ok().log
     assert [line.split("\t")[2] for line in _scores(shown)] == [
         line.split("\t")[2] for line in double]
 
