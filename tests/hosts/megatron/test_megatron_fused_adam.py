@@ -47,15 +47,15 @@ def _train(argv: list[str]) -> tuple[list[dict[str, Any]], list[bool], list[torc
 @pytest.mark.parametrize("kind", [[], ["--use-distributed-optimizer"],
                                   ["--bf16", "--use-distributed-optimizer"]],
                          ids=["fp32", "sharded", "bf16 sharded"])
-def test_twenty_steps_equal_those_of_adam_not_fused(kind: list[str], data: str) -> None:
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "20", "--clip-grad", "0.8",
+def test_steps_equal_those_of_adam_not_fused(kind: list[str], data: str) -> None:
+    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "8", "--clip-grad", "0.8",
             "--weight-decay", "0.1", *kind]
     tolerance = {"rtol": 0, "atol": 2e-2 if "--bf16" in kind else 2e-4}
     for seen, wanted in zip(on_ranks(2, _train, [*argv, FUSED]), on_ranks(2, _train, argv),
                             strict=True):
         (mine, fused, my_experts), (theirs, plain, their_experts) = seen, wanted
         assert fused and all(fused) and not any(plain)
-        assert theirs[0]["lm_loss"] - theirs[-1]["lm_loss"] > 0.5
+        assert theirs[0]["lm_loss"] - theirs[-1]["lm_loss"] > 0.1
         for name in ("lm_loss", "grad_norm"):
             torch.testing.assert_close(*(torch.tensor([r[name] for r in rows])
                                          for rows in (mine, theirs)), **tolerance)

@@ -116,11 +116,11 @@ def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_
     """Logged values, and gradient norms in which the balance losses weigh much, are those of one
     stage without recomputation.
     """
-    argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--num-layers", "8",
+    argv = [*MODEL, "--data-path", data, "--train-iters", "3", "--num-layers", "8",
             "--moe-aux-loss-coeff", "10", "--moe-z-loss-coeff", "1"]
     on_ranks(1, trained, [*argv, "--train-iters", "1", "--save", str(tmp_path)])
     want = _aux(argv, str(tmp_path), world=1)
-    assert len(want) == 3 and all(
+    assert len(want) == 2 and all(
         set(r["aux"]) == {"load_balancing_loss", "z_loss"} and all(v > 0
                                                                    for v in r["aux"]["z_loss"])
         for r in want)
@@ -140,7 +140,7 @@ def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_
     saved = tmp_path / "virtual"
     on_ranks(4, trained,
              [*argv, "--load",
-              str(tmp_path), *virtual, "--train-iters", "3", "--save",
+              str(tmp_path), *virtual, "--train-iters", "2", "--save",
               str(saved)])
     assert _aux(argv, str(saved), world=1)[0]["loss"] == pytest.approx(want[-1]["loss"], rel=1e-3)
 
