@@ -26,18 +26,12 @@ _ROUTERS = ("router.", "gate.", "gates.")
 Layers = Mapping[str, Mapping[str, Any]]
 
 
-def mark_float32(entries: Mapping[Key, TensorEntry], layers: Layers) -> dict[Key, TensorEntry]:
-    """The entries, with `TensorEntry.keeps_float32` where it holds."""
-    widest = _bytes_of_experts(entries, layers)
-    return {key: replace(entry, keeps_float32=True) if _stays(key, entry, layers, widest) else entry
-            for key, entry in entries.items()}
-
-
 def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
-    """The same of tensors that are not read yet."""
+    """The tensors, with `TensorEntry.keeps_float32` where it holds."""
     tensors = list(derived)
-    entries = mark_float32({one.key: one.entry for one in tensors}, layers)
-    return [replace(one, entry=entries[one.key]) for one in tensors]
+    widest = _bytes_of_experts(tensors, layers)
+    return [replace(one, entry=replace(one.entry, keeps_float32=True))
+            if _stays(one.key, one.entry, layers, widest) else one for one in tensors]
 
 
 def _stays(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, int]) -> bool:
@@ -55,11 +49,12 @@ def _stays(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, in
     return False
 
 
-def _bytes_of_experts(entries: Mapping[Key, TensorEntry], layers: Layers) -> dict[str, int]:
+def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
     """Bytes of the widest number of each layer's experts."""
     found: dict[str, int] = {}
-    for (field, name), entry in entries.items():
+    for one in tensors:
+        (field, name), dtype = one.key, one.entry.dtype
         layer, experts, _ = name.partition("experts.")
-        if experts and field == MODEL and layer in layers and entry.dtype.is_floating_point:
-            found[layer] = max(found.get(layer, 0), entry.dtype.itemsize)
+        if experts and field == MODEL and layer in layers and dtype.is_floating_point:
+            found[layer] = max(found.get(layer, 0), dtype.itemsize)
     return found

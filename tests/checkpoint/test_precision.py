@@ -19,7 +19,7 @@ from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F40
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.neutral import DecoderSettings
-from moe_plugin.checkpoint.precision import mark_float32
+from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import MODEL, Derived, Source, TensorEntry, View
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.huggingface import restore_moe_blocks, swap_moe_blocks
@@ -213,11 +213,11 @@ def test_gates_of_tutel_that_are_wider_than_their_experts(experts: torch.dtype,
     ("model.layers.0.mlp.gate.e_score_correction_bias", True), ("a.router.weight_ED", False),
     ("a.router.bias", False), ("a.b_in_LF", False), ("bias_E", True)])
 def test_names(name: str, stays: bool) -> None:
-    key = MODEL, name
-    [entry] = mark_float32({key: TensorEntry((2,), torch.float32)}, {}).values()
-    assert entry.keeps_float32 == stays
-    [moment] = mark_float32({("exp_avg", name): TensorEntry((2,), torch.float32)}, {}).values()
-    assert not moment.keeps_float32
+    entry = TensorEntry((2,), torch.float32)
+    weight, moment = marked((Derived((field, name), entry, torch.empty)
+                             for field in (MODEL, "exp_avg")), {})
+    assert weight.entry.keeps_float32 == stays
+    assert not moment.entry.keeps_float32
 
 
 def test_renamed_cut_and_joined_tensors_stay(tmp_path: Path) -> None:

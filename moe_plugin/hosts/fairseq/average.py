@@ -9,7 +9,6 @@ saves; layers with experts save more than tensors, and each rank has a file of i
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -59,8 +58,7 @@ def _files_of(name: str) -> list[str]:
     if not files.has_rank(name) and os.path.exists(name):
         return [name]
     stem = files.without_rank(name).removesuffix(".pt")
-    count = len(glob.glob(f"{glob.escape(stem)}-rank-*.pt"))
-    paths = [files.with_rank(f"{stem}.pt", rank) for rank in range(count)]
+    paths = [files.with_rank(f"{stem}.pt", rank) for rank in range(len(files.rank_files(name)))]
     missing = [path for path in paths or [name] if not os.path.exists(path)]
     if missing:
         raise ValueError(f"checkpoint {short(name)}: {missing[0]} does not exist; give the paths "

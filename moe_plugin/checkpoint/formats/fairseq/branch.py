@@ -9,7 +9,6 @@ it in the pieces of fairscale's modules, without names: of them the model alone 
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -62,8 +61,7 @@ def _find(path: Path) -> list[str]:
     shared = f"{stem}-shared.pt"
     if not os.path.isfile(shared):
         return []
-    found = {int(number): path for path in glob.glob(glob.escape(stem) + "-rank-*.pt")
-             for number in re.findall(r"-rank-(\d+)\.pt$", path)}
+    found = files.rank_files(f"{stem}.pt")
     if missing := sorted(set(range(max(1, len(found)))) - set(found)):
         raise CheckpointError(f"checkpoint file '{stem}-rank-{missing[0]}.pt' is missing: experts "
                               f"are in it, next to {shared!r}")

@@ -63,6 +63,14 @@ def has_rank(filename: str) -> bool:
     return _RANK.search(filename) is not None
 
 
+def rank_files(filename: str, end: str = "") -> dict[int, str]:
+    """Files of ranks under a name, with or without a rank in it; end: behind `.pt`."""
+    stem = without_rank(filename).removesuffix(".pt")
+    found = glob.glob(f"{glob.escape(stem)}-rank-*.pt{end}")
+    return {int(number): path for path in sorted(found)
+            for number in _RANK.findall(path.removesuffix(end))}
+
+
 def is_crash_dump(filename: str) -> bool:
     """fairseq's dump of a failing step, which not every rank writes."""
     return os.path.basename(filename).startswith("crash")
@@ -380,7 +388,7 @@ def _remedy(key: str, value: int) -> str:
 def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
     """What is wrong where this rank has no file but a run of another size left some."""
     whole = without_rank(filename)
-    others = glob.glob(glob.escape(whole.removesuffix(".pt")) + "-rank-*.pt")
+    others = list(rank_files(whole).values())
     if has_rank(filename) and os.path.exists(whole):
         others.append(whole)
     if not others:

@@ -7,7 +7,6 @@ files (settings, histories, iterator, meters) is rank 0's.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,10 +99,11 @@ def survey(name: str, trusted: bool = False) -> list[Written]:
     whose last phase of saving was interrupted. Files that cannot be read are left out.
     """
     whole = files.without_rank(name)
-    ranks = glob.glob(glob.escape(whole.removesuffix(".pt")) + "-rank-*.pt")
     found: dict[tuple[int, int, int, int], dict[int, str]] = {}
-    for path in (path for base in {whole, *ranks, *_pending(whole)}
-                 for path in (base, base + files.PENDING) if os.path.isfile(path)):
+    for path in (whole, whole + files.PENDING, *files.rank_files(whole).values(),
+                 *files.rank_files(whole, files.PENDING).values()):
+        if not os.path.isfile(path):
+            continue
         try:
             manifest = _manifest(read_file(path, trusted))
         except CheckpointError:
@@ -116,12 +116,6 @@ def survey(name: str, trusted: bool = False) -> list[Written]:
     return [Written(world, ep, experts, step, tuple(paths[rank] for rank in range(ep)))
             for (step, world, ep, experts), paths in sorted(found.items(), reverse=True)
             if all(rank in paths for rank in range(ep))]
-
-
-def _pending(whole: str) -> list[str]:
-    """Names without a file whose pending file is there."""
-    pattern = glob.escape(whole.removesuffix(".pt")) + "-rank-*.pt" + files.PENDING
-    return [path.removesuffix(files.PENDING) for path in glob.glob(pattern)]
 
 
 def _manifest(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -64,6 +64,9 @@ class Family:
 
 _DEEPSEEK = {"shared_name": "shared_experts", "shared": "plain", "experts_key": "n_routed_experts",
              "scales": True, "dense": "first", "biases": ("none", "all"), "latent": True}
+_LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank",
+                 "plain_dim": "qk_nope_head_dim", "rotary_dim": "qk_rope_head_dim",
+                 "value_dim": "v_head_dim"}
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
            "qk_rope_head_dim": 64, "v_head_dim": 128}
 FAMILIES = {family.model_type: family for family in (
@@ -212,9 +215,7 @@ def _rotary(config: Mapping[str, Any], default: float) -> tuple[float, dict[str,
 
 def _latent(get: Any) -> dict[str, Any]:
     interleaved = get("rope_interleave")
-    return {"q_rank": get("q_lora_rank"), "kv_rank": get("kv_lora_rank"),
-            "plain_dim": get("qk_nope_head_dim"), "rotary_dim": get("qk_rope_head_dim"),
-            "value_dim": get("v_head_dim"),
+    return {**{ours: get(theirs) for ours, theirs in _LATENT_NAMES.items()},
             "interleaved": True if interleaved is None else bool(interleaved)}
 
 
@@ -350,9 +351,7 @@ def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) 
 
 def _latent_of(family: Family, model: NeutralModel) -> dict[str, Any]:
     latent = model.settings.latent
-    config = {"q_lora_rank": latent["q_rank"], "kv_lora_rank": latent["kv_rank"],
-              "qk_nope_head_dim": latent["plain_dim"], "qk_rope_head_dim": latent["rotary_dim"],
-              "v_head_dim": latent["value_dim"]}
+    config = {theirs: latent[ours] for ours, theirs in _LATENT_NAMES.items()}
     if "rope_interleave" in family.defaults:
         config["rope_interleave"] = latent["interleaved"]
     return config
