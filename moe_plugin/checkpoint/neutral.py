@@ -48,10 +48,9 @@ from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
     Source,
-    TensorEntry,
     View,
     cast,
-    window_shape,
+    filled,
 )
 from moe_plugin.messages import short
 
@@ -253,9 +252,7 @@ def without_embed_scale(source: Source) -> Source:
 
 def zeros(like: Derived, name: str) -> Derived:
     """A vector of zeros, one for each row of a matrix: a bias that changes nothing."""
-    entry = TensorEntry(like.entry.shape[:1], like.entry.dtype)
-    return Derived((like.key[0], name), entry,
-                   lambda window: torch.zeros(window_shape(window), dtype=entry.dtype))
+    return filled((like.key[0], name), like.entry.shape[:1], like.entry.dtype)
 
 
 def is_zero(source: Source, name: str) -> bool:

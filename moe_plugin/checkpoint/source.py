@@ -292,6 +292,19 @@ class View(DerivedSource):
         self.origin.close()
 
 
+def filled(key: Key, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Derived:
+    """A tensor whose elements are all the same."""
+    return Derived(key, TensorEntry(tuple(shape), dtype),
+                   lambda window: torch.full(window_shape(window), value, dtype=dtype))
+
+
+def in_memory(key: Key, tensor: Tensor) -> Derived:
+    """A tensor in memory as one that is read."""
+    values = tensor.detach()
+    return Derived(key, TensorEntry(tuple(values.shape), values.dtype),
+                   lambda window: values[window])
+
+
 def transposed(one: Derived, order: Sequence[int]) -> Derived:
     """The tensor with its axes in another order, as `Tensor.permute`."""
     inverse = sorted(range(len(order)), key=lambda axis: order[axis])

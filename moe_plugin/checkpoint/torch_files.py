@@ -27,6 +27,7 @@ from moe_plugin.checkpoint.source import (
     Window,
     blocks,
     full_window,
+    in_memory,
     refused_if_unreadable,
     window_shape,
 )
@@ -282,10 +283,7 @@ def _in_memory() -> Callable[[Tensor], Derived]:
     known: dict[int, Derived] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        values = tensor.detach()
-        one = Derived(("", ""), TensorEntry(tuple(values.shape), values.dtype),
-                      lambda window: values[window])
-        return known.setdefault(id(tensor), one)
+        return known.setdefault(id(tensor), in_memory(("", ""), tensor))
 
     return stored
 

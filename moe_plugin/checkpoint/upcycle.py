@@ -36,10 +36,10 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
     View,
     Window,
+    filled,
     pieces_of,
     stacked,
     transposed,
-    window_shape,
 )
 from moe_plugin.messages import short
 from moe_plugin.regular_files import write_remedy
@@ -152,9 +152,7 @@ def _moe(mlp: Mapping[str, Derived], plan: Upcycling, layer: int) -> Iterator[De
                 yield from _shared(mlp, part, plan, prefix)
     if plan.shared_gate:
         like = mlp["w_in.weight"].entry
-        entry = TensorEntry((1, like.shape[1]), like.dtype)
-        yield Derived((MODEL, prefix + "shared.gate.weight"), entry, lambda window: torch.zeros(
-            window_shape(window), dtype=entry.dtype))
+        yield filled((MODEL, prefix + "shared.gate.weight"), (1, like.shape[1]), like.dtype)
 
 
 def _experts(mlp: Mapping[str, Derived], part: str, plan: Upcycling,

@@ -47,6 +47,15 @@ class CheckpointSizes:
             if name != "dtype" and (type(value) is not int or value < 1):
                 raise ValueError(f"layout {name}={value!r}: must be at least 1")
 
+    def one_group(self, usual: int) -> int:
+        """Ranks, where each writes a file and all share the experts; `ValueError` where `world` and
+        `ep` differ.
+        """
+        if None not in (self.world, self.ep) and self.world != self.ep:
+            raise ValueError(f"--world {self.world} and --ep {self.ep} differ: the format has a "
+                             "file for each expert-parallel rank; give one of the two")
+        return self.ep or self.world or usual
+
     def given(self) -> tuple[str, ...]:
         """Names of the fields that are set."""
         return tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)

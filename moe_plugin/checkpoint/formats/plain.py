@@ -240,8 +240,5 @@ class PlainFormat(Format):
         return bytes_of_ranks(source, size, size)
 
     def _size(self, source: Source, layout: CheckpointSizes) -> int:
-        if None not in (layout.world, layout.ep) and layout.world != layout.ep:
-            raise ValueError(f"--world {layout.world} and --ep {layout.ep} differ: a plain "
-                             "checkpoint has one part for each expert-parallel rank")
-        same = source.describe().get("ranks", 1) if source.format == self.name else 1
-        return layout.ep or layout.world or same
+        return layout.one_group(
+            source.describe().get("ranks", 1) if source.format == self.name else 1)

@@ -282,11 +282,8 @@ class TutelFormat(Format):
         if fields:
             raise CheckpointError(f"Tutel's checkpoints have no optimizer state, the source has "
                                   f"{fields[0]!r}; give --model-only")
-        given = source.describe().get("ranks", 1) if source.format == self.name else 1
-        size = layout.world or layout.ep or given
-        if size != (layout.ep or size):
-            raise ValueError(f"--world {size} and --ep {layout.ep} differ: Tutel has a file for "
-                             "each rank, and all share the experts")
+        size = layout.one_group(
+            source.describe().get("ranks", 1) if source.format == self.name else 1)
         for experts in {origin["num_experts"] for origin in source.layers.values()}:
             if experts % size and size % experts:
                 raise ValueError(f"--world {size} does not fit {experts} experts: must be a "
@@ -304,7 +301,5 @@ def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:
             one = _part(one, rank, size, source.layers[prefix]["num_experts"])
         state[key[1]] = one
     for prefix, origin in source.layers.items():
-        count = torch.tensor(origin["num_experts"])
-        state[prefix + COUNT] = Derived((MODEL, prefix + COUNT), TensorEntry((), count.dtype),
-                                        lambda _, count=count: count.clone())
+        state[prefix + COUNT] = torch.tensor(origin["num_experts"])
     return state

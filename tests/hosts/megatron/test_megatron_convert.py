@@ -31,7 +31,9 @@ from moe_plugin.checkpoint.formats.base import (
     open_source,
 )
 from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
+from moe_plugin.checkpoint.formats.megatron import names
 from moe_plugin.checkpoint.formats.megatron import writer as megatron_writer
+from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import MODEL as MODEL_FIELD
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
@@ -244,19 +246,20 @@ def test_windows_are_what_megatron_wrote(runs: Any) -> None:
     folder = Path(runs("SGD EP2", False), f"iter_{SAVED:07d}")
     generator = torch.Generator().manual_seed(0)
     with open_source(folder) as source:
-        for (field, name), entry in list(source.entries.items())[::3]:
-            stored = source._places[field, name]
-            tensors = {stored.name: torch.empty(source._files.tensors()[stored.name].shape,
-                                                dtype=entry.dtype)}
+        for name, one in list(DistributedFiles(folder).tensors().items())[::3]:
+            tensors = {name: torch.empty(one.entry.shape, dtype=one.entry.dtype)}
             dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
-            whole = tensors[stored.name] if stored.layer is None else tensors[stored.name][
-                stored.layer]
-            window = []
-            for size in entry.shape:
+            whole, window = tensors[name], []
+            for size in one.entry.shape:
                 start, stop = sorted(torch.randint(0, size + 1, (2,), generator=generator).tolist())
                 window.append(slice(start, stop))
-            assert torch.equal(source.read((field, name), tuple(window)), whole[tuple(window)])
-            assert torch.equal(source.read((field, name)), whole)
+            assert torch.equal(one.read(tuple(window)), whole[tuple(window)])
+            stacked = names.is_stacked(names.split_field(name)[1])
+            for wanted, each in zip(whole if stacked else [whole], names.by_layer({name: one}),
+                                    strict=True):
+                assert torch.equal(source.read(each.key), wanted)
+                last = (*(slice(None),) * (wanted.dim() - 1), slice(1, None))
+                assert torch.equal(source.read(each.key, last), wanted[last])
 
 
 def _saved_by_rank(argv: list[str]) -> None:

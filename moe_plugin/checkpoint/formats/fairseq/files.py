@@ -79,8 +79,7 @@ def is_crash_dump(filename: str) -> bool:
 def save(filename: str, write: Callable[[str], None], group: Any) -> None:
     """Write this rank's file by `write(name)`, wait until every rank has, then rename.
 
-    Raises:
-        CheckpointError: a rank could not write; on every rank. Files of before are untouched.
+    Raises: CheckpointError: a rank could not write; on every rank. Files of before are untouched.
     """
     error: Exception | None = None
     try:
@@ -183,11 +182,8 @@ def load(file: Any, **options: Any) -> Any:
 
     fairseq passes its settings to none of the functions that load, so the command line is read.
 
-    Args:
-        file: path or stream.
-        options: for `torch.load`.
     Raises:
-        UntrustedFile: the file names other classes.
+        UntrustedFile: the file (path or stream) names other classes.
     """
     if trust.FLAG in sys.argv:
         return torch.load(file, **{**options, "weights_only": False})
@@ -215,7 +211,6 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
     next to it where a rank's `checkpoint_last` is damaged.
 
     Args:
-        filename: this rank's file.
         wanted: manifest entries that must match.
         group: data-parallel ranks; None: this rank alone.
     Raises:
@@ -303,8 +298,6 @@ def _first_whole(paths: Sequence[str]) -> str | None:
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
     """Newest step that is whole on every rank; None where no rank has any file.
 
-    Args:
-        everyone: for each rank, its complete files by step.
     Raises:
         ValueError: there are files, but no step is there for all ranks.
     """

@@ -29,11 +29,10 @@ from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
     Source,
-    TensorEntry,
     View,
+    filled,
     joined,
     part_of,
-    window_shape,
 )
 
 POSITIONS = "decoder.embed_positions.weight"
@@ -115,10 +114,7 @@ def _without_place(one: Derived) -> Derived:
 
 
 def _with_padding(one: Derived) -> Derived:
-    shape = (PADDING_ROWS, one.entry.shape[1])
-    rows = Derived(one.key, TensorEntry(shape, one.entry.dtype),
-                   lambda window: torch.zeros(window_shape(window), dtype=one.entry.dtype))
-    return joined([rows, one], 0)
+    return joined([filled(one.key, (PADDING_ROWS, one.entry.shape[1]), one.entry.dtype), one], 0)
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
@@ -133,8 +129,7 @@ def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> It
                 yield one.renamed("decoder.output_projection.weight")
     for name, value in _BUFFERS.items():
         if name == "decoder.version" or sinusoidal:
-            yield Derived((MODEL, name), TensorEntry((1,), torch.float32),
-                          lambda window, value=value: torch.full(window_shape(window), value))
+            yield filled((MODEL, name), (1,), torch.float32, value)
 
 
 def parameter_order(names: Sequence[str], moe: Sequence[str], tied: bool) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,10 @@ from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
-    Derived,
     DerivedSource,
     Source,
-    TensorEntry,
     View,
+    in_memory,
 )
 
 
@@ -103,7 +100,6 @@ def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> Derived
     Args:
         state: by Hugging Face's names. config: `config.json`'s values.
     """
-    tensors = (Derived((MODEL, name), TensorEntry(tuple(value.shape), value.dtype),
-                       partial(operator.getitem, value.detach()))
-               for name, value in state.items() if isinstance(value, torch.Tensor))
+    tensors = (in_memory((MODEL, name), value) for name, value in state.items()
+               if isinstance(value, torch.Tensor))
     return DerivedSource(marked(tensors, {}), "hf", {"config": dict(config)}, {})
