@@ -39,10 +39,7 @@ UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueErro
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, truncated or of another model.
-
-    The message names the file and the remedy.
-    """
+    """A checkpoint is missing, truncated or of another model: the message names file and remedy."""
 
 
 @contextmanager
@@ -98,9 +95,7 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """The window with a start and a stop on every axis; None: the whole tensor.
-
-    Axes that are missing at the end are whole.
+    """The window with a start and a stop on every axis; axes that are missing at the end are whole.
 
     Raises:
         ValueError: it has more axes than the tensor, a step, or leaves the tensor.

@@ -65,8 +65,7 @@ def has_rank(filename: str) -> bool:
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
     """Files of ranks under a name, with or without a rank in it; end: behind `.pt`."""
-    stem = without_rank(filename).removesuffix(".pt")
-    found = glob.glob(f"{glob.escape(stem)}-rank-*.pt{end}")
+    found = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(found)
             for number in _RANK.findall(path.removesuffix(end))}
 
