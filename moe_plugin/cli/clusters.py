@@ -111,7 +111,7 @@ def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
     """Predict and print."""
-    from moe_plugin.lab.bench.all_to_all_report import plot_model, tables
+    from moe_plugin.lab.bench.all_to_all_report import plot_model, predicted_parts
     from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_counts, parse_size
 
@@ -121,7 +121,7 @@ def simulate_all_to_all(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"cluster": args.cluster, "rows": rows}, indent=2))
     else:
-        print(tables(rows))
+        print("\n\n".join(predicted_parts(rows)))
     if args.plot:
         plot_model(rows, args.plot)
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_plugin.lab.bench.plots import OURS, log_scale, log_ticks, size_ticks
-from moe_plugin.lab.bench.report import pyplot, save_figure, table
+from moe_plugin.lab.bench.report import columns, pyplot, save_figure
 from moe_plugin.planner.units import show_size, show_time
 
 if TYPE_CHECKING:
@@ -20,39 +20,28 @@ def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((row.nodes, row.ranks_per_node) for row in rows))
 
 
-def markdown(rows: Sequence[ExchangeRow]) -> str:
-    """A table per grid: a row per size, median time of each algorithm, floor and CPU time."""
-    parts = []
+def parts(rows: Sequence[ExchangeRow]) -> list[str]:
+    """Of a page, a table per grid: by size median time of each algorithm, floor and CPU time."""
+    found = []
     for grid in grids(rows):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
+        by_size: dict[int, dict[str, ExchangeRow]] = {}
+        for row in mine:
+            by_size.setdefault(row.bytes, {})[row.algorithm] = row
         names = list(dict.fromkeys(row.algorithm for row in mine))
-        header = [
-            "bytes per rank", "wire floor", *[TITLES.get(name, name) for name in names],
-            "auto chose", "own CPU: " + " / ".join(_shown(names))
-        ]
-        lines = [_line(mine, size, names) for size in dict.fromkeys(row.bytes for row in mine)]
-        parts.append(
-            f"{grid[0]} nodes of {grid[1]} ranks, median time of one "
-            f"exchange:\n\n{table(header, lines)}"
-        )
-    return "\n\n".join(parts)
-
-
-def _line(rows: Sequence[ExchangeRow], size: int, names: Sequence[str]) -> list[str]:
-    cells = {row.algorithm: row for row in rows if row.bytes == size}
-    one = next(iter(cells.values()))
-    chosen = cells["auto"].chosen if "auto" in cells else None
-    return [
-        show_size(size),
-        _time(one.floor_ms),
-        *[_time(cells[name].median_ms) if name in cells else "" for name in names], chosen or "",
-        " / ".join(_time(cells[name].cpu_ms) for name in _shown(names))
-    ]
-
-
-def _shown(names: Sequence[str]) -> list[str]:
-    """Algorithms whose CPU time a table shows; auto runs one of the others."""
-    return [name for name in names if name != "auto"]
+        own = [name for name in names if name != "auto"]  # which runs one of the others
+        found += [
+            f"{grid[0]} nodes of {grid[1]} ranks, median time of one exchange:",
+            columns(by_size.values(), {
+                "bytes per rank": lambda cells: show_size(next(iter(cells.values())).bytes),
+                "wire floor": lambda cells: _time(next(iter(cells.values())).floor_ms),
+                **{TITLES.get(name, name): lambda cells, name=name: (
+                    _time(cells[name].median_ms) if name in cells else "") for name in names},
+                "auto chose": lambda cells: (
+                    cells["auto"].chosen or "" if "auto" in cells else ""),
+                f"own CPU: {' / '.join(own)}": lambda cells, own=own: " / ".join(
+                    _time(cells[name].cpu_ms) for name in own)})]
+    return found
 
 
 def _time(value: float | None) -> str:
@@ -85,21 +74,22 @@ def plot(rows: Sequence[ExchangeRow], path: str) -> None:
     save_figure(figure, path)
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
-    """Predicted times: a markdown table for each size."""
-    parts = []
+def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
+    """Of a page: predicted times, a table for each size."""
+    found = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
-        mine = [row for row in rows if row["bytes"] == size]
-        names = list(dict.fromkeys(row["algorithm"] for row in mine))
-        lines = []
-        for ranks in dict.fromkeys(row["ranks"] for row in mine):
-            times = {row["algorithm"]: row["ms"] for row in mine if row["ranks"] == ranks}
-            ratio = times["linear"] / times["2dh"] if times["2dh"] else 1.0
-            lines.append([str(ranks), *[show_time(times[name] / 1e3) for name in names],
-                          f"{ratio:.2f}", min(times, key=times.get)])
-        head = ["ranks", *names, "linear / 2dh", "best"]
-        parts.append(f"{show_size(size)} per rank, predicted time:\n\n{table(head, lines)}")
-    return "\n\n".join(parts)
+        by_ranks: dict[int, dict[str, float]] = {}
+        for row in rows:
+            if row["bytes"] == size:
+                by_ranks.setdefault(row["ranks"], {})[row["algorithm"]] = row["ms"]
+        found += [f"{show_size(size)} per rank, predicted time:", columns(by_ranks.items(), {
+            "ranks": "{0[0]}",
+            **{name: lambda item, name=name: show_time(item[1][name] / 1e3)
+               for name in next(iter(by_ranks.values()))},
+            "linear / 2dh": lambda item: (
+                f"{item[1]['linear'] / item[1]['2dh'] if item[1]['2dh'] else 1:.2f}"),
+            "best": lambda item: min(item[1], key=item[1].get)})]
+    return found
 
 
 def plot_model(rows: list[dict[str, Any]], path: str) -> None:

@@ -17,11 +17,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_plugin.lab.bench.layer import agreement, check_losses, enter_candidates
+from moe_plugin.lab.bench.layer import (
+    agreement,
+    check_losses,
+    enter_candidates,
+    not_measured,
+)
 from moe_plugin.lab.bench.measure import training_step, versions
 from moe_plugin.lab.bench.peers import Candidate
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
 from moe_plugin.lab.bench.ranks import on_processes
+from moe_plugin.lab.bench.report import columns
+from moe_plugin.planner.units import show_time
 
 PEERS = ("megatron", "einsum", "dense")
 TINY = Problem(tokens=16, model_dim=32, hidden_dim=64, experts=8, top_k=2)
@@ -74,6 +81,23 @@ class HostReport:
         return cls(**{**values, "problem": Problem(**values["problem"]),
                       "results": [HostCost(**one) for one in values["results"]],
                       "load": tuple(values["load"])})
+
+    def parts(self) -> list[str]:
+        """Of a page: a row per candidate; peers that were not measured."""
+        steps = {r.name: r.step_us for r in self.results}
+        theirs = steps.get("megatron")
+        return [
+            f"{self.problem.label()}, expert-parallel ranks: {self.ranks}; load average "
+            f"{self.load[0]:g} before, {self.load[1]:g} after",
+            columns(self.results, {
+                "layer": "{0.name}",
+                **{head: lambda r, of=of: show_time(getattr(r, of) / 1e6) for head, of in (
+                    ("forward", "forward_us"), ("forward + backward", "step_us"),
+                    ("least", "step_min_us"))},
+                "of megatron's": lambda r: f"{r.step_us / theirs:.2f}" if theirs else "?",
+                "operations forward": "{0.forward_ops}", "backward": "{0.backward_ops}",
+                "note": "{0.note}"}),
+            not_measured(self.refused)]
 
 
 class OperationCount(TorchDispatchMode):

@@ -18,6 +18,8 @@ from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
 from moe_plugin.lab.bench.measure import Times, interleaved, versions
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
+from moe_plugin.lab.bench.report import columns
+from moe_plugin.planner.units import show_time
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,19 @@ class KernelReport:
         """The inverse of `as_dict`, without threads and versions."""
         return cls(Problem(**values["problem"]), values["copy_gbytes_per_s"],
                    values["gemm_tflops"], [KernelResult(**one) for one in values["results"]])
+
+    def parts(self) -> list[str]:
+        """Of a page: a row per operation and implementation; * marks the one chosen."""
+        return [
+            f"{self.problem.label()}, {self.problem.device}; copy {self.copy_gbytes_per_s:.1f} "
+            f"GB/s (read + written), large matmul {self.gemm_tflops:.3f} TFLOP/s",
+            columns(self.results, {
+                "operation": "{0.operation}",
+                "implementation": lambda r: r.implementation + " *" * r.chosen,
+                **{head: lambda r, of=of: show_time(getattr(r, of) / 1e3) for head, of in (
+                    ("median", "median_ms"), ("minimum", "min_ms"), ("bound", "bound_ms"))},
+                "of bound": "{0.share_of_bound:.0%}", "GB/s": "{0.gbytes_per_s:.1f}",
+                "TFLOP/s": "{0.tflops:.3f}"})]
 
 
 def run(problem: Problem, rounds: int = 15) -> KernelReport:

@@ -21,6 +21,8 @@ from moe_plugin.lab.bench.measure import (
 )
 from moe_plugin.lab.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
+from moe_plugin.lab.bench.report import table
+from moe_plugin.planner.units import show_size, show_time
 
 logger = logging.getLogger(__name__)
 SLOW = 3.0  # multiple of the bound above which a candidate is measured less often
@@ -63,6 +65,11 @@ class LayerReport:
     refused: dict[str, str]
     threads: int
 
+    @property
+    def noise(self) -> float:
+        """Median of the bound over its minimum."""
+        return self.bound_ms / self.bound_min_ms
+
     def as_dict(self) -> dict[str, object]:
         """Our numbers at the top level, those of the peers in a list."""
         mine = asdict(self.results[0])
@@ -73,7 +80,6 @@ class LayerReport:
             ], "refused": self.refused, "versions": versions(self.problem.device)
         }
 
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerReport:
         """The inverse of `as_dict`, without versions."""
@@ -83,6 +89,36 @@ class LayerReport:
         return cls(part(Problem, values), values["bound_ms"], values["bound_min_ms"],
                    [part(Result, one) for one in (values, *values["peers"])], values["refused"],
                    values["threads"])
+
+    def parts(self) -> list[str]:
+        """Of a page: a row per candidate; peers that were not measured."""
+        problem, lines = self.problem, [["GEMM bound", _ms(self.bound_ms), _ms(self.bound_min_ms),
+                                         "1.00", "1.00", "", "", "", "", ""]]
+        for r in self.results:
+            memory = "?" if r.peak_extra_mib is None else show_size(r.peak_extra_mib * 2**20)
+            lines.append([
+                r.name, _ms(r.median_ms), _ms(r.min_ms), f"{r.ratio_to_bound:.2f}",
+                f"{r.ratio_of_minima:.2f}", memory, f"{r.tflops:.3f}", f"{r.gbytes_per_s:.1f}",
+                "" if r.error is None else f"{r.error:.0e}", r.note])
+        head = ["forward + backward", "median", "minimum", "ratio", "ratio of min", "peak",
+                "TFLOP/s", "GB/s", "error", "note"]
+        return [f"{problem.label()}, {problem.device}, {self.threads} threads", table(head, lines),
+                not_measured(self.refused)]
+
+
+def parts(found: Mapping[str, Any]) -> list[str]:
+    """Of a page, from what `LayerReport.as_dict` gave."""
+    return LayerReport.from_dict(found).parts()
+
+
+def _ms(value: float) -> str:
+    return show_time(value / 1e3)
+
+
+def not_measured(peers: Mapping[str, str]) -> str:
+    """A paragraph on peers that could not run."""
+    why = "; ".join(f"{name} ({reason})" for name, reason in peers.items())
+    return f"Not measured: {why}." if peers else ""
 
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,

@@ -9,13 +9,14 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
+from moe_plugin.lab.bench.memory_limit import reset_peak, status_bytes
 from moe_plugin.machine import device_name
 
 MIB = 1 << 20
@@ -94,12 +95,12 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
             fn()
         return (torch.cuda.max_memory_allocated() - before) / MIB
     _trim()
-    if not _reset_peak():
+    if not reset_peak():
         return None
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     for _ in range(calls):
         fn()
-    return max(0.0, (_status("VmHWM") - before) / 1024)
+    return max(0.0, (status_bytes("VmHWM") - before) / MIB)
 
 
 def _trim() -> None:
@@ -108,21 +109,6 @@ def _trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         return
-
-
-def _reset_peak() -> bool:
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:
-            stream.write("5")
-    except OSError:
-        return False
-    return True
-
-
-def _status(field: str) -> int:
-    """A field of /proc/self/status, in KiB."""
-    with open("/proc/self/status", encoding="ascii") as stream:
-        return next(int(line.split()[1]) for line in stream if line.startswith(field + ":"))
 
 
 def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
@@ -158,3 +144,8 @@ def versions(device: str) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def said(found: Mapping[str, str]) -> str:
+    """Versions in words."""
+    return ", ".join(f"{name} {value}" for name, value in found.items())

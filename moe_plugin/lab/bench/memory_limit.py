@@ -98,8 +98,22 @@ class AnonymousPeak:
 
     def _sample(self) -> None:
         while True:
-            with open("/proc/self/status", encoding="ascii") as status:
-                for line in status:
-                    if line.startswith("RssAnon"):
-                        self.bytes = max(self.bytes, int(line.split()[1]) * 1024)
+            self.bytes = max(self.bytes, status_bytes("RssAnon"))
             time.sleep(0.01)
+
+
+def status_bytes(field: str) -> int:
+    """A field of this process's status: VmRSS, resident now; VmHWM, at most; RssAnon, without
+    files.
+    """
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
+
+
+def reset_peak() -> bool:
+    """Let Linux forget VmHWM so far; False: it does not."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True

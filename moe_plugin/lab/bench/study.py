@@ -1,11 +1,13 @@
 """One way to measure: what a study is, and what runs one.
 
-A study's module has `measure(args)`, which returns its numbers as plain values, and `page(found)`,
-which writes them as Markdown. It may have
+A study's module has `measure(args)`, which returns its numbers as plain values, and `body(found)`,
+the parts of its page (`report.document`) below the `TITLE`; or `PARTS`, both functions by the name
+of a part, of which a run may measure some and keep the others. It may have
 
 * `OPTIONS`, by name; or `add_arguments(parser)` for others, and `check(args)` of their values;
+* `MADE_BY`, the command, where it is another one;
 * `PLOTS`, by file name: a function of (numbers, path);
-* `pages(found)`, further pages by file name; `show(found)`, what is printed in place of the page;
+* `pages(found)`, further pages by file name;
 * `merge(old, new)`, which adds a run to the numbers of earlier ones in the same folder;
 * `failures(found)`, what a run did not reach: then the command ends with status 1.
 """
@@ -18,12 +20,13 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import moe_plugin
+from moe_plugin.lab.bench.report import NOT_PROSE, document
 from moe_plugin.messages import short
 from moe_plugin.regular_files import output_folder, write_regular
 
@@ -68,7 +71,8 @@ class Study:
         name: as in `moe-plugin bench NAME`.
         about: what it measures, a line.
         needs: what it runs with, each a key of `NEEDS`.
-        module: in `moe_plugin.lab.bench.studies`; by default the name's.
+        module: in `moe_plugin.lab.bench.studies`, with a class where it holds several; by default
+            the name's.
         stem: of its files; by default the name's.
     """
 
@@ -80,14 +84,22 @@ class Study:
 
     @property
     def code(self) -> Any:
-        """The module, imported when it is needed."""
-        name = self.module or self.name.replace("-", "_")
-        return importlib.import_module(f"moe_plugin.lab.bench.studies.{name}")
+        """The module or class, imported when it is needed."""
+        name, _, group = (self.module or self.name.replace("-", "_")).partition(".")
+        module = importlib.import_module(f"moe_plugin.lab.bench.studies.{name}")
+        return getattr(module, group) if group else module
 
     @property
     def options(self) -> Mapping[str, Option]:
         """Its own settings by name."""
-        return getattr(self.code, "OPTIONS", {})
+        own, parts = getattr(self.code, "OPTIONS", {}), tuple(self.parts)
+        several = {"parts": Option(parts, "of the page; the others stay", choices=parts)}
+        return {**own, **several} if parts else own
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Any, Any]]:
+        """(what measures, what writes) by the name of a part; {}: there are none."""
+        return getattr(self.code, "PARTS", {})
 
     @property
     def page_name(self) -> str:
@@ -132,16 +144,22 @@ class Study:
         for need in self.needs:
             if (reason := NEEDS[need]()) is not None:
                 raise ValueError(f"bench {self.name} needs {NEEDS_SAID[need]}: {reason}")
-        before = os.getloadavg()[0]
-        found = self.code.measure(args)
-        if isinstance(found, dict):
-            found.setdefault("load", [round(before, 1), round(os.getloadavg()[0], 1)])
-            found.setdefault("cores", os.cpu_count())
+        found = ({name: _loaded(self.parts[name][0], args) for name in args.parts}
+                 if self.parts else _loaded(self.code.measure, args))
         return json.loads(json.dumps(found))  # as read from the file
 
     def page(self, found: Any) -> str:
         """Its numbers as Markdown."""
-        return self.code.page(found)
+        code = self.code
+        sections = [(found[name], write) for name, (_, write) in self.parts.items()
+                    if name in found] or [(found, code.body)]
+        computed = "(computed)" in self.about
+        lines = [line for one, write in sections
+                 for line in _with_load(write(one), {} if computed else one)]
+        made_by = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
+        first = next(i for i, line in enumerate(lines) if not line.startswith(NOT_PROSE))
+        lines[first] = f"Made by `{made_by}`. {lines[first]}"
+        return document(f"# {code.TITLE}", *lines)
 
     def write(self, folder: Path, found: Any) -> None:
         """Pages and plots into a folder."""
@@ -163,13 +181,14 @@ class Study:
         found = self.measure(args)
         if found is None:  # a rank that is not the first
             return 0
-        earlier = folder is not None and (folder / self.numbers_name).exists()
-        if earlier and hasattr(code, "merge"):
-            found = code.merge(self._earlier(folder), found)
+        merge = getattr(code, "merge", dict.__or__ if self.parts else None)
+        if merge and folder is not None and (folder / self.numbers_name).exists():
+            found = merge(self._earlier(folder), found)
         if args.json:
             sys.stdout.write(json.dumps(found, indent=1) + "\n")
         else:
-            sys.stdout.write(getattr(code, "show", self.page)(found).rstrip() + "\n")
+            sys.stdout.write(self.page(found))
+            sys.stdout.writelines(getattr(code, "pages", lambda _: {})(found).values())
         if folder is not None:
             write_numbers(folder / self.numbers_name, found)
             self.write(folder, found)
@@ -188,6 +207,26 @@ class Study:
         if folder is None:
             raise ValueError("--redraw needs --out FOLDER; e.g. --out docs/benchmarks")
         return read_numbers(folder / self.numbers_name)
+
+
+def _loaded(measure: Any, args: argparse.Namespace) -> Any:
+    """What is measured, with the machine's load and cores where it is a mapping."""
+    before = os.getloadavg()[0]
+    found = measure(args)
+    if isinstance(found, dict):
+        found.setdefault("load", [round(before, 1), round(os.getloadavg()[0], 1)])
+        found.setdefault("cores", os.cpu_count())
+    return found
+
+
+def _with_load(lines: Sequence[str], found: Any) -> Iterator[str]:
+    """The machine's load after the first paragraph."""
+    said = f" Load average {', '.join(f'{x:.1f}' for x in found['load'])}" + (
+        f" on {found['cores']} cores." if "cores" in found else ".") if (
+            isinstance(found, dict) and "load" in found) else ""
+    for line in lines:
+        yield line if line.startswith(NOT_PROSE) else line + said
+        said = said if line.startswith(NOT_PROSE) else ""
 
 
 def write_numbers(path: Path, value: Any) -> None:

@@ -52,7 +52,7 @@ def test_options_have_quick_values_of_their_kind(study: Study) -> None:
 def test_they_replace_regular_files_only_and_say_so_before_they_measure(
         study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(study.code, "measure", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr(Study, "measure", lambda *_: pytest.fail("measured"))
     pipe = tmp_path / study.page_name
     pipe.parent.mkdir(exist_ok=True)
     os.mkfifo(pipe)
@@ -93,6 +93,7 @@ def test_numbers_that_are_not_there_are_named(tmp_path: Path,
 class OfTests:
     """A study of two parts, of which one is measured."""
 
+    TITLE = "Of tests"
     OPTIONS = {"size": Option(8, "rows", quick=2), "names": Option(("a", "b"), "of rows"),
                "fast": Option(False, "skip"), "part": Option("one", "of the page")}
 
@@ -105,8 +106,8 @@ class OfTests:
         return {**old, **new}
 
     @staticmethod
-    def page(found: dict[str, Any]) -> str:
-        return f"# {sorted(set(found) - {'load', 'cores'})}\n"
+    def body(found: dict[str, Any]) -> list[str]:
+        return [f"{sorted(set(found) - {'load', 'cores'})}"]
 
     @staticmethod
     def failures(found: dict[str, Any]) -> list[str]:
@@ -126,7 +127,8 @@ def test_parts_stay_and_failures_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert run("--quick") == 0
     assert run("--part", "two", "--size", "9") == 1
     assert capsys.readouterr().err == "too many\n"
-    assert (tmp_path / "of_tests.md").read_text() == "# ['one', 'two']\n"
+    page = (tmp_path / "of_tests.md").read_text()
+    assert page.startswith("# Of tests\n\nMade by `moe-plugin bench of-tests`. ['one', 'two'] Load ")
     found = json.loads((tmp_path / "data" / "of_tests.json").read_text())
     assert (found["one"], found["two"]) == (2, 9) and len(found["load"]) == 2
 

@@ -13,18 +13,19 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm
+from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.bench.study import read_numbers
 from moe_plugin.lab.bench.train.results import (
     TrainReport,
     merged,
     reports,
+    side_pages,
     sides_table,
     spread,
     summary_table,
 )
 from moe_plugin.lab.bench.train.shapes import SHAPES, TrainShape, for_host, parse_shapes
 from moe_plugin.lab.bench.train.steps import Side, SideTimes, batch, measure
-from moe_plugin.lab.bench.train.write import main_page, side_pages
 
 TINY = "16x16x4x2x256"
 COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
@@ -82,7 +83,8 @@ def test_pages_are_a_summary_and_one_for_each_host_and_place() -> None:
     names = ["train_megatron_one_machine.md", "train_megatron_2x2_emulated_nodes.md",
              "train_fairseq_one_machine.md"]
     assert list(sides) == names
-    summary, (megatron, _, fairseq) = main_page(made), sides.values()
+    summary = STUDIES["train"].page([one.as_dict() for one in made])
+    megatron, _, fairseq = sides.values()
     for title in ("Megatron-core, one machine, 2 ranks", "fairseq, one machine, 2 ranks",
                   "Megatron-core, 2x2 emulated nodes, 200 Mbit/s"):
         assert summary.count(f"## {title}\n") == 1

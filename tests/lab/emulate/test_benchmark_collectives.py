@@ -11,7 +11,7 @@ import pytest
 
 from moe_plugin.comm.forest import plan_few
 from moe_plugin.lab.bench.collectives import CollectiveCell, ring_bound_s
-from moe_plugin.lab.bench.studies import collectives
+from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.emulate import networks, why_not
 
 COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "collectives"]
@@ -33,7 +33,7 @@ def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
              for kind, size, forest_s, name in (
                  ("all_gather", 1 << 20, 1.1, "forest"), ("all_gather", 1 << 22, 1.0, "forest"),
                  ("all_reduce", 1 << 22, 3.0, "forest"))]
-    page = collectives.page({"cells": cells, "hosts": [{
+    page = STUDIES["collectives"].page({"cells": cells, "hosts": [{
         "host": "fairseq", "native_s": 0.5, "forest_s": 0.4, "predicted_saved_s": 0.11,
         "losses": [1.0], "apart": 0.001}], "cpus": 2, "load": [0, 0]})
     said = " ".join(page.split())

@@ -41,6 +41,6 @@ def test_it_measures_what_stands_and_keeps_the_rest(tmp_path: Path) -> None:
     subprocess.run([*COMMAND, "--out", str(tmp_path), "--parts", "standing",
                     "--rounds", "2", "--rate", "1e9"], check=True, timeout=200)
     after = json.loads((tmp_path / "data" / "spill.json").read_text())
-    assert after["times"] == before["times"]
+    assert after["others"] == before["others"]
     assert after["standing"]["rounds"] == 2
     assert after["standing"]["times"]["even"]["place"]["rows"] == 0

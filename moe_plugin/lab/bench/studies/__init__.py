@@ -6,15 +6,21 @@ from moe_plugin.lab.bench.study import Study
 
 _HOSTS = ("checkout", "fairseq", "megatron")
 STUDIES = {study.name: study for study in (
-    Study("layer", "our layer and its peers on one problem: time, ratio to the GEMM bound, memory"),
-    Study("kernels", "each operation of one problem, its reference and its bound"),
+    Study("layer", "our layer and its peers on one problem: time, ratio to the GEMM bound, memory",
+          module="layers.OneLayer"),
+    Study("kernels", "each operation of one problem, its reference and its bound",
+          module="layers.OneProblemsOperations"),
     Study("host", "what a layer costs the host: processor time and operations of a call"),
     Study("train", "whole training steps of our layer and the framework's own"),
     Study("all-to-all", "all-to-all algorithms by message size, on your ranks or emulated ones"),
-    Study("layers", "our layer and its peers on all problems of the page", stem="layer"),
-    Study("operations", "each operation on all problems of the page", stem="kernels"),
-    Study("scaling", "time and memory of our layer by tokens, experts and choices"),
-    Study("gpu", "layers and operations on one GPU, on one page"),
+    Study("layers", "our layer and its peers on all problems of the page",
+          stem="layer", module="layers.AllLayers"),
+    Study("operations", "each operation on all problems of the page",
+          stem="kernels", module="layers.AllOperations"),
+    Study("scaling", "time and memory of our layer by tokens, experts and choices",
+          module="layers.Scaling"),
+    Study("gpu", "layers and operations on one GPU, on one page",
+          module="layers.OneGPU"),
     Study("resources", "registers, occupancy and instructions of the kernels on four GPUs, "
           "compiled without one", ("triton",)),
     Study("adam", "the optimizer's share of a step, as the host has it and fused"),

@@ -8,13 +8,11 @@ bandwidth a throttle states. On two cores this takes about two minutes.
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,12 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.child import call
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.memory_limit import status_bytes
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
+from moe_plugin.lab.bench.toy import ToyBlock
 from moe_plugin.machine import cpu_name
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.units import show_size, show_time
 
+TITLE = "Activations kept, recomputed, swapped"
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 1024, 4, 512
 WAYS = ("keep", "recompute", "swap", "auto")
 MIB, WARM_UP = 1 << 20, len(MEASURING) + 1
@@ -42,24 +43,6 @@ OPTIONS = {
     "steps": Option(7, "timed steps of each policy", quick=2),
     "folder": Option("", "on a disk; left out: that for temporary files"),
 }
-
-
-class ExpertsBlock(nn.Module):
-    """Attention of one head and experts, each with a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.moe = MoELayer(from_dict({"model_dim": DIM, "num_experts": EXPERTS,
-                                       "experts": {"hidden_dim": HIDDEN}}))
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]."""
-        parts = (part[None, None] for part in self.qkv(self.norms[0](x_TD)).chunk(3, -1))
-        mixed_TD = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)[0, 0]
-        x_TD = x_TD + self.out(mixed_TD)
-        return x_TD + self.moe(self.norms[1](x_TD)).output
 
 
 class AliveBytes(TorchDispatchMode):
@@ -101,11 +84,13 @@ class PolicyRun:
 
     def __init__(self, args: argparse.Namespace, way: str, memory: int, folder: str) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(ExpertsBlock() for _ in range(args.blocks)))
+        settings = {"model_dim": DIM, "num_experts": EXPERTS, "experts": {"hidden_dim": HIDDEN}}
+        self.model = nn.Sequential(*(ToyBlock(MoELayer(from_dict(settings)))
+                                     for _ in range(args.blocks)))
         self.activations = manage(list(self.model), way, memory=memory if way == "auto" else None,
                                   folder=folder, throttle=1e6 * args.throttle)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
-        self.x_TD = torch.randn(TOKENS, DIM)
+        self.x_BSD = torch.randn(1, TOKENS, DIM)
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
@@ -114,7 +99,7 @@ class PolicyRun:
         """One training step."""
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=False)
-        loss = self.model(self.x_TD).square().mean()
+        loss = self.model(self.x_BSD).square().mean()
         loss.backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - started)
@@ -147,25 +132,20 @@ def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[s
     """Bytes of one policy."""
     torch.set_num_threads(1)
     run = PolicyRun(args, way, most, folder)
-    before = _resident("VmRSS")
+    before = status_bytes("VmRSS")
     for _ in range(WARM_UP + 1):
         run.step()
     # of all steps: allocators keep what was freed, so that later peaks are hidden by the first
-    found = {"ledger_bytes": run.peak, "resident_bytes": _resident("VmHWM") - before}
+    found = {"ledger_bytes": run.peak, "resident_bytes": status_bytes("VmHWM") - before}
     with AliveBytes() as alive:
         alive.leave_out(run.model.parameters())
         alive.leave_out(p.grad for p in run.model.parameters())
-        run.model(run.x_TD).square().mean().backward()
+        run.model(run.x_BSD).square().mean().backward()
     return {**found, "alive_bytes": alive.peak}
 
 
-def _resident(name: str) -> int:
-    text = Path("/proc/self/status").read_text(encoding="utf-8")
-    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All policies; auto has half of what keeping everything takes."""
+    # auto has half of what keeping everything takes
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
         probe = PolicyRun(args, "auto", 1 << 40, folder)
@@ -182,8 +162,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "keep_bytes": everything, "limit_bytes": limit, **timed, "memory": rows}
 
 
-def page(result: dict[str, Any]) -> str:
-    """The results as Markdown."""
+def body(result: dict[str, Any]) -> list[str]:
     seconds, memory = result["seconds"], result["memory"]
     others = sorted((seconds["recompute"], seconds["swap"]))
     chosen = Counter(result["policies"])
@@ -192,32 +171,26 @@ def page(result: dict[str, Any]) -> str:
     # what is kept and recomputed is counted from a profile, which auto alone has
     ledger = {"keep": result["keep_bytes"], "recompute": None,
               **{way: memory[way]["ledger_bytes"] for way in ("swap", "auto")}}
-    rows = [[names[way], f"{1e3 * seconds[way]:.0f}",
-             "" if ledger[way] is None else f"{ledger[way] / MIB:.1f}",
-             f"{memory[way]['alive_bytes'] / MIB:.0f}",
-             f"{memory[way]['resident_bytes'] / MIB:.0f}"] for way in WAYS]
-    return "\n\n".join([
-        "# Activations kept, recomputed, swapped",
-        paragraph(
-            f"Made by `moe-plugin bench activations`. {result['blocks']} blocks "
-            f"(attention and {result['experts']} experts, width {result['model_dim']}, inner width "
-            f"{result['hidden_dim']}, k = 2), {result['tokens']:,} tokens, float32, one thread of "
-            f"{result['machine']}, torch {result['torch']}. The tier is a file, throttled to "
-            f"{result['throttle_MB_s']:g} MB/s. Median of {result['steps']} steps, all policies by "
-            f"turns; load average before and after: {[round(x, 1) for x in result['load']]}. "
-            "Losses of all policies are equal, bit for bit."),
-        table(["policy", "step, ms", "activations, MiB", "tensors alive, MiB", "resident, MiB"],
-              rows),
-        paragraph(
-            "Activations: the most that the ledger counted. Tensors alive: the most of all tensors "
-            "that forward and backward make, temporary ones and gradients included, without the "
-            "weights and the gradients that they add to. Resident: the peak of the process's "
-            "resident set over all its steps, those that measure included, above what it was "
-            "before the first one; gradients of the weights are in it. Both hold what the expert "
-            "layers keep on a CPU for the next call, which is one set for all layers."),
-        paragraph(
-            f"Auto may take {show_size(result['limit_bytes'])}, half of keeping all. Its "
-            f"step was predicted to take {show_time(result['predicted_s'])}. It takes "
-            f"{seconds['auto'] / others[0]:.2f} times as long as the better of recomputing all and "
-            f"swapping all, and the other takes {others[1] / seconds['auto']:.2f} times as long "
-            "as it.")]) + "\n"
+    return [
+        f"{result['blocks']} blocks (attention and {result['experts']} experts, width "
+        f"{result['model_dim']}, inner width {result['hidden_dim']}, k = 2), "
+        f"{result['tokens']:,} tokens, float32, one thread of {result['machine']}, torch "
+        f"{result['torch']}. The tier is a file, throttled to {result['throttle_MB_s']:g} MB/s. "
+        f"Median of {result['steps']} steps, all policies by turns. Losses of all policies are "
+        "equal, bit for bit.",
+        columns(WAYS, {
+            "policy": names.get, "step, ms": lambda way: f"{1e3 * seconds[way]:.0f}",
+            "activations, MiB": lambda way: (
+                "" if ledger[way] is None else f"{ledger[way] / MIB:.1f}"),
+            "tensors alive, MiB": lambda way: f"{memory[way]['alive_bytes'] / MIB:.0f}",
+            "resident, MiB": lambda way: f"{memory[way]['resident_bytes'] / MIB:.0f}"}),
+        "Activations: the most that the ledger counted. Tensors alive: the most of all tensors "
+        "that forward and backward make, temporary ones and gradients included, without the "
+        "weights and the gradients that they add to. Resident: the peak of the process's resident "
+        "set over all its steps, those that measure included, above what it was before the first "
+        "one; gradients of the weights are in it. Both hold what the expert layers keep on a CPU "
+        "for the next call, which is one set for all layers.",
+        f"Auto may take {show_size(result['limit_bytes'])}, half of keeping all. Its step was "
+        f"predicted to take {show_time(result['predicted_s'])}. It takes "
+        f"{seconds['auto'] / others[0]:.2f} times as long as the better of recomputing all and "
+        f"swapping all, and the other takes {others[1] / seconds['auto']:.2f} times as long as it."]

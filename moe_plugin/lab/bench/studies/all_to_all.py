@@ -22,19 +22,20 @@ from moe_plugin.lab.bench.all_to_all import (
     measure_rank,
     rows_of,
 )
-from moe_plugin.lab.bench.all_to_all_report import markdown, plot
+from moe_plugin.lab.bench.all_to_all_report import parts, plot
+from moe_plugin.lab.bench.measure import said
 from moe_plugin.lab.bench.options import add_exchange_sizes, links_of
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import short
 from moe_plugin.planner.units import parse_grid, parse_size
 
+TITLE = "All-to-all by size"
 NAMES = "native,linear,2dh,leader,auto"
 SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_exchange_sizes(p, SIZES)
     p.add_argument("--algorithms", default=NAMES, metavar="LIST",
                    help="by registered name (default: %(default)s)")
@@ -46,7 +47,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
-    """All cells; None on ranks other than 0."""
     if args.plot:
         report.check_figure(args.plot)
     names = tuple(args.algorithms.split(","))
@@ -60,15 +60,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     return {**about, "rows": as_dicts(rows)} if rows else None
 
 
-def show(found: dict[str, Any]) -> str:
-    """Its tables."""
-    return markdown([ExchangeRow(**row) for row in found["rows"]])
-
-
-def page(found: dict[str, Any]) -> str:
-    """The tables, and what they were measured on."""
-    about = {name: str(value) for name, value in found.items() if name != "rows"}
-    return report.page("All-to-all by size", "moe-plugin bench all-to-all", about, show(found))
+def body(found: dict[str, Any]) -> list[str]:
+    about = {name: str(value) for name, value in found.items() if name not in ("rows", "load")}
+    return [said(about), *parts([ExchangeRow(**row) for row in found["rows"]])]
 
 
 def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:

@@ -8,26 +8,23 @@ about ten minutes on two cores (all five rows: 25); a second start continues wha
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.measure import versions
-from moe_plugin.lab.bench.report import page as made_page
-from moe_plugin.lab.bench.report import paragraph, table
-from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.lab.bench.images import spread, train_images
+from moe_plugin.lab.bench.measure import said, versions
+from moe_plugin.lab.bench.report import columns
+from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.vision.data import write_example
 
 log = logging.getLogger(__name__)
+TITLE = "Ensembles: confident multiple choice learning on images"
 EXAMPLE, MEMBERS = "noisy-digits", 5
 COMMON = ["--image", "8", "--batch-size", "64", "--lr", "3e-3", "--clip", "20",
           "--ensemble-heads", str(MEMBERS), "--ensemble-from", "patch_embed"]
@@ -46,34 +43,13 @@ ERRORS = {"top1_error": "top-1 error, %", "oracle_error": "oracle error, %",
           "member_error": "error of a member, %"}
 
 
-def train(folder: Path, data: Path, row: str, seed: int, epochs: int) -> dict[str, Any]:
+def train(folder: Path, row: str, seed: int, epochs: int) -> dict[str, Any]:
     """The last evaluation of a run."""
-    out = folder / f"{list(ROWS).index(row)} {seed}"
-    subprocess.run(
-        [sys.executable, "-m", "moe_plugin.lab.vision.train", "--data", str(data), "--out",
-         str(out), "--epochs", str(epochs), "--seed", str(seed), *COMMON, *ROWS[row]], check=True,
-        stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1",
-                                        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
-    found = json.loads((out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    found = train_images(folder / f"{list(ROWS).index(row)} {seed}", "--data",
+                         str(folder / "images"), "--epochs", str(epochs), "--seed", str(seed),
+                         *COMMON, *ROWS[row])[-1]
     log.info("%s, seed %s: %s", row, seed, {name: found[name] for name in ERRORS})
     return {name: found[name] for name in (*ERRORS, "valid_loss", "confidence", "epoch")}
-
-
-def run_all(place: Path, rows: Sequence[str], seeds: Sequence[int], epochs: int,
-            jobs: int) -> dict[str, list[dict[str, Any]]]:
-    """Results by row, in the order of seeds. place: of the runs, where they continue."""
-    data = place / "images"
-    write_example(EXAMPLE, data)
-    with ThreadPoolExecutor(jobs) as pool:
-        waiting = {(row, seed): pool.submit(train, place, data, row, seed, epochs)
-                   for seed in seeds for row in rows}
-        return {row: [waiting[row, seed].result() for seed in seeds] for row in rows}
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean, and smallest to largest, in percent."""
-    shown = [100 * value for value in values]
-    return f"{statistics.mean(shown):.2f} ({min(shown):.2f} to {max(shown):.2f})"
 
 
 def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
@@ -106,38 +82,34 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page."""
-    return made_page("Ensembles: confident multiple choice learning on images",
-                     "moe-plugin bench ensembles", found["setup"],
-                     body(found["results"], found["epochs"]))
-
-
-def body(results: dict[str, list[dict[str, Any]]], epochs: int) -> str:
-    """What it measured, in words and a table."""
+def body(found: dict[str, Any]) -> list[str]:
+    results = found["results"]
     images = sum(results[INDEPENDENT][0]["confidence"]["ensemble"])
-    rows = [[row, *(spread([r[name] for r in found]) for name in ERRORS),
-             sure(found, "responsible"), "-" if "k = 5" in row or "independent" in row
-             else sure(found, "other")] for row, found in results.items()]
-    seeds = len(next(iter(results.values())))
-    return "\n\n".join([
-        paragraph(
-            f"Noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels), {MEMBERS} members, each a "
-            f"SwinV2-MoE (`tiny`) of its own, {epochs} epochs: mean of {seeds} seeds (smallest to "
-            f"largest), {images} validation images, one of which is {100 / images:.2f} %. Top-1: "
-            "the mean of the members is wrong; oracle: all members are. All rows that were "
-            "trained are shown; the settings are those of CMCL's published code (k = 4 of 5, beta "
-            "= 0.75, sharing with probability 0.7 after a low layer), none was searched for."),
-        table(["trained as", *ERRORS.values(), "sure: responsible members", "the others"], rows),
-        paragraph("*Sure*: predictions whose largest probability is above 0.9, of members that are "
-                  "responsible for the image (k smallest losses) and of the others."),
+    seeds = len(results[INDEPENDENT])
+    return [
+        said(found["setup"]),
+        f"Noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels), {MEMBERS} members, each a "
+        f"SwinV2-MoE (`tiny`) of its own, {found['epochs']} epochs: mean of {seeds} seeds "
+        f"(smallest to largest), {images} validation images, one of which is "
+        f"{100 / images:.2f} %. Top-1: the mean of the members is wrong; oracle: all members are. "
+        "All rows that were trained are shown; the settings are those of CMCL's published code "
+        "(k = 4 of 5, beta = 0.75, sharing with probability 0.7 after a low layer), none was "
+        "searched for.",
+        columns(results, {
+            "trained as": str,
+            **{text: lambda row, name=name: spread([r[name] for r in results[row]], 100)
+               for name, text in ERRORS.items()},
+            "sure: responsible members": lambda row: sure(results[row], "responsible"),
+            "the others": lambda row: (
+                "-" if "independent" in row else sure(results[row], "other"))}),
+        "*Sure*: predictions whose largest probability is above 0.9, of members that are "
+        "responsible for the image (k smallest losses) and of the others.",
         "Against independent members:", verdict(results),
-        paragraph(
-            "Seeds differ in weights, order and crops; all are judged on the same images, noisy "
-            "copies of the same digits. An error rate e of N independent images has a standard "
-            f"error of sqrt(e (1 - e) / N), here {100 * uncertainty(results, images):.2f} points "
-            "at least for the first row's top-1 error: smaller differences between rows may be of "
-            "these images alone.")])
+        "Seeds differ in weights, order and crops; all are judged on the same images, noisy "
+        "copies of the same digits. An error rate e of N independent images has a standard "
+        f"error of sqrt(e (1 - e) / N), here {100 * uncertainty(results, images):.2f} points "
+        "at least for the first row's top-1 error: smaller differences between rows may be of "
+        "these images alone."]
 
 
 OPTIONS = {
@@ -158,11 +130,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rows and seeds."""
-    place = Path(args.runs) / f"{args.epochs} epochs"
+    place, seeds = Path(args.runs) / f"{args.epochs} epochs", range(1, args.seeds + 1)
     if args.fresh:
         shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
-    results = run_all(place, [list(ROWS)[i] for i in args.rows], range(1, args.seeds + 1),
-                      args.epochs, args.jobs)
+    write_example(EXAMPLE, place / "images")
+    rows = [list(ROWS)[i] for i in args.rows]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {(row, seed): pool.submit(train, place, row, seed, args.epochs)
+                   for seed in seeds for row in rows}
+        results = {row: [waiting[row, seed].result() for seed in seeds] for row in rows}
     return {"setup": versions("cpu"), "epochs": args.epochs, "results": results}

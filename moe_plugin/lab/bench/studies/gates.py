@@ -10,22 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import platform
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from moe_plugin.lab.bench.corpus import build_corpus
-from moe_plugin.lab.bench.quickstart import HOSTS, quickstart
-from moe_plugin.lab.bench.report import paragraph, table
-from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.lab.bench.quickstart import HOSTS, begin, quickstart, settings
+from moe_plugin.lab.bench.report import columns
+from moe_plugin.lab.bench.study import Option
 from moe_plugin.regular_files import make_folder, write_regular
 
 log = logging.getLogger(__name__)
+TITLE = "Every gate, trained"
 VOCABULARY = 512  # more than any of the hosts' ids
 SWITCH = {"switch": 0.01}
 
@@ -110,12 +107,8 @@ def counts(host: str, corpus: Path) -> list[int]:
         for byte in (corpus / "train.txt").read_bytes():
             found[byte] += 1
         return found
-    words = [
-        line.rsplit(" ", 1)
-        for line in (corpus / "dict.txt").read_text(encoding="utf-8").splitlines()
-    ]
-    for i, (_, count) in enumerate(words):
-        found[i + 4] = int(count)  # after fairseq's own four symbols
+    for i, line in enumerate((corpus / "dict.txt").read_text(encoding="utf-8").splitlines()):
+        found[i + 4] = int(line.rsplit(" ", 1)[1])  # after fairseq's own four symbols
     return found
 
 
@@ -128,9 +121,8 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
         path = home / "counts.txt"
         write_regular(path, "".join(f"{n}\n" for n in counts(host, corpus)))
         router["hash"] = {**router["hash"], "path": str(path)}
-    dispatch = {"name": "ragged"} if gate.capacity is None else {
-        "name": "padded", "capacity_factor": gate.capacity
-    }
+    dispatch = ({"name": "padded", "capacity_factor": gate.capacity} if gate.capacity else
+                {"name": "ragged"})
     tree: dict[str, Any] = {"router": router, "losses": dict(gate.losses), "dispatch": dispatch}
     if gate.apart:
         write_regular(home / "nodes.yaml", "nodes: [[0], [1]]\n")
@@ -176,33 +168,32 @@ def last_records(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["step"] == max(r["step"] for r in rows)]
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page."""
-    rows, entropy = [GateRow(**row) for row in found["rows"]], found["unigram_entropy"]
-    s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", rows[0].steps)
-    cells = [(r.gate, r.host, f"{r.first_loss:.3f}", f"{r.last_loss:.3f}",
-              "-" if r.valid_loss is None else f"{r.valid_loss:.3f}", f"{r.busiest:.2f}",
-              f"{r.most:g}", f"{r.drops:.1%}", f"{r.step_ms:.0f}") for r in rows]
-    head = ("gate", "host", "first loss", "last loss", "valid loss", "busiest expert / mean",
-            "bound", "drops", "ms per step")
-    how = [(name, str(g.top_k), "dropless" if g.capacity is None else f"{g.capacity:g}",
-            ", ".join(f"{k} {v:g}" for k, v in g.losses.items())
-            or "-", json.dumps(g.router) if g.router else "-") for name, g in GATES.items()]
-    return "\n".join([
-        "# Every gate, trained", "",
-        paragraph(
-            "Made by `moe-plugin bench gates`; numbers in `docs/benchmarks/data/gates.json`. "
-            f"{s['steps']} steps of the quick start's model ({s['layers']} layers, every second "
-            f"with {s['experts']} experts, width {s['width']}) on its corpus, {s['ranks']} ranks "
-            f"on CPU, torch {found['torch']}."), "",
-        paragraph(
-            "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
-            f"{entropy:.3f}. Balance and drops are the worst layer's in the last record (both "
-            "steps of it); *bound* is the limit of the balance. So few steps do not rank the "
-            "routers: they show that each one learns and stays balanced."), "",
-        table(head, cells), "", "How each was set:", "",
-        table(("gate", "top_k", "capacity factor", "losses", "other settings"), how), ""
-    ])
+def body(found: dict[str, Any]) -> list[str]:
+    rows = [GateRow(**row) for row in found["rows"]]
+    s = settings(rows[0].steps)
+    return [
+        f"Numbers in `docs/benchmarks/data/gates.json`. {s['steps']} steps of the quick start's "
+        f"model ({s['layers']} layers, every second with {s['experts']} experts, width "
+        f"{s['width']}) on its corpus, {s['ranks']} ranks on CPU, torch {found['torch']}.",
+        "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
+        f"{found['unigram_entropy']:.3f}. Balance and drops are the worst layer's in the last "
+        "record (both steps of it); *bound* is the limit of the balance. So few steps do not rank "
+        "the routers: they show that each one learns and stays balanced.",
+        columns(rows, {
+            "gate": "{0.gate}", "host": "{0.host}", "first loss": "{0.first_loss:.3f}",
+            "last loss": "{0.last_loss:.3f}",
+            "valid loss": lambda r: "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
+            "busiest expert / mean": "{0.busiest:.2f}", "bound": "{0.most:g}",
+            "drops": "{0.drops:.1%}", "ms per step": "{0.step_ms:.0f}"}),
+        "How each was set:",
+        columns(GATES, {
+            "gate": str, "top_k": lambda name: str(GATES[name].top_k),
+            "capacity factor": lambda name: (
+                "dropless" if GATES[name].capacity is None else f"{GATES[name].capacity:g}"),
+            "losses": lambda name: ", ".join(
+                f"{loss} {weight:g}" for loss, weight in GATES[name].losses.items()) or "-",
+            "other settings": lambda name: (
+                json.dumps(GATES[name].router) if GATES[name].router else "-")})]
 
 
 OPTIONS = {
@@ -215,24 +206,18 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All routers in all hosts."""
-    place = Path(args.runs).resolve()
-    if args.fresh:
-        shutil.rmtree(place, ignore_errors=True)
-    s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", args.steps)
-    corpus = place / "corpus"
-    info, rows = build_corpus(corpus, size=s["corpus_bytes"]), []
+    place, corpus, about = begin(args)
+    rows = []
     for host in args.hosts:
-        made = quickstart().HOST_STEPS[host][0](corpus)
+        data = quickstart().HOST_STEPS[host][0](corpus)
         for name in args.gates:
-            rows.append(run(name, host, s, made, corpus, place / f"{name}-{host}"))
+            rows.append(run(name, host, settings(args.steps), data, corpus,
+                            place / f"{name}-{host}"))
             log.info("%s in %s: %s", name, host, rows[-1].faults or "as it should be")
     rows.sort(key=lambda r: list(GATES).index(r.gate))
-    return {"python": platform.python_version(), "torch": torch.__version__,
-            "unigram_entropy": info.unigram_entropy, "rows": [asdict(r) for r in rows]}
+    return {**about, "rows": [asdict(r) for r in rows]}
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Losses that do not fall, and imbalance."""
     rows = [GateRow(**row) for row in found["rows"]]
     return [f"{r.gate} in {r.host}: {fault}" for r in rows for fault in r.faults]

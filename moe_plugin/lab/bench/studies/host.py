@@ -5,12 +5,15 @@ own layer, the einsum form and a dense FFN. Starts its ranks itself.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
-from moe_plugin.lab.bench import host, report
+from moe_plugin.lab.bench import host
 from moe_plugin.lab.bench.host import HostReport
+from moe_plugin.lab.bench.measure import said
 from moe_plugin.lab.bench.options import add_problem, problem_of
 
+TITLE = "What a layer costs the host"
 ABOUT = """Processor time of one call on tiny tensors, forward, and forward and backward, and the
 ATen operations that it launches, views included: what a layer costs the host on any device
 computes. Equal weights and tokens, outputs compared; candidates alternate, ten calls at a time, in
@@ -21,7 +24,6 @@ with patches, of which the one that looks at every call of torch is off while ca
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add_problem(p)
     p.set_defaults(tokens=16, model_dim=32, hidden_dim=64, threads=1, rounds=40)
     p.add_argument("--ranks", default="1,2", metavar="LIST",
@@ -29,21 +31,15 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A report for each number of ranks."""
     problem, rounds = problem_of(args), 3 if args.quick else args.rounds
     return [host.run(problem, ranks, rounds).as_dict() for ranks in _ranks(args.ranks)]
 
 
-def show(found: list[dict[str, Any]]) -> str:
-    """Its tables."""
-    return "\n\n".join(report.host_table(HostReport.from_dict(one)) for one in found)
-
-
-def page(found: list[dict[str, Any]]) -> str:
-    """The tables, and what they mean."""
-    about = report.paragraph(" ".join(ABOUT.split()))
-    return report.page("What a layer costs the host", "moe-plugin bench host",
-                       found[0]["versions"], f"{about}\n\n{show(found)}")
+def body(found: list[dict[str, Any]]) -> Iterator[str]:
+    yield said(found[0]["versions"])
+    yield ABOUT
+    for one in found:
+        yield from HostReport.from_dict(one).parts()
 
 
 def _ranks(text: str) -> list[int]:

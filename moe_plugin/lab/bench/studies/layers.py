@@ -1,37 +1,226 @@
-"""Forward and backward of our layer and of every peer that is installed, on all problems of the
-page. The bound is the time of the experts' matmuls alone, in the same run.
-"""
+"""Studies of a layer, its peers and its operations: on one problem, and on all those of a page."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench import report
+import torch
+
+from moe_plugin.lab.bench import kernels, layer, plots, report
+from moe_plugin.lab.bench.kernels import KernelReport
 from moe_plugin.lab.bench.layer import LayerReport
-from moe_plugin.lab.bench.layers import LAYERS, OPTIONS, layers, problems  # noqa: F401
-from moe_plugin.lab.bench.plots import layer_plot
+from moe_plugin.lab.bench.measure import said
+from moe_plugin.lab.bench.options import add_problem, problem_of
+from moe_plugin.lab.bench.peers import peers
+from moe_plugin.lab.bench.problem import Problem
+from moe_plugin.lab.bench.study import Option
+
+log = logging.getLogger(__name__)
+FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
+MANY = Problem(tokens=4096, model_dim=256, hidden_dim=512, experts=64, top_k=2)
+LAYERS = {
+    "cpu": [FEW, MANY, replace(FEW, dtype="bfloat16"), replace(MANY, dtype="bfloat16")],
+    "cuda": [
+        Problem(tokens=16384, model_dim=4096, hidden_dim=14336, experts=8, top_k=2,
+                dtype="bfloat16", device="cuda"),
+        Problem(tokens=32768, model_dim=2048, hidden_dim=1408, experts=64, top_k=6,
+                dtype="bfloat16", gated=True, device="cuda"),
+        Problem(tokens=65536, model_dim=2048, hidden_dim=2048, experts=64, top_k=2,
+                dtype="bfloat16", device="cuda"),
+    ],
+}
+AXES = {
+    "tokens": [512, 1024, 2048, 4096, 8192], "experts": [4, 8, 16, 32, 64], "top_k": [1, 2, 4, 8]
+}
+TOO_LARGE_FOR_EINSUM = 1 << 31  # elements of T x E x C
+SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
+PROBLEMS = {
+    "device": Option("cuda" if torch.cuda.is_available() else "cpu", "where", choices=LAYERS),
+    "threads": Option(2, "CPU threads"), "rounds": Option(25, "timed rounds", quick=1),
+}
+ATTEMPTS = {"attempts": Option(3, "most attempts of a noisy measurement", quick=1)}
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All problems."""
-    return [one.as_dict() for one in layers(problems(args), args.rounds, args.attempts)]
+def problems(args: argparse.Namespace) -> list[Problem]:
+    """All problems of a device; with `--quick` a small one. Sets the number of threads."""
+    torch.set_num_threads(args.threads)
+    every = LAYERS[args.device]
+    return [replace(every[0], **SMALL)] if args.quick else every
 
 
-def page(found: list[dict[str, Any]]) -> str:
-    """Table and plot of each problem."""
-    parts = [f"{report.layer_table(LayerReport.from_dict(one))}\n\n"
-             f"![Time and memory of every candidate](layer_{number}.svg)"
-             for number, one in enumerate(found)]
-    return report.page("The layer and its peers", "moe-plugin bench layers", found[0]["versions"],
-                       "\n\n".join(parts))
+def quietest(problem: Problem, args: argparse.Namespace) -> LayerReport:
+    """Our layer and its peers, by the attempt with the least noise: median and minimum of the bound
+    closest to each other.
+    """
+    slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
+    names = [n for n in peers.names() if n != "einsum" or slots < TOO_LARGE_FOR_EINSUM]
+    log.info("%s: measuring %s", problem.label(), ", ".join(names))
+    found: list[LayerReport] = []
+    while len(found) < args.attempts and not any(one.noise < 1.05 for one in found):
+        found.append(layer.run(problem, names, args.rounds))
+    return min(found, key=lambda one: one.noise)
+
+
+class OneLayer:
+    """Forward and backward of one MoE layer and of every peer that is installed, with the same
+    weights and input; outputs are checked to agree. The bound is the time of the experts' matmuls
+    alone, in the same run.
+    """
+
+    TITLE = "One layer and its peers"
+
+    @staticmethod
+    def add_arguments(p: argparse.ArgumentParser) -> None:
+        add_problem(p)
+        p.add_argument("--peers", default="all",
+                       help="all, none, or names with commas: einsum, grouped_mm, megatron, "
+                            "megatron_grouped, megatron_te, deepspeed, megablocks, scattermoe, "
+                            "sonicmoe, dense (default: all)")
+        p.add_argument("--plot", metavar="FILE",
+                       help="also draw time and memory of each candidate into FILE (.png or .svg)")
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> dict[str, Any]:
+        problem = problem_of(args)
+        if args.plot:
+            report.check_figure(args.plot)
+        names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
+        found = layer.run(problem, names, args.rounds)
+        if args.plot:
+            plots.layer_plot(found, args.plot)
+        return found.as_dict()
+
+    @staticmethod
+    def body(found: dict[str, Any]) -> list[str]:
+        return [said(found["versions"]), *layer.parts(found)]
 
 
 def _draw(number: int, found: list[dict[str, Any]], path: Path) -> None:
     if number < len(found):
-        layer_plot(LayerReport.from_dict(found[number]), str(path))
+        plots.layer_plot(LayerReport.from_dict(found[number]), str(path))
 
 
-PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(len(LAYERS["cpu"]))}
+class AllLayers:
+    """Forward and backward of our layer and of every peer that is installed, on all problems of the
+    page. The bound is the time of the experts' matmuls alone, in the same run.
+    """
+
+    TITLE = "The layer and its peers"
+    OPTIONS = PROBLEMS | ATTEMPTS
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+        return [quietest(one, args).as_dict() for one in problems(args)]
+
+    @staticmethod
+    def body(found: list[dict[str, Any]]) -> Iterator[str]:
+        yield said(found[0]["versions"])
+        for number, one in enumerate(found):
+            yield from layer.parts(one)
+            yield f"![Time and memory of every candidate](layer_{number}.svg)"
+
+    PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(4)}
+
+
+class OneProblemsOperations:
+    """Every operation of the layer at one layer's sizes: time of each implementation that runs
+    here, and its bound, the larger of bytes over the measured copy bandwidth and FLOPs over the
+    measured rate of one large matmul.
+    """
+
+    TITLE = "Operations of one layer"
+    add_arguments = staticmethod(add_problem)
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> dict[str, Any]:
+        return kernels.run(problem_of(args), args.rounds).as_dict()
+
+    @staticmethod
+    def body(found: dict[str, Any]) -> list[str]:
+        return [said(found["versions"]), *KernelReport.from_dict(found).parts()]
+
+
+class AllOperations(OneProblemsOperations):
+    """Every operation of the layer on the first three problems of the page: time of each
+    implementation that runs here, and its bound, the larger of bytes over the measured copy
+    bandwidth and FLOPs over the measured rate of one large matmul.
+    """
+
+    TITLE = "Each operation and its bound"
+    OPTIONS = PROBLEMS
+    add_arguments = staticmethod(lambda p: None)
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+        return [kernels.run(one, args.rounds).as_dict() for one in problems(args)[:3]]
+
+    @staticmethod
+    def body(found: list[dict[str, Any]]) -> Iterator[str]:
+        yield said(found[0]["versions"])
+        for one in found:
+            yield from KernelReport.from_dict(one).parts()
+
+
+class OneGPU:
+    """Layers with every installed peer, and operations, on one GPU and one page."""
+
+    TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
+    OPTIONS = AllLayers.OPTIONS | {"checks": Option("", "a file whose text the page shows, too")}
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> dict[str, Any]:
+        return {"layers": AllLayers.measure(args), "operations": AllOperations.measure(args),
+                "checks": Path(args.checks).read_text("utf-8").strip() if args.checks else ""}
+
+    @staticmethod
+    def body(found: dict[str, Any]) -> Iterator[str]:
+        yield said(found["layers"][0]["versions"])
+        for one in found["layers"]:
+            yield from layer.parts(one)
+        for one in found["operations"]:
+            yield from KernelReport.from_dict(one).parts()
+        if found["checks"]:
+            yield "Checked on the same GPU before:"
+            yield f"```text\n{found['checks']}\n```"
+
+
+class Scaling:
+    """Time and memory of our layer along tokens, experts and choices, around one problem."""
+
+    TITLE = "How the layer scales"
+    OPTIONS = PROBLEMS | {"points": Option(max(map(len, AXES.values())), "of an axis, at most",
+                                           quick=1)}
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+        torch.set_num_threads(args.threads)
+        base = MANY if args.device == "cpu" else replace(LAYERS["cuda"][2], tokens=16384)
+        found = []
+        for axis, values in AXES.items():
+            for value in values[:args.points]:
+                size = value * (base.tokens // 4096) if axis == "tokens" else value
+                problem = replace(base, **{axis: size})
+                log.info("scaling: %s", problem.label())
+                found.append({"axis": axis, **layer.run(problem, [], args.rounds).as_dict()})
+        return found
+
+    @staticmethod
+    def body(found: list[dict[str, Any]]) -> list[str]:
+        return [said(found[0]["versions"]), "![Time and memory along each axis](scaling.svg)",
+                report.columns(found, {
+                    "axis": "{axis}", "value": lambda one: str(one[one["axis"]]),
+                    "median ms": "{median_ms:.1f}", "bound ms": "{bound_ms:.1f}",
+                    "peak MiB": lambda one: f"{one['peak_extra_mib'] or 0:.0f}"})]
+
+    @staticmethod
+    def draw(found: list[dict[str, Any]], path: Path) -> None:
+        """Along each axis."""
+        plots.scaling_plot([(one["axis"], LayerReport.from_dict(one)) for one in found], str(path))
+
+    PLOTS = {"scaling.svg": draw}

@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +21,28 @@ from torch.nn import functional as F
 from moe_plugin import MoELayer
 from moe_plugin.lab.bench.child import call_limited
 from moe_plugin.lab.bench.memory_limit import AnonymousPeak
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
+from moe_plugin.lab.bench.toy import ToyBlock
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.pregate import link
 from moe_plugin.records import HostContext
 
+TITLE = "Text from a model larger than its memory"
 VOCABULARY, WIDTH, HEADS, MIB = 256, 512, 8, 1 << 20
 MODES = ("resident", "on demand", "prefetch all", "pre-gated")
 TEXT = b"The experts of a layer are many, and a token needs few of them. "
 
 
-class WritingBlock(nn.Module):
-    """Causal attention over what was seen, a dense map as wide as `shared`, and experts."""
-
-    def __init__(self, number: int, args: argparse.Namespace, mode: str,
-                 store: dict[str, Any]) -> None:
-        super().__init__()
-        self.inward, self.outward = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.moe = MoELayer(
-            WIDTH, num_experts=args.experts, losses={}, host=HostContext(number, training=False),
-            router={"name": "topk", "top_k": 1, "normalize": "none",
-                    "pre_gate": int(mode == MODES[3])},
-            experts={"hidden_dim": args.hidden, "bias": False, "shared_hidden_dim": args.shared,
-                     "compute": "grouped", **store})
-        self.seen: list[Tensor] = []
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """The next tokens [B, S, D]; earlier ones are remembered."""
-        parts = self.inward(F.layer_norm(x_BSD, (WIDTH,))).unflatten(-1, (3, HEADS, -1))
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        self.seen = [torch.cat([*old, new], 2) for old, new in zip(
-            [[x] for x in self.seen] or [[], []], (k, v), strict=True)]
-        mixed = F.scaled_dot_product_attention(q, *self.seen, is_causal=q.shape[2] > 1)
-        x_BSD = x_BSD + self.outward(mixed.transpose(1, 2).flatten(2))
-        return x_BSD + self.moe(F.layer_norm(x_BSD, (WIDTH,))).output
+def block(number: int, args: argparse.Namespace, mode: str, store: dict[str, Any]) -> ToyBlock:
+    """With a dense map as wide as `shared`, too."""
+    moe = MoELayer(
+        WIDTH, num_experts=args.experts, losses={}, host=HostContext(number, training=False),
+        router={"name": "topk", "top_k": 1, "normalize": "none",
+                "pre_gate": int(mode == MODES[3])},
+        experts={"hidden_dim": args.hidden, "bias": False, "shared_hidden_dim": args.shared,
+                 "compute": "grouped", **store})
+    return ToyBlock(moe, HEADS, remembers=True)
 
 
 class WritingModel(nn.Module):
@@ -70,7 +58,7 @@ class WritingModel(nn.Module):
                      "store_throttle": args.throttle, "cache_policy": "next-layer"}
         torch.manual_seed(1)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(WritingBlock(i, args, mode, store) for i in range(args.layers))
+        self.blocks = nn.ModuleList(block(i, args, mode, store) for i in range(args.layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.all = range(args.experts) if mode == MODES[2] else None
 
@@ -136,8 +124,9 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
         ids_BS = model(ids_BS).argmax(-1, keepdim=True)
         seconds.append(time.perf_counter() - began)
         text.append(ids_BS)
-    seen: dict[str, Any] = {"text": torch.cat(text, 1).tolist(), "anonymous_bytes": peak.bytes,
-                            "seconds": seconds[1:]}
+    seen: dict[str, Any] = {
+        "mode": mode, "tokens_s": args.batch * args.tokens / sum(seconds[1:]),
+        "text": torch.cat(text, 1).tolist(), "anonymous_bytes": peak.bytes, "seconds": seconds[1:]}
     if mode != MODES[0]:
         seen["counters"] = {name: value - counted[name] for name, value in counts(model).items()}
     return seen
@@ -154,27 +143,21 @@ def counts(model: WritingModel) -> dict[str, float]:
     return {**sums, "stalled_s": stores[0].cache.copier.counters.stalled_s}
 
 
-def run(args: argparse.Namespace, mode: str, limit: int | None, file: Path
-        ) -> dict[str, Any] | None:
-    """What a mode's process saw under a limit; None: it was killed for its memory."""
-    seen = call_limited(limit, child, args, mode, str(file))
-    if seen is None:
-        return None
-    rate = args.batch * len(seen["seconds"]) / sum(seen["seconds"])
-    return {"mode": mode, "tokens_s": rate, **seen}
-
-
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All modes; the text of all is the same, but for the pre-gated model's, which is another."""
     limit, file = args.limit_mib * MIB or None, folder / "experts.safetensors"
     size = write_experts(file, args)
-    rows = [{**run(args, MODES[0], None, file), "limit": None}]
-    if limit is not None and run(args, MODES[0], limit, file) is not None:
+
+    def run(mode: str, most: int | None) -> dict[str, Any] | None:
+        return call_limited(most, child, args, mode, str(file))
+
+    rows = [{**run(MODES[0], None), "limit": None}]
+    if limit is not None and run(MODES[0], limit) is not None:
         raise ValueError("the resident model fits the limit: give a smaller one")
     for mode in MODES[1:]:
         # two whole layers are more than the limit
         own = None if mode == MODES[2] else limit
-        seen = run(args, mode, own, file)
+        seen = run(mode, own)
         if seen is None:
             raise ValueError(f"{mode}: killed under the limit; give a larger one")
         if mode != MODES[3] and seen["text"] != rows[0]["text"]:
@@ -185,42 +168,36 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                                                "prompt", "tokens", "throttle")}}
 
 
-def page(seen: dict[str, Any]) -> str:
-    """The page."""
-    rows = {row["mode"]: row for row in seen["rows"]}
-    resident, demand = rows[MODES[0]]["tokens_s"], rows[MODES[1]]["tokens_s"]
-    cells = []
-    for mode, row in rows.items():
-        counters = row.get("counters", {})
-        asked = counters.get("hits", 0) + counters.get("misses", 0)
-        cells.append([
-            mode, "none" if row["limit"] is None else f"{row['limit'] / MIB:.0f}",
-            f"{row['anonymous_bytes'] / MIB:.0f}", f"{row['tokens_s']:.1f}",
-            f"{row['tokens_s'] / resident:.2f}", f"{row['tokens_s'] / demand:.2f}",
-            f"{100 * counters['hits'] / asked:.0f} %" if asked else "",
-            f"{counters['bytes'] / MIB / seen['tokens']:.0f}" if asked else "",
-            f"{counters['stalled_s']:.1f}" if asked else ""])
-    return "\n".join([
-        "# Text from a model larger than its memory", "",
-        paragraph(
-            "Made by `moe-plugin bench offload`. A language model of "
-            f"{seen['layers']} blocks with {seen['experts']} experts of {WIDTH} x {seen['hidden']} "
-            f"each, {seen['experts_bytes'] / MIB:,.0f} MiB of float32 weights, writes "
-            f"{seen['tokens']} tokens in each of {seen['batch']} sequences, one expert a token. "
-            "Each process runs in a cgroup whose limit counts all of its memory, torch and pages "
-            "of files included; the resident model was killed under it and ran without one. "
-            "Experts lie in a safetensors file, read at "
-            f"{seen['throttle']:g} MB/s at most (`experts.store_throttle`). *on demand*: experts "
-            "are read when a block needs them. *prefetch all*: all of the next block's while one "
-            "computes, in a cache of two whole layers, without a limit. *pre-gated*: each block "
-            "chooses the experts of the next one, which are read while it computes. The first "
-            "three write the same tokens; the pre-gated model is another one, with the same "
-            "weights. *found*: experts that a call found, or on their way. One thread computes, "
-            f"another reads, on a machine of {seen['cores']} cores; load average "
-            f"{', '.join(f'{x:.1f}' for x in seen['load'])}."),
-        "", table(["experts", "limit MiB", "peak of the process MiB", "tokens/s",
-                   "of the resident model", "of on demand", "found", "MiB read a call",
-                   "waited s"], cells), ""])
+def body(seen: dict[str, Any]) -> list[str]:
+    rate = {row["mode"]: row["tokens_s"] for row in seen["rows"]}
+
+    def counted(show: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda row: show(row["counters"]) if "counters" in row else ""
+
+    return [
+        f"A language model of {seen['layers']} blocks with {seen['experts']} experts of {WIDTH} x "
+        f"{seen['hidden']} each, {seen['experts_bytes'] / MIB:,.0f} MiB of float32 weights, writes "
+        f"{seen['tokens']} tokens in each of {seen['batch']} sequences, one expert a token. "
+        "Each process runs in a cgroup whose limit counts all of its memory, torch and pages "
+        "of files included; the resident model was killed under it and ran without one. "
+        "Experts lie in a safetensors file, read at "
+        f"{seen['throttle']:g} MB/s at most (`experts.store_throttle`). *on demand*: experts "
+        "are read when a block needs them. *prefetch all*: all of the next block's while one "
+        "computes, in a cache of two whole layers, without a limit. *pre-gated*: each block "
+        "chooses the experts of the next one, which are read while it computes. The first "
+        "three write the same tokens; the pre-gated model is another one, with the same "
+        "weights. *found*: experts that a call found, or on their way. One thread computes, "
+        "another reads.",
+        columns(seen["rows"], {
+            "experts": "{mode}",
+            "limit MiB": lambda row: f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
+            "peak of the process MiB": lambda row: f"{row['anonymous_bytes'] / MIB:.0f}",
+            "tokens/s": "{tokens_s:.1f}",
+            "of the resident model": lambda row: f"{row['tokens_s'] / rate[MODES[0]]:.2f}",
+            "of on demand": lambda row: f"{row['tokens_s'] / rate[MODES[1]]:.2f}",
+            "found": counted(lambda c: f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f} %"),
+            "MiB read a call": counted(lambda c: f"{c['bytes'] / MIB / seen['tokens']:.0f}"),
+            "waited s": counted(lambda c: f"{c['stalled_s']:.1f}")})]
 
 
 OPTIONS = {
@@ -236,6 +213,5 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All modes."""
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
         return compare(args, Path(scratch))

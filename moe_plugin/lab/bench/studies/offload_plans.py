@@ -6,14 +6,17 @@ Computes, measures nothing; takes some seconds on one core.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.lab.bench.report import columns, pyplot, save_figure
 from moe_plugin.lab.planning.offload.peers import Peers, versus_pipeline
 from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan, plan
 from moe_plugin.planner.units import show_time
 
+TITLE = "Streaming peers against a pipeline"
 TOKENS, FLOPS, BYTES_S, LIMIT, BATCHES, PEERS = 2048, 50e12, 12e9, 11 * 2**30, 8, 4
 MODELS = {"24 layers of width 2,048": (24, 2048), "32 layers of width 4,096": (32, 4096)}
 EVERY = (1, 50, 500)  # steps between averages
@@ -57,13 +60,9 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
     return found
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page."""
-    from moe_plugin.lab.bench.report import paragraph, table
-
-    intro = paragraph(
-        "Made by `moe-plugin bench offload-plans`: computed by "
-        "`moe_plugin.planner.offload`, not measured. "
+def body(found: dict[str, Any]) -> Iterator[str]:
+    yield (
+        "Computed by `moe_plugin.planner.offload`, not measured. "
         f"{PEERS} peers of {FLOPS / 1e12:.0f} TFLOP/s, {BYTES_S / 1e9:.0f} GB/s to and from host "
         f"memory, {LIMIT / 2**30:.0f} GiB; a GPT in 16 bits, sequences of {TOKENS:,} tokens, one a "
         f"micro-batch, {BATCHES} micro-batches of each peer in a step, {show_time(DELAY_S)} of "
@@ -72,25 +71,23 @@ def page(found: dict[str, Any]) -> str:
         "of blocking, overlapped and eager 1F1B) over the same links for the same micro-batches. "
         "The pipeline has enough memory, equal stages, the thinnest cuts, no average, and computes "
         "no forward twice. A number is how many times longer the pipeline takes.")
-    parts = ["# Streaming peers against a pipeline\n", intro]
     for name, model in found["models"].items():
-        parts.append(f"\n## {name}\n")
+        ratio = {(cell["every"], cell["mbit_s"]): cell["ratio"] for cell in model["cells"]}
         hides = "all copies but the first load" if model["hides"] else "not all copies"
-        parts.append(paragraph(
-            f"Segments of {', '.join(map(str, model['segments']))} layers; a step takes "
-            f"{model['step_s']:.2f} s, and computing hides {hides}; "
-            f"{model['peak_bytes'] / 2**30:.1f} GiB on the device at most.") + "\n")
-        rows = [[f"every {every} steps" if every > 1 else "every step",
-                 *(f"{cell['ratio']:.2f}" for cell in model["cells"] if cell["every"] == every)]
-                for every in EVERY]
-        parts.append(table(["average", *(f"{rate:,} Mbit/s" for rate in RATES)], rows))
-    return "\n".join(parts) + "\n\n![Times longer, over bandwidth](offload_plans.svg)\n"
+        yield f"## {name}"
+        yield (f"Segments of {', '.join(map(str, model['segments']))} layers; a step takes "
+               f"{model['step_s']:.2f} s, and computing hides {hides}; "
+               f"{model['peak_bytes'] / 2**30:.1f} GiB on the device at most.")
+        yield columns(EVERY, {
+            "average": lambda every: f"every {every} steps" if every > 1 else "every step",
+            **{f"{rate:,} Mbit/s": lambda every, rate=rate, ratio=ratio: (
+                f"{ratio[every, rate]:.2f}") for rate in RATES}})
+    yield "![Times longer, over bandwidth](offload_plans.svg)"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Ratios over bandwidth."""
     from moe_plugin.lab.bench.plots import log_scale, log_ticks
-    from moe_plugin.lab.bench.report import pyplot, save_figure
 
     plt = pyplot()
     figure, axes = plt.subplots(1, len(found["models"]), figsize=(10, 4), sharey=True,

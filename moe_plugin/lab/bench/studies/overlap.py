@@ -11,9 +11,10 @@ Needs Linux and root, and about nine minutes on an idle machine with two process
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,13 @@ from moe_plugin.comm.functional import gather
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
 from moe_plugin.lab.bench.layouts import slowest
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import ExpertRows
 
+TITLE = "Overlap on emulated nodes"
 WIDTH = 256
 TOKENS = 1024
 RATES = (25e6, 50e6, 100e6)  # bit/s of a node's link
@@ -191,51 +193,39 @@ def summary(ranks: list[dict[str, list[float]]], names: Iterable[str]) -> dict[s
     }
 
 
-def bound(found: dict[str, Any]) -> float:
-    """Seconds that no overlap can go below."""
-    return max(found["exchange"], found["products"])
-
-
-def row(rate: float, direction: str, found: dict[str, Any]) -> list[str]:
-    """A line of the table: times in ms, totals with their ratio to the bound."""
-    least, total = bound(found), found["total"]
-    best = min(total, key=total.get)
-    return [
-        f"{rate / 1e6:.0f}", direction, f"{1e3 * found['exchange']:.0f}",
-        f"{1e3 * found['products']:.0f}",
-        *(f"{1e3 * s:.0f} ({s / least:.2f})" for s in total.values()),
-        f"{total[best] / least:.2f} ({best})"
-    ]
-
-
-def page(report: dict[str, Any]) -> str:
-    """The page."""
-    lines = [
-        "# Overlap on emulated nodes", "",
-        paragraph(
-            "Made by `moe-plugin bench overlap`. Milliseconds of the slowest rank, "
-            f"medians of {report['rounds']} rounds; all columns are measured alternately in the "
-            "same processes. In brackets: over the larger of exchange and products, below which no "
-            "overlap can go. Totals are of whole layer calls, with routing and copies. Nodes of "
-            f"one rank and one thread, {report['tokens']} tokens per rank, width {WIDTH}, k = 1, "
-            f"fp32; load average before and after: {report['load']}."), ""
-    ]
+def body(report: dict[str, Any]) -> Iterator[str]:
+    yield (
+        "Milliseconds of the slowest rank, "
+        f"medians of {report['rounds']} rounds; all columns are measured alternately in the "
+        "same processes. In brackets: over the larger of exchange and products, below which no "
+        "overlap can go. Totals are of whole layer calls, with routing and copies. Nodes of "
+        f"one rank and one thread, {report['tokens']} tokens per rank, width {WIDTH}, k = 1, fp32.")
     for name, cells in report["cells"].items():
         kind = KINDS[name]
-        text = f"{kind.nodes} nodes, {kind.experts} experts" + (
+        yield f"## {kind.title}"
+        yield f"{kind.nodes} nodes, {kind.experts} experts" + (
             "" if kind.waits else f" of inner width {kind.hidden}") + (
             "; the exchange is all-to-all and all-gather." if kind.replicas > 1 else ".")
-        lines += [f"## {kind.title}", "", text, "", *_table(cells), ""]
-    return "\n".join(lines[:-1]) + "\n"
+        yield from _table(cells)
 
 
-def _table(found: list[dict[str, Any]]) -> list[str]:
-    cells = [(cell["rate"], direction, cell[direction]) for cell in found
-             for direction in ("forward", "backward")]
-    head = ["Mbit/s", "direction", "exchange", "products", *cells[0][2]["total"], "best"]
-    kept = sum(min(f["total"].values()) <= AIM * bound(f) for _, _, f in cells)
-    return [table(head, [row(*cell) for cell in cells]), "",
-            f"Within {AIM:.2f} of the larger one: {kept} of {len(cells)} lines."]
+def _table(cells: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for cell, direction in itertools.product(cells, ("forward", "backward")):
+        found = cell[direction]
+        best = min(found["total"], key=found["total"].get)
+        least = max(found["exchange"], found["products"])
+        rows.append({"rate": cell["rate"], "direction": direction, **found, "best": best,
+                     "ratios": {name: s / least for name, s in found["total"].items()}})
+    kept = sum(row["ratios"][row["best"]] <= AIM for row in rows)
+    return [columns(rows, {
+        "Mbit/s": lambda row: f"{row['rate'] / 1e6:.0f}", "direction": "{direction}",
+        **{of: lambda row, of=of: f"{1e3 * row[of]:.0f}" for of in ("exchange", "products")},
+        **{name: lambda row, name=name: (
+            f"{1e3 * row['total'][name]:.0f} ({row['ratios'][name]:.2f})")
+           for name in rows[0]["total"]},
+        "best": lambda row: f"{row['ratios'][row['best']]:.2f} ({row['best']})"}),
+        f"Within {AIM:.2f} of the larger one: {kept} of {len(rows)} lines."]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,64 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from moe_plugin import MoEConfig, MoELayer, weighted_loss
-from moe_plugin.comm import LocalComm
-from moe_plugin.config import with_overrides
 from moe_plugin.lab.bench.plots import log_ticks
-from moe_plugin.lab.bench.report import paragraph, pyplot, save_figure, table
+from moe_plugin.lab.bench.report import columns, pyplot, save_figure
 from moe_plugin.lab.bench.study import Option
+from moe_plugin.lab.bench.toy import batches, loss_of, makers, through
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.resilience.averaging_peers import StreamedPeer
 
+TITLE = "Whole models on two peers, or a pipeline over the same link"
 VOCABULARY, WIDTH, EXPERTS, SEQUENCES, LENGTH = 32, 32, 4, 16, 128
 TOKENS, BLOCKS, BATCHES, PORT = SEQUENCES * LENGTH, 2, 4, 29510
-
-
-class RecurrentBlock(nn.Module):
-    """Recurrent mixing and experts."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.config = with_overrides(
-            MoEConfig(model_dim=WIDTH, num_experts=EXPERTS),
-            {"experts.hidden_dim": WIDTH, "experts.compute_selection": "rule"})
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.moe = MoELayer(self.config, LocalComm())
-
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """(output, weighted balance loss)."""
-        earlier_BSD = F.pad(x_BSD, (0, 0, 1, 0))[:, :-1]
-        x_BSD = x_BSD + torch.tanh(self.mix(F.layer_norm(earlier_BSD, (WIDTH,))))
-        out = self.moe(F.layer_norm(x_BSD, (WIDTH,)))
-        return x_BSD + out.output, weighted_loss(out.losses, self.config.losses)
-
-
-def model() -> list[Any]:
-    """What makes the blocks."""
-    return [partial(nn.Embedding, VOCABULARY, WIDTH),
-            *(partial(RecurrentBlock, i) for i in range(BLOCKS)),
-            partial(nn.Linear, WIDTH, VOCABULARY)]
-
-
-def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches of a step."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (BATCHES, SEQUENCES, LENGTH + 1), generator=random)
-    return [(ids_BS[:, :-1], ids_BS[:, 1:]) for ids_BS in ids]
-
-
-def loss_of(out: Tensor, target: Tensor) -> Tensor:
-    """A micro-batch's part of the mean."""
-    return F.cross_entropy(out.flatten(0, 1), target.flatten()) / BATCHES
-
-
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
+MODEL = makers(VOCABULARY, BLOCKS, WIDTH, EXPERTS, WIDTH, heads=1)
+DATA = {"count": BATCHES, "sequences": SEQUENCES, "length": LENGTH, "symbols": VOCABULARY}
+loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
@@ -85,16 +44,16 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
     # torchft finds its node by the host's name, which no server resolves here
     socket.sethostname(addresses[rank])
     torch.manual_seed(0)
-    trainer = StreamedTrainer(model(), loss_of, OPTIMIZER, DiskTier(Path(folder, str(rank))))
+    trainer = StreamedTrainer(MODEL, loss, OPTIMIZER, DiskTier(Path(folder, str(rank))))
     working = StreamedPeer(trainer, lighthouse, rank, every, timeout_s=120)
-    working.step(batches(rank))  # joins, and warms up
+    working.step(batches(rank, **DATA))  # joins, and warms up
     while not working.average() or working.replica.members < 2:
         pass
     trainer.steps, began = 0, time.perf_counter()
     for step in range(every - 1):
-        working.step(batches(2 * step + rank))
+        working.step(batches(2 * step + rank, **DATA))
     trained = time.perf_counter()
-    working.step(batches(2 * every + rank))
+    working.step(batches(2 * every + rank, **DATA))
     ended = time.perf_counter()
     members, size = working.replica.members, sum(b.layout.nbytes for b in trainer.blocks)
     step_s = (trained - began) / (every - 1)
@@ -110,29 +69,21 @@ def stage(steps: int) -> dict[str, float]:
     torch.set_num_threads(1)
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)
-    made = [make() for make in model()]
+    made = [make() for make in MODEL]
     blocks = made[:half] if rank == 0 else made[half:]
     optimizer = OPTIMIZER([p for block in blocks for p in block.parameters()])
     shape, compute = (SEQUENCES, LENGTH, WIDTH), 0.0
 
-    def through(x: Tensor) -> tuple[Tensor, Tensor]:
-        balance = torch.zeros(())
-        for block in blocks:
-            x = block(x)
-            x, own = x if isinstance(x, tuple) else (x, None)
-            balance = balance if own is None else balance + own
-        return x, balance
-
     def one(step: int) -> None:
         nonlocal compute
-        data, sent = batches(step), []
+        data, sent = batches(step, **DATA), []
         received = [torch.empty(shape) for _ in data]
         tickets = [dist.irecv(x, 1 - rank, tag=m) for m, x in enumerate(received)]
         if rank == 0:
             outputs = []
             for m, (ids, _) in enumerate(data):
                 began = time.perf_counter()
-                outputs.append(through(ids))
+                outputs.append(through(blocks, ids))
                 compute += time.perf_counter() - began
                 sent.append(dist.isend(outputs[-1][0].detach(), 1, tag=m))
         for m, (_, target) in enumerate(data):
@@ -142,8 +93,8 @@ def stage(steps: int) -> dict[str, float]:
                 torch.autograd.backward(outputs[m], [received[m], torch.ones(())])
             else:
                 x = received[m].requires_grad_()
-                y, balance = through(x)
-                (loss_of(y, target) + balance).backward()
+                y, balance = through(blocks, x)
+                (loss(y, target) + balance).backward()
             compute += time.perf_counter() - began
             if rank == 1:
                 sent.append(dist.isend(x.grad, 0, tag=m))
@@ -195,31 +146,28 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
             "predicted": predicted * piped_s / (BATCHES * TOKENS)}
 
 
-def page(seen: dict[str, Any]) -> str:
-    """The page."""
+def body(seen: dict[str, Any]) -> list[str]:
     rows = seen["rows"]
-    cells = [[f"{row['rate_mbit_s']:.0f}", f"{row['pipeline_tokens_s']:.0f}",
-              f"{row['peers_tokens_s']:.0f}", f"{row['factor']:.2f}", f"{row['predicted']:.2f}",
-              f"{row['step_s']:.2f}", f"{row['average_s']:.2f}"] for row in rows]
-    return "\n".join([
-        "# Whole models on two peers, or a pipeline over the same link", "",
-        paragraph(
-            "Made by `moe-plugin bench peers`. Two emulated nodes of one rank, a link "
-            f"with 5 ms. The model: {BLOCKS} blocks of width {WIDTH} with {EXPERTS} experts, "
-            f"{rows[0]['model_bytes'] / 2**10:.0f} KiB; a step has {BATCHES} micro-batches of "
-            f"{SEQUENCES} x {LENGTH} tokens, float32. The pipeline has two stages whose weights "
-            "stay in memory, sends activations and gradients in the background, and each micro-"
-            "batch as soon as it is there. The peers have weights in files, stream them block by "
-            f"block, train on data of their own, and average all weights every {seen['every']} "
-            "steps with torchft (local SGD): they do the pipeline's work per token, but not the "
-            "same optimization. Tokens/s count both peers. Predicted: the factor by the bytes on "
-            "the link and measured times of computation. The model is small, so that the link and "
-            "not two processors are what a pipeline waits for; more computation for each byte "
-            "on the link makes the factor smaller, a larger model makes averages longer. The rates "
-            "were measured one after another on a machine that was shared. Load average "
-            f"{', '.join(f'{x:.1f}' for x in seen['load'])} on {seen['cores']} cores."),
-        "", table(["Mbit/s", "pipeline tokens/s", "peers tokens/s", "factor", "predicted",
-                   "peer's step s", "average s"], cells), "", "![Factor](peers.png)", ""])
+    return [
+        "Two emulated nodes of one rank, a link "
+        f"with 5 ms. The model: {BLOCKS} blocks of width {WIDTH} with {EXPERTS} experts, "
+        f"{rows[0]['model_bytes'] / 2**10:.0f} KiB; a step has {BATCHES} micro-batches of "
+        f"{SEQUENCES} x {LENGTH} tokens, float32. The pipeline has two stages whose weights "
+        "stay in memory, sends activations and gradients in the background, and each micro-"
+        "batch as soon as it is there. The peers have weights in files, stream them block by "
+        f"block, train on data of their own, and average all weights every {seen['every']} "
+        "steps with torchft (local SGD): they do the pipeline's work per token, but not the "
+        "same optimization. Tokens/s count both peers. Predicted: the factor by the bytes on "
+        "the link and measured times of computation. The model is small, so that the link and "
+        "not two processors are what a pipeline waits for; more computation for each byte "
+        "on the link makes the factor smaller, a larger model makes averages longer. The rates "
+        "were measured one after another on a machine that was shared.",
+        columns(rows, {
+            "Mbit/s": "{rate_mbit_s:.0f}", "pipeline tokens/s": "{pipeline_tokens_s:.0f}",
+            "peers tokens/s": "{peers_tokens_s:.0f}", "factor": "{factor:.2f}",
+            "predicted": "{predicted:.2f}", "peer's step s": "{step_s:.2f}",
+            "average s": "{average_s:.2f}"}),
+        "![Factor](peers.png)"]
 
 
 def plot(seen: dict[str, Any], path: Path) -> None:
@@ -246,6 +194,5 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Both at all rates."""
-    rows = [measure_rate(rate * 1e6, args.every, args.steps) for rate in args.rates]
-    return {"every": args.every, "rows": rows}
+    return {"every": args.every, "rows": [measure_rate(rate * 1e6, args.every, args.steps)
+                                          for rate in args.rates]}

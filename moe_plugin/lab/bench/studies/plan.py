@@ -23,7 +23,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.device import measure_device
 from moe_plugin.lab.bench.layouts import one_step, slowest
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner import Cluster, load_cluster
@@ -32,6 +32,7 @@ from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 
 log = logging.getLogger(__name__)
+TITLE = "The planner against the measured best"
 WIDTH, HIDDEN, TOKENS, TOP_K, WARM_UP = 256, (64, 512, 2048), (64, 512, 2048), 1, 2
 # (nodes, ranks per node): (experts, algorithms)
 GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}
@@ -106,34 +107,22 @@ def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float
     }
 
 
-def page(found: dict[str, Any]) -> str:
-    """The markdown page."""
+def body(found: dict[str, Any]) -> list[str]:
     cells, steps, most = found["cells"], found["steps"], found["most"]
-    lines = [[
-        c["grid"], str(c["hidden"]), str(c["tokens"]), c["planned"],
-        f"{c['measured_ms'][c['planned']]:.1f}", c["best"],
-        f"{c['measured_ms'][c['best']]:.1f}", f"{c['ratio']:.2f}", f"{c['worst_ratio']:.1f}"
-    ] for c in cells]
-    head = [
-        "grid", "inner width", "tokens per rank", "planned", "ms", "measured best", "ms",
-        "planned / best", "worst / best"
-    ]
     within = sum(c["ratio"] <= 1 + most for c in cells)
-    about = paragraph(
-        f"Made by `moe-plugin bench plan`. {len(cells)} cells on emulated clusters, "
-        f"links of 200 Mbit/s and 1 ms, width {WIDTH}, top-{TOP_K}; grid 4x1 has 2 experts, 2x2 "
-        "has 8. All layouts run alternately in the same processes, forward and backward; a time is "
-        f"the median of {steps} steps on the slowest rank. The planner knows "
-        "`configs/clusters/emulated.yaml`, which was fitted to all-to-alls, and a profile of one "
-        "rank's processor (matmuls and copies); it measured none of these cells. Within "
-        f"{most:.0%} of the measured best: {within} of {len(cells)} cells. All times, "
-        "predicted ones too: `data/plan.json`.")
-    return f"""# The planner against the measured best
-
-{about}
-
-{table(head, lines)}
-"""
+    return [
+        f"{len(cells)} cells on emulated clusters, links of 200 Mbit/s and 1 ms, width {WIDTH}, "
+        f"top-{TOP_K}; grid 4x1 has 2 experts, 2x2 has 8. All layouts run alternately in the same "
+        f"processes, forward and backward; a time is the median of {steps} steps on the slowest "
+        "rank. The planner knows `configs/clusters/emulated.yaml`, which was fitted to "
+        "all-to-alls, and a profile of one rank's processor (matmuls and copies); it measured none "
+        f"of these cells. Within {most:.0%} of the measured best: {within} of {len(cells)} cells. "
+        "All times, predicted ones too: `data/plan.json`.",
+        columns(cells, {
+            "grid": "{grid}", "inner width": "{hidden}", "tokens per rank": "{tokens}",
+            "planned": "{planned}", "its ms": lambda c: f"{c['measured_ms'][c['planned']]:.1f}",
+            "measured best": "{best}", "ms": lambda c: f"{c['measured_ms'][c['best']]:.1f}",
+            "planned / best": "{ratio:.2f}", "worst / best": "{worst_ratio:.1f}"})]
 
 
 OPTIONS = {
@@ -145,13 +134,11 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All cells."""
     links = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
     return {"steps": args.steps, "most": args.most,
             "cells": [cell for grid in GRIDS for cell in measure_grid(grid, args, links)]}
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Cells whose layout is not near the best."""
     return ["{grid}, inner width {hidden}, {tokens} tokens: {ratio:.2f} times the best".format(**c)
             for c in found["cells"] if c["ratio"] > 1 + found["most"]]

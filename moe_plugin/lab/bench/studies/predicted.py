@@ -20,7 +20,7 @@ import torch
 
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import DATA, ROOT
 from moe_plugin.lab.planning.fit import nonnegative_least_squares
 from moe_plugin.planner import Cluster
@@ -32,6 +32,7 @@ from moe_plugin.tuning.default_hardware import default_cluster, default_device
 from moe_plugin.tuning.predicted import SKEW, worth_taking
 
 STEPS = ROOT / "docs" / "benchmarks" / DATA / "train.json"
+TITLE = "Predicted layouts against measured ones"
 RANKS, MOST_BEHIND = 2, 0.03
 GATHERED = LayoutChoice(r=0)
 # the sides of `moe-plugin bench train` by layout; all of them are compared with gathered parameters
@@ -156,48 +157,32 @@ def compare(measured: list[ShapeCell]) -> dict[str, Any]:
     return {"constants": now, "fitted": fitted(measured), "cells": rows}
 
 
-def page(found: dict[str, Any]) -> str:
-    """The markdown page."""
+def body(found: dict[str, Any]) -> list[str]:
     others = [choice.label for choice in SIDES if choice != GATHERED]
-    lines = []
-    for cell in found["cells"]:
-        lines.append([cell["host"], cell["shape"], str(cell["k"]), f"{cell['step_ms']:.0f}"])
-        for label in others:
-            measured = cell["slower_ms"][label]
-            lines[-1] += [f"{measured[0]:.1f} ({measured[1]:.1f})", f"{measured[2]:.1f}"]
-        lines[-1] += [cell["taken"], f"{cell['behind']:.0%}"]
-    constants = [[name, *(f"{found[key][name]:.2g}" for key in ("constants", "fitted"))]
-                 for name in UNITS]
-    head = ["host", "shape", "k", "step, ms",
-            *(text for label in others for text in (f"{label}, ms", "predicted")),
-            "taken", "behind"]
-    about = paragraph(
-        "Made by `moe-plugin bench predicted` from [whole steps](../train.md) on "
-        f"{RANKS} ranks of one machine. A layer with gathered parameters ({GATHERED.label}) is "
-        "compared with the others, step by step in the same round: how many milliseconds longer "
-        "forward and backward of one layer take, measured (in brackets the middle half of the "
-        "steps) and as predicted by the constants for CPUs in "
+    return [
+        f"From [whole steps](../train.md) on {RANKS} ranks of one machine. A layer with gathered "
+        f"parameters ({GATHERED.label}) is compared with the others, step by step in the same "
+        "round: how many milliseconds longer forward and backward of one layer take, measured (in "
+        "brackets the middle half of the steps) and as predicted by the constants for CPUs in "
         "`moe_plugin/tuning/default_hardware.py`. *Behind*: how much longer a whole step takes "
-        "with the layout that is taken than with the best one.")
-    return f"""# Predicted layouts against measured ones
-
-{about}
-
-{table(head, lines)}
-
-The constants and what a least-squares fit over all lines gives: seconds for ranks to meet in a
-collective, of a byte on its way, and of a byte in or out of a buffer for rows that travel.
-
-{table(["constant", "used", "fitted"], constants)}
-"""
+        "with the layout that is taken than with the best one.",
+        columns(found["cells"], {
+            "host": "{host}", "shape": "{shape}", "k": "{k}", "step, ms": "{step_ms:.0f}",
+            **{head: text.replace("LABEL", label) for label in others for head, text in (
+                (f"{label}, ms", "{slower_ms[LABEL][0]:.1f} ({slower_ms[LABEL][1]:.1f})"),
+                (f"{label}, predicted", "{slower_ms[LABEL][2]:.1f}"))},
+            "taken": "{taken}", "behind": "{behind:.0%}"}),
+        "The constants and what a least-squares fit over all lines gives: seconds for ranks to "
+        "meet in a collective, of a byte on its way, and of a byte in or out of a buffer for rows "
+        "that travel.",
+        columns(UNITS, {"constant": str, "used": lambda name: f"{found['constants'][name]:.2g}",
+                        "fitted": lambda name: f"{found['fitted'][name]:.2g}"})]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare, and fit."""
     return compare(cells())
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Layouts that are too far behind."""
     return [f"{cell['host']}, {cell['shape']}: {cell['behind']:.1%} behind"
             for cell in found["cells"] if round(cell["behind"], 2) > MOST_BEHIND]

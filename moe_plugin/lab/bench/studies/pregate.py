@@ -10,25 +10,17 @@ starts again).
 from __future__ import annotations
 
 import argparse
-import platform
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moe_plugin.lab.bench.corpus import build_corpus
-from moe_plugin.lab.bench.quickstart import HOSTS, quickstart
-from moe_plugin.lab.bench.report import (
-    paragraph,
-    pyplot,
-    save_figure,
-    table,
-)
-from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.lab.bench.quickstart import HOSTS, begin, quickstart, settings
+from moe_plugin.lab.bench.report import columns, pyplot, save_figure
+from moe_plugin.lab.bench.study import Option
 from moe_plugin.regular_files import make_folder
 
+TITLE = "Pre-gates, fine-tuned"
 BOUND = 0.01
 GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
 
@@ -68,17 +60,16 @@ def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[
             if r.valid_loss is not None]
 
 
-def rows_of(host: str, args: argparse.Namespace, corpus: Path) -> list[FineTuning]:
+def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> list[FineTuning]:
     """Train, and go on in each way."""
     data = quickstart().HOST_STEPS[host][0](corpus)
-    s = quickstart().settings(ROOT / "configs" / "quickstart.yaml", args.steps)
-    s["valid_every"] = max(1, args.more // 5)
-    base = Path(args.runs).resolve() / f"{host}-base"
+    s = {**settings(args.steps), "valid_every": max(1, args.more // 5)}
+    base = place / f"{host}-base"
     before = run(host, s, command_of(host, s, data, base), base)[-1][1]
     more = {**s, "steps": args.steps + args.more}
     rows = []
     for gates, flags in GATES.items():
-        folder = Path(args.runs).resolve() / f"{host}-{gates}"
+        folder = place / f"{host}-{gates}"
         if not (folder / "checkpoints").exists():
             make_folder(folder)
             shutil.copytree(base / "checkpoints", folder / "checkpoints")
@@ -99,33 +90,29 @@ def excess(rows: list[FineTuning]) -> dict[str, float]:
             for host in dict.fromkeys(r.host for r in rows)}
 
 
-def page(report: dict[str, Any]) -> str:
-    """The page, from what pregate.json holds."""
+def body(report: dict[str, Any]) -> list[str]:
     rows, steps = rows_from(report), report["steps"]
-    s, found = quickstart().settings(ROOT / "configs" / "quickstart.yaml", steps), excess(rows)
-    cells = [(r.host, r.gates, f"{r.before:.4f}", f"{r.valid[0][1]:.4f}", f"{r.last:.4f}",
-              f"{found[r.host]:+.2%}" if r.gates == "pre-gates" else "") for r in rows]
-    return "\n".join([
-        "# Pre-gates, fine-tuned", "",
-        paragraph(
-            "Made by `moe-plugin bench pregate`; numbers in "
-            "`docs/benchmarks/data/pregate.json`. Valid loss (nats per byte, without the balance "
-            "loss) of the quick start's model whose blocks choose the experts of the "
-            "[next block](../own_routers.md#pre-gates), and of the same model with ordinary gates. "
-            f"Both go on from one checkpoint, with ordinary gates, of {steps} steps, for "
-            f"{report['more']} more, with the same batches and learning rates. {s['layers']} "
-            f"layers, every second with {s['experts']} experts, width {s['width']}, {s['ranks']} "
-            f"ranks on CPU, torch {report['torch']}; the corpus' unigram entropy is "
-            f"{report['unigram_entropy']:.3f}. The bound is {BOUND:.0%} more than ordinary gates "
-            "in the end."), "",
-        table(("host", "gates", "at the checkpoint", f"after {rows[0].valid[0][0] - steps} "
-               "steps", "in the end", "against ordinary gates"), cells), "",
+    s, found = settings(steps), excess(rows)
+    return [
+        "Numbers in `docs/benchmarks/data/pregate.json`. Valid loss (nats per byte, without the "
+        "balance loss) of the quick start's model whose blocks choose the experts of the "
+        "[next block](../own_routers.md#pre-gates), and of the same model with ordinary gates. "
+        f"Both go on from one checkpoint, with ordinary gates, of {steps} steps, for "
+        f"{report['more']} more, with the same batches and learning rates. {s['layers']} "
+        f"layers, every second with {s['experts']} experts, width {s['width']}, {s['ranks']} "
+        f"ranks on CPU, torch {report['torch']}; the corpus' unigram entropy is "
+        f"{report['unigram_entropy']:.3f}. The bound is {BOUND:.0%} more than ordinary gates "
+        "in the end.",
+        columns(rows, {
+            "host": "{0.host}", "gates": "{0.gates}", "at the checkpoint": "{0.before:.4f}",
+            f"after {rows[0].valid[0][0] - steps} steps": "{0.valid[0][1]:.4f}",
+            "in the end": "{0.last:.4f}", "against ordinary gates": lambda r: (
+                f"{found[r.host]:+.2%}" if r.gates == "pre-gates" else "")}),
         "![Valid loss over steps in both hosts, with ordinary gates and with pre-gates]"
-        "(pregate.png)", "",
-        paragraph("The first block with experts keeps its gate: of two, one has a pre-gate. This "
-                  "shows that fine-tuning from ordinary gates works; it says nothing of large "
-                  "models, for which see the paper."), ""
-    ])
+        "(pregate.png)",
+        "The first block with experts keeps its gate: of two, one has a pre-gate. This shows that "
+        "fine-tuning from ordinary gates works; it says nothing of large models, for which see the "
+        "paper."]
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -155,19 +142,12 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Both ways to go on, in all hosts."""
-    if args.fresh:
-        shutil.rmtree(args.runs, ignore_errors=True)
-    corpus = Path(args.runs).resolve() / "corpus"
-    info = build_corpus(corpus, size=quickstart().settings(
-        ROOT / "configs" / "quickstart.yaml", args.steps)["corpus_bytes"])
-    rows = [row for host in args.hosts for row in rows_of(host, args, corpus)]
-    return {"python": platform.python_version(), "torch": torch.__version__, "steps": args.steps,
-            "more": args.more, "unigram_entropy": info.unigram_entropy, "excess": excess(rows),
+    place, corpus, about = begin(args)
+    rows = [row for host in args.hosts for row in rows_of(host, args, place, corpus)]
+    return {**about, "steps": args.steps, "more": args.more, "excess": excess(rows),
             "rows": [asdict(r) for r in rows]}
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Hosts whose loss is above the bound."""
     return [f"{host}: {share:+.2%} above ordinary gates"
             for host, share in found["excess"].items() if share > BOUND]

@@ -23,10 +23,11 @@ import torch
 from moe_plugin.checkpoint import checksums, torch_files
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.source import Derived, TensorEntry, window_shape
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 
-PARTS, EXPERTS, WIDTH, HIDDEN = 4, 16, 512, 2048
+TITLE = "Resharding a checkpoint"
+RANKS, EXPERTS, WIDTH, HIDDEN = 4, 16, 512, 2048
 TARGETS = (2, 8, 32)  # 32: experts of two shards
 FIELDS = ("exp_avg", "exp_avg_sq")
 PAUSE_S = 5.0
@@ -42,24 +43,24 @@ def noise(*shape: int) -> Derived:
 def write_checkpoint(folder: Path, gib: float) -> int:
     """A checkpoint of four ranks with Adam's state; returns its size."""
     folder.mkdir()
-    experts = {"w_in_LDF": (EXPERTS // PARTS, WIDTH, HIDDEN),
-               "w_out_LFD": (EXPERTS // PARTS, HIDDEN, WIDTH)}
-    layer_bytes = 3 * PARTS * sum(4 * torch.Size(shape).numel() for shape in experts.values())
+    experts = {"w_in_LDF": (EXPERTS // RANKS, WIDTH, HIDDEN),
+               "w_out_LFD": (EXPERTS // RANKS, HIDDEN, WIDTH)}
+    layer_bytes = 3 * RANKS * sum(4 * torch.Size(shape).numel() for shape in experts.values())
     layers = max(1, round(gib * 2**30 / layer_bytes))
-    for rank in range(PARTS):
+    for rank in range(RANKS):
         model: dict[str, Any] = {}
         for layer in range(layers):
             prefix = f"layers.{layer}."
             model[prefix + "_extra_state"] = {"version": 1, "num_experts": EXPERTS,
-                                              "ep_rank": rank, "ep_size": PARTS}
+                                              "ep_rank": rank, "ep_size": RANKS}
             model |= {f"{prefix}experts.{name}": noise(*shape) for name, shape in experts.items()}
             model[prefix + "norm.weight"] = noise(WIDTH)
         state = {name: {field: noise(*value.entry.shape) for field in FIELDS}
                  for name, value in model.items() if isinstance(value, Derived)}
         with torch_files.SealedWriter() as writer:
-            writer.write(folder / part_name(rank, PARTS), {
+            writer.write(folder / part_name(rank, RANKS), {
                 "model": model, "optimizer": {"by_name": state, "groups": [{"lr": 0.1}]}})
-    write_index(folder, PARTS, {"step": 1})
+    write_index(folder, RANKS, {"step": 1})
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -103,33 +104,26 @@ def compare(home: Path, size: int, rounds: int) -> list[dict[str, Any]]:
     } for parts in seconds for took in [statistics.median(seconds[parts])]]
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page."""
-    size, rounds, rows = found["bytes"], found["rounds"], found["rows"]
-    cells = [[row["what"], f"{row['seconds']:.1f}", f"{row['mib_s']:.0f}", f"{row['ratio']:.2f}",
-              f"{row['processor_s']:.1f}",
-              "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"] for row in rows]
-    return "\n".join([
-        "# Resharding a checkpoint", "",
-        paragraph(
-            "Made by `moe-plugin bench reshard`. A plain checkpoint of "
-            f"{PARTS} ranks, {size / 2**30:.2f} GiB with Adam's state ({EXPERTS} experts of width "
-            f"{WIDTH} x {HIDDEN} in each layer, random float32), becomes one of other numbers of "
-            "ranks; 32 ranks cut each expert in two. `cp -r` copies the same files in the same "
-            f"run, in turn; median of {rounds} rounds, each until the data is on the disk "
-            f"(`sync`). Each begins {PAUSE_S:g} s after the result before it was removed: a "
-            "virtual machine may give freed memory back to its host meanwhile; at once `cp` would "
-            "find it still there, and `reshard`, whose Python starts first, would not. The time of "
-            "`reshard` includes the start of Python, the verification of all "
-            "checksums of the source and the sums of what it writes, by "
-            f"`{found['checksums']}`. Peak memory is the largest "
-            "resident set of the process, mapped pages of files and Python with torch included "
-            "(about 230 MiB before it begins). `reshard` computes while `cp` waits for the disk: "
-            f"where the load average is far above the machine's {found['cores']} cores, the "
-            "processor's seconds say more than the ratio of times. Load average: "
-            f"{', '.join(f'{x:.1f}' for x in found['load'])}."),
-        "", table(["what", "seconds", "MiB/s", "time / cp", "processor s",
-                   "peak memory MiB"], cells), ""])
+def body(found: dict[str, Any]) -> list[str]:
+    return [
+        f"A plain checkpoint of {RANKS} ranks, {found['bytes'] / 2**30:.2f} GiB with Adam's state "
+        f"({EXPERTS} experts of width {WIDTH} x {HIDDEN} in each layer, random float32), becomes "
+        "one of other numbers of ranks; 32 ranks cut each expert in two. `cp -r` copies the same "
+        f"files in the same run, in turn; median of {found['rounds']} rounds, each until the data "
+        f"is on the disk (`sync`). Each begins {PAUSE_S:g} s after the result before it was "
+        "removed: a virtual machine may give freed memory back to its host meanwhile; at once `cp` "
+        "would find it still there, and `reshard`, whose Python starts first, would not. The time "
+        "of `reshard` includes the start of Python, the verification of all checksums of the "
+        f"source and the sums of what it writes, by `{found['checksums']}`. Peak memory is the "
+        "largest resident set of the process, mapped pages of files and Python with torch included "
+        "(about 230 MiB before it begins). `reshard` computes while `cp` waits for the disk: "
+        f"where the load average is far above the machine's {found['cores']} cores, the "
+        "processor's seconds say more than the ratio of times.",
+        columns(found["rows"], {
+            "what": "{what}", "seconds": "{seconds:.1f}", "MiB/s": "{mib_s:.0f}",
+            "time / cp": "{ratio:.2f}", "processor s": "{processor_s:.1f}",
+            "peak memory MiB": lambda row: (
+                "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}")})]
 
 
 OPTIONS = {
@@ -139,7 +133,6 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Copies and conversions of one checkpoint."""
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as home:
         size = write_checkpoint(Path(home) / "source", args.gib)
         rows = compare(Path(home), size, args.rounds)

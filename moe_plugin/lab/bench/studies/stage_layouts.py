@@ -16,11 +16,12 @@ import torch
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.lab.bench.report import paragraph, table
+from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.resharding import CHUNKS, Hop, TensorLayout, relays, unique_slices
 
+TITLE = "Activations between stages of unequal layout"
 PER_NODE = 2
 SHAPE = (512, 4, 512)  # [sequence, batch, width] float32: 4 MiB
 # name, nodes of the sending and of the receiving stage, (data, tensor) sizes of both
@@ -93,27 +94,23 @@ def row(number: int, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
             "once_predicted_s": wanted[1]}
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page in Markdown."""
-    rows, rate_mbit_s, rounds = found["rows"], found["rate_mbit_s"], found["rounds"]
-    load = ", ".join(f"{value:.1f}" for value in found["load"])
-    lines = [[r["case"], f"{1e3 * r['each_s']:.0f}", f"{1e3 * r['once_s']:.0f}",
-              f"{r['each_s'] / r['once_s']:.2f}",
-              f"{r['each_predicted_s'] / r['once_predicted_s']:.2f}",
-              f"{r['each_s'] / r['each_predicted_s'] - 1:+.0%}",
-              f"{r['once_s'] / r['once_predicted_s'] - 1:+.0%}"] for r in rows]
-    return "\n".join([
-        "# Activations between stages of unequal layout", "",
-        paragraph(
-            "Made by `moe-plugin bench stage-layouts`. A micro-batch's activations "
-            f"[512, 4, 512] (4 MiB) go from one stage to the next (`comm/resharding.py`), on "
-            f"emulated nodes of {PER_NODE} ranks with links of {rate_mbit_s:g} Mbit/s. A message "
-            "each: every receiver gets all it needs from the stage before. Once: what several "
-            "ranks of a node need crosses to it once, in parts that they exchange, and goes on "
-            "from node to node in chunks. Predicted: the bytes over the busiest link. Difference: "
-            f"measured against predicted. Median of {rounds} moves in turn. Load average: {load}."),
-        "", table(["stages", "each ms", "once ms", "each / once", "predicted", "difference, each",
-                    "difference, once"], lines), ""])
+def body(found: dict[str, Any]) -> list[str]:
+    return [
+        "A micro-batch's activations [512, 4, 512] (4 MiB) go from one stage to the next "
+        f"(`comm/resharding.py`), on emulated nodes of {PER_NODE} ranks with links of "
+        f"{found['rate_mbit_s']:g} Mbit/s. A message each: every receiver gets all it needs from "
+        "the stage before. Once: what several ranks of a node need crosses to it once, in parts "
+        "that they exchange, and goes on from node to node in chunks. Predicted: the bytes over "
+        "the busiest link. Difference: measured against predicted. Median of "
+        f"{found['rounds']} moves in turn.",
+        columns(found["rows"], {
+            "stages": "{case}", "each ms": lambda r: f"{1e3 * r['each_s']:.0f}",
+            "once ms": lambda r: f"{1e3 * r['once_s']:.0f}",
+            "each / once": lambda r: f"{r['each_s'] / r['once_s']:.2f}",
+            "predicted": lambda r: f"{r['each_predicted_s'] / r['once_predicted_s']:.2f}",
+            **{f"difference, {way}": lambda r, way=way: (
+                f"{r[f'{way}_s'] / r[f'{way}_predicted_s'] - 1:+.0%}")
+               for way in ("each", "once")}})]
 
 
 OPTIONS = {"rate": Option(200.0, "of the links, Mbit/s", quick=1000.0),
@@ -121,6 +118,5 @@ OPTIONS = {"rate": Option(200.0, "of the links, Mbit/s", quick=1000.0),
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All cases."""
     return {"rate_mbit_s": args.rate, "rounds": args.rounds,
             "rows": [row(number, args.rate, args.rounds) for number in range(len(CASES))]}

@@ -16,19 +16,21 @@ from typing import Any
 
 from moe_plugin.lab.bench.options import add_links, links_of
 from moe_plugin.lab.bench.train import run as runs
-from moe_plugin.lab.bench.train.results import (
+from moe_plugin.lab.bench.train.results import (  # noqa: F401
+    MADE_BY,
     TrainReport,
+    main_parts,
     merged,
     reports,
-    sides_table,
-    summary_table,
+    side_pages,
 )
 from moe_plugin.lab.bench.train.shapes import for_host, parse_shapes
-from moe_plugin.lab.bench.train.write import main_page, side_pages
+from moe_plugin.lab.bench.train.sides import our_settings
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.units import parse_grid
 
 log = logging.getLogger(__name__)
+TITLE = "Whole training steps"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -71,16 +73,8 @@ def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str
     return [one.as_dict() for one in merged(reports(old), reports(new))]
 
 
-def show(found: list[dict[str, Any]]) -> str:
-    """All sides of each shape, and a summary."""
-    mine = reports(found)
-    return "\n\n".join([*(f"{one.shape.name}: {one.shape.label()}; {one.place}\n\n"
-                          f"{sides_table(one)}" for one in mine), summary_table(mine)])
-
-
-def page(found: list[dict[str, Any]]) -> str:
-    """A row per shape."""
-    return main_page(reports(found))
+def body(found: list[dict[str, Any]]) -> Iterator[str]:
+    yield from main_parts(reports(found))
 
 
 def pages(found: list[dict[str, Any]]) -> dict[str, str]:
@@ -100,7 +94,7 @@ def _measured(args: argparse.Namespace) -> Iterator[TrainReport]:
         for shape in shapes:
             log.info("%s: %s", shape.name, shape.label())
             plan = runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up,
-                                  several_nodes=grid is not None and grid[0] > 1)
+                                  our_settings(several_nodes=grid is not None and grid[0] > 1))
             if cluster is not None:
                 yield runs.on_emulated(plan, cluster)
             elif "RANK" in os.environ:

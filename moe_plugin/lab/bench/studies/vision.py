@@ -8,14 +8,12 @@ process and a thread each, once a seed. Takes about ten minutes on two cores; ne
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import logging
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
-from moe_plugin.lab.bench.measure import interleaved, versions
-from moe_plugin.lab.bench.report import page as made_page
-from moe_plugin.lab.bench.report import paragraph, table
-from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.lab.bench.images import spread, train_images
+from moe_plugin.lab.bench.measure import interleaved, said, versions
+from moe_plugin.lab.bench.report import columns
+from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.vision.model import PRESETS, build
 
 log = logging.getLogger(__name__)
+TITLE = "SwinV2-MoE and dense SwinV2"
 SIDES = ("dense", "moe")
 KINDS = ("training", "forward")
 CLASSES = {"tiny": 10, "swin_s": 1000}
@@ -159,93 +158,65 @@ def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[S
 def train(seeds: Sequence[int], epochs: int) -> Accuracy:
     """The digits, both sides at once."""
     found = Accuracy(epochs, {side: [] for side in SIDES}, {side: [] for side in SIDES})
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
+        def run(side: str, seed: int) -> list[dict[str, Any]]:
+            return train_images(
+                Path(folder, f"{side}{seed}"), "--example", "digits", "--data",
+                str(Path(folder, f"images of {side}")), "--epochs", str(epochs), "--seed",
+                str(seed), *["--dense"] * (side == "dense"))
+
         for seed in seeds:
-            runs = {side: started(Path(folder), side, seed, epochs) for side in SIDES}
-            for side, run in runs.items():
-                if run.wait():
-                    raise RuntimeError(f"the {side} run of seed {seed} ended with {run.returncode}")
-                lines = (Path(folder) / f"{side}{seed}" / "log.jsonl").read_text().splitlines()
-                records = [json.loads(line) for line in lines]
-                found.accuracy[side].append(records[-1]["accuracy"])
+            for side, log in zip(SIDES, pool.map(run, SIDES, [seed] * 2), strict=True):
+                found.accuracy[side].append(log[-1]["accuracy"])
                 found.images_per_s[side].append(statistics.median(
-                    r["tokens_per_s"] for r in records if "tokens_per_s" in r))
-            log.info("seed %s: %s", seed, {side: found.accuracy[side][-1] for side in SIDES})
+                    r["tokens_per_s"] for r in log if "tokens_per_s" in r))
     return found
 
 
-def started(folder: Path, side: str, seed: int, epochs: int) -> subprocess.Popen[bytes]:
-    """A training run of one thread."""
-    command = [sys.executable, "-m", "moe_plugin.lab.vision.train", "--example", "digits", "--data",
-               str(folder / f"images of {side}"), "--out", str(folder / f"{side}{seed}"),
-               "--epochs", str(epochs), "--seed", str(seed), *(["--dense"] * (side == "dense"))]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL,
-                            env={**os.environ, "OMP_NUM_THREADS": "1",
-                                 "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
-
-
-def spread(values: Sequence[float], unit: str, factor: float = 1.0) -> str:
-    """Mean, and smallest to largest."""
-    shown = [factor * value for value in values]
-    return f"{statistics.mean(shown):.2f} ({min(shown):.2f} to {max(shown):.2f}) {unit}".strip()
-
-
-def page(found: dict[str, Any]) -> str:
-    """The page."""
-    return made_page("SwinV2-MoE and dense SwinV2", "moe-plugin bench vision", found["setup"],
-                     body([SpeedCell(**cell) for cell in found["speed"]],
-                          Accuracy(**found["accuracy"]), found["load"]))
-
-
-def body(cells: Sequence[SpeedCell], trained: Accuracy, load: Sequence[float]) -> str:
-    """What it measured, in words and tables."""
-    rows = []
-    for one in cells:
-        for kind in KINDS:
-            rows.append([
-                f"`{one.preset}`", str(one.batch), kind,
-                *(f"{one.rate(kind, side):.3g}" for side in SIDES), f"{one.overhead(kind):.2f}",
-                f"{one.active:.3f}", f"{one.dropped:.1%}"])
-    steps = [one for one in cells if one.batch == 8]
+def body(found: dict[str, Any]) -> Iterator[str]:
+    cells = [SpeedCell(**cell) for cell in found["speed"]]
+    trained = Accuracy(**found["accuracy"])
     stated = "; ".join(f"{one.overhead('training'):.2f} times the dense time in training and "
-                       f"{one.overhead('forward'):.2f} forward (`{one.preset}`)" for one in steps)
-    accuracy = [[side, spread(trained.accuracy[side], "%", 100),
-                 spread(trained.images_per_s[side], "", 1)] for side in SIDES]
-    named = {"dense": "dense SwinV2 (timm)", "moe": "SwinV2-MoE"}
-    for row in accuracy:
-        row[0] = named[row[0]]
-    return "\n\n".join([
-        paragraph(
-            "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
-            "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
-            "4 experts; `swin_s`: every other one of the third stage and one of the last, 32 "
-            "experts), and each token visits one expert of the MLP's width: equal active FLOPs. "
-            f"Load average before and after: {load[0]:.1f}, {load[1]:.1f}."),
-        *([paragraph(f"**Overhead of the experts at equal active FLOPs**, 8 images per call: "
-                     f"{stated}.")] if stated else []),
-        "## Images per second",
-        table(["model", "images per call", "what", "dense", "with experts", "time, experts / dense",
-               "FLOPs, experts / dense", "dropped"], rows),
-        paragraph(
-            f"Median of {len(cells[0].seconds['training']['moe'])} rounds in which both sides take "
-            "turns; random images and initial weights. *Training* is forward and backward without "
-            "the optimizer, whose time grows with all parameters and not with those in use; "
-            "*forward* is evaluation. *FLOPs* counts products of a forward pass: those of the "
-            "dense model, the routers' added, tokens without a slot (*dropped*, worst layer) "
-            "without their MLP."),
-        paragraph(
-            "Few images per call leave few tokens to each expert, so that reading 32 experts' "
-            "weights (and, in training, writing their gradients) takes the time, not the products: "
-            "`swin_s` has 144 tokens an image in its third stage, 9 of 288 for each expert with "
-            "two images."),
-        "## Accuracy",
-        table(["model", "accuracy", "images per second"], accuracy),
-        paragraph(
-            f"The example's 1,442 digits, {trained.epochs} epochs, `tiny`, the share of the 355 "
-            f"validation images that is right after the last epoch: mean of "
-            f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is 0.28 %. One "
-            "thread a run, both sides at once; here the optimizer and reading images count."),
-    ])
+                       f"{one.overhead('forward'):.2f} forward (`{one.preset}`)"
+                       for one in cells if one.batch == 8)
+    yield said(found["setup"]) + "."
+    yield (
+        "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
+        "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
+        "4 experts; `swin_s`: every other one of the third stage and one of the last, 32 "
+        "experts), and each token visits one expert of the MLP's width: equal active FLOPs.")
+    if stated:
+        yield ("**Overhead of the experts at equal active FLOPs**, 8 images per call: "
+               f"{stated}.")
+    yield "## Images per second"
+    yield columns(itertools.product(cells, KINDS), {
+        "model": "`{0[0].preset}`", "images per call": "{0[0].batch}", "what": "{0[1]}",
+        **{head: lambda row, side=side: f"{row[0].rate(row[1], side):.3g}"
+           for head, side in (("dense", "dense"), ("with experts", "moe"))},
+        "time, experts / dense": lambda row: f"{row[0].overhead(row[1]):.2f}",
+        "FLOPs, experts / dense": "{0[0].active:.3f}", "dropped": "{0[0].dropped:.1%}"})
+    yield (
+        f"Median of {len(cells[0].seconds['training']['moe'])} rounds in which both sides take "
+        "turns; random images and initial weights. *Training* is forward and backward without "
+        "the optimizer, whose time grows with all parameters and not with those in use; "
+        "*forward* is evaluation. *FLOPs* counts products of a forward pass: those of the "
+        "dense model, the routers' added, tokens without a slot (*dropped*, worst layer) "
+        "without their MLP.")
+    yield (
+        "Few images per call leave few tokens to each expert, so that reading 32 experts' "
+        "weights (and, in training, writing their gradients) takes the time, not the products: "
+        "`swin_s` has 144 tokens an image in its third stage, 9 of 288 for each expert with "
+        "two images.")
+    yield "## Accuracy"
+    yield columns(SIDES, {
+        "model": {"dense": "dense SwinV2 (timm)", "moe": "SwinV2-MoE"}.get,
+        "accuracy": lambda side: spread(trained.accuracy[side], 100, "%"),
+        "images per second": lambda side: spread(trained.images_per_s[side])})
+    yield (
+        f"The example's 1,442 digits, {trained.epochs} epochs, `tiny`, the share of the 355 "
+        f"validation images that is right after the last epoch: mean of "
+        f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is 0.28 %. One "
+        "thread a run, both sides at once; here the optimizer and reading images count.")
 
 
 OPTIONS = {
@@ -257,9 +228,7 @@ OPTIONS = {
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Speed, and accuracy."""
-    before = os.getloadavg()[0]
     cells = speed(args.presets, args.batches, args.rounds)
     trained = train(range(1, args.seeds + 1), args.epochs)
-    return {"setup": versions("cpu"), "load": (before, os.getloadavg()[0]),
-            "accuracy": asdict(trained), "speed": [asdict(one) for one in cells]}
+    return {"setup": versions("cpu"), "accuracy": asdict(trained),
+            "speed": [asdict(one) for one in cells]}

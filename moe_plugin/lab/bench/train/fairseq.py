@@ -19,7 +19,7 @@ from moe_plugin.experts.marks import is_expert
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import Settings, layout_of, tuners_settled
+from moe_plugin.lab.bench.train.sides import FUSED_ADAM, Settings, layout_of, tuners_settled
 from moe_plugin.lab.bench.train.steps import Side, batch
 from moe_plugin.layer import MoELayer
 
@@ -32,12 +32,13 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
-          ours: Mapping[str, Settings]) -> list[Side]:
+          ours: Mapping[str, Settings], others: bool) -> list[Side]:
     """All models with equal weights; the process group must exist.
 
     Args:
         text: uint8 [N], what they train on.
         ours: settings of our layer by the side's name.
+        others: the branch's layer and a dense one, too.
     """
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     from moe_plugin.hosts.fairseq import registered  # noqa: F401
@@ -48,8 +49,9 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     make = _Maker(shape, text, rank, ranks)
     models = {(name, "ours"): make.model(shape.inner, [*experts, *_flags(settings)])
               for name, settings in ours.items()}
-    models[NATIVE, "native"] = make.model(shape.inner, experts, _become_branch)
-    models["dense", "dense"] = make.model(shape.inner * shape.top_k, [])
+    if others:
+        models[NATIVE, "native"] = make.model(shape.inner, experts, _become_branch)
+        models["dense", "dense"] = make.model(shape.inner * shape.top_k, [])
     first = next(iter(models.values())).get_model()
     for made in models.values():
         _copy_weights(first, made.get_model())
@@ -60,8 +62,8 @@ def _flags(settings: Settings) -> list[str]:
     by_path = {spec.path: spec.flag for spec in flag_specs()}
     # a dispatcher of its own takes the place of the branch's capacity
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
-    given = {**settings, **own}
-    return [word for path, value in given.items() for word in (by_path[path], str(value))]
+    return [word for path, value in {**settings, **own}.items()
+            for word in ([path] if path == FUSED_ADAM else [by_path[path], str(value)])]
 
 
 class _Maker:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import Settings, layout_of, tuners_settled
+from moe_plugin.lab.bench.train.sides import FUSED_ADAM, Settings, layout_of, tuners_settled
 from moe_plugin.lab.bench.train.steps import Side, batch
 
 DISPATCHERS = ("alltoall", "allgather")
@@ -22,12 +22,13 @@ _FIXED = ("--train-iters 1 --lr 1e-3 --lr-decay-style constant --data-path none 
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
-          ours: Mapping[str, Settings]) -> list[Side]:
+          ours: Mapping[str, Settings], others: bool) -> list[Side]:
     """All models with equal weights, in Megatron's groups; the process group must exist.
 
     Args:
         text: uint8 [N], what they train on.
         ours: settings of our layer by the side's name.
+        others: Megatron's own layer and a dense one, too.
     """
     from moe_plugin.hosts.megatron.trainer import train
 
@@ -36,10 +37,13 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     source = _Source(shape, text, rank, ranks)
     first, sides = None, []
     for name, settings in ours.items():
-        made = _make(args, settings)
+        fused = _changed(args, moe_fused_adam=FUSED_ADAM in settings)
+        made = _make(fused, {name: value for name, value in settings.items() if name != FUSED_ADAM})
         first = first or made
-        sides.append(_side(name, "ours", made, args, source))
+        sides.append(_side(name, "ours", made, fused, source))
         _copy_weights(first, made)
+    if not others:
+        return sides
     for name in DISPATCHERS:
         native = _changed(args, native_moe=True, moe_token_dispatcher_type=name)
         made = _make(native, {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_plugin.lab.bench.report import table
+from moe_plugin.lab.bench.measure import said
+from moe_plugin.lab.bench.report import columns, document
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import OURS
 from moe_plugin.lab.bench.train.steps import SideTimes
@@ -15,6 +17,24 @@ from moe_plugin.planner.units import show_time
 
 LOSS_DIGIT = 1e-5  # losses are written to it
 HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}
+
+MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] --out docs/benchmarks"
+ABOUT = """Whole training steps: forward, backward, reduction of gradients, clipping, optimizer. A
+model with our layer, one with the host's own (Megatron-core's in both of its dispatchers; in
+fairseq, whose release has none, that of its moe branch, written after its code) and one with dense
+layers of equal active width have equal weights and equal data and train in the same processes, one
+step of each in turn. A time is that of the slowest rank, a ratio is native over ours: above 1 ours
+is faster. Native is the side with the lower median; the ratio of minima takes the least step of
+any. `torch.compile` is off on all sides."""
+TERMS = """*Behind our best*: how much longer a step takes with the defaults than with the fastest
+of all settings measured. *Native / dense*: what *native / ours* would be for an MoE layer that
+costs no more than a dense one, which exchanges nothing. *Optimizer*: its share of a step. *Loss
+gap*: the largest difference between the two losses of any step. Where it is above 1e-05, all sides
+are equal to five digits for the first 7 to 25 steps, and then part, our own settings from each
+other too: sums in another order round differently, and near a tie rounding decides a token's
+expert (not traced token by token). *Spread*: the middle half of the steps over their median.
+`auto`: layout and all-to-all chosen while training; the defaults do so where a group spans nodes,
+and take the layout with the least predicted time on one node."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +103,6 @@ def median_ms(side: SideTimes) -> float:
     return 1e3 * statistics.median(side.seconds)
 
 
-def _median(side: SideTimes) -> str:
-    return show_time(statistics.median(side.seconds))
-
-
 def spread(side: SideTimes) -> float:
     """The middle half of a side's steps over their median; 0 with fewer than four steps."""
     if len(side.seconds) < 4:
@@ -114,20 +130,21 @@ def merged(old: Sequence[TrainReport], new: Sequence[TrainReport]) -> list[Train
 
 def summary_table(reports: Sequence[TrainReport]) -> str:
     """A row per shape: ours against the better native side, the dense model, the optimizer."""
-    rows = []
-    for report in reports:
-        mine, native, dense = report.side(OURS), report.best("native"), report.best("dense")
-        of_medians, of_minima = report.ratio()
-        rows.append([
-            report.shape.name, report.shape.label(), _median(mine),
-            _median(native), f"{of_medians:.2f}", f"{of_minima:.2f}",
-            f"{100 * report.behind():.0f} %", _median(dense),
-            f"{median_ms(native) / median_ms(dense):.2f}",
-            f"{_optimizer(mine):.0%} / {_optimizer(native):.0%}", _gap(report.loss_gap())
-        ])
-    return table(["shape", "sizes", "ours", "native", "native / ours", "of minima",
-                  "behind our best", "dense", "native / dense", "optimizer, ours / native",
-                  "loss gap"], rows)
+    def times(of: SideTimes) -> str:
+        return show_time(median_ms(of) / 1e3)
+
+    return columns(reports, {
+        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
+        "ours": lambda r: times(r.side(OURS)), "native": lambda r: times(r.best("native")),
+        "native / ours": lambda r: f"{r.ratio()[0]:.2f}",
+        "of minima": lambda r: f"{r.ratio()[1]:.2f}",
+        "behind our best": lambda r: f"{100 * r.behind():.0f} %",
+        "dense": lambda r: times(r.best("dense")),
+        "native / dense": lambda r: (
+            f"{median_ms(r.best('native')) / median_ms(r.best('dense')):.2f}"),
+        "optimizer, ours / native": lambda r: (
+            f"{_optimizer(r.side(OURS)):.0%} / {_optimizer(r.best('native')):.0%}"),
+        "loss gap": lambda r: _gap(r.loss_gap())})
 
 
 def _gap(loss: float) -> str:
@@ -136,46 +153,63 @@ def _gap(loss: float) -> str:
 
 def sides_table(report: TrainReport) -> str:
     """A row per side of one shape."""
-    rows = []
-    for side in report.sides:
-        ms = median_ms(side)
-        rows.append([
-            side.name, _median(side), show_time(min(side.seconds)), f"{spread(side):.0%}",
-            f"{report.shape.tokens / ms * 1e3:,.0f}", f"{_optimizer(side):.0%}",
-            f"{side.losses[-1]:.3f}", f"{side.parameters / 1e6:.2f}", side.layout
-        ])
-    return table(["side", "median", "minimum", "spread", "tokens/s", "optimizer", "last loss",
-                  "M parameters", "layout"], rows)
-
-
-def by_place(reports: Sequence[TrainReport]) -> dict[tuple[str, str], list[TrainReport]]:
-    """Reports of the same host and place together, in the order in which those come."""
-    found: dict[tuple[str, str], list[TrainReport]] = {}
-    for report in reports:
-        found.setdefault((report.host, report.place), []).append(report)
-    return found
-
-
-def summaries(reports: Sequence[TrainReport], page_of: Callable[[TrainReport], str]) -> str:
-    """A section per host and place with its summary. page_of: the page that has all sides."""
-    parts = []
-    for (host, place), mine in by_place(reports).items():
-        loads = [value for r in mine for value in r.load]
-        parts += [
-            f"## {HOSTS[host]}, {place}", summary_table(mine),
-            f"Load average {min(loads):.1f} to {max(loads):.1f}. "
-            f"[Every side of every shape]({page_of(mine[0])})."
-        ]
-    return "\n\n".join(parts)
-
-
-def details(reports: Sequence[TrainReport]) -> str:
-    """Every side of every shape, a section per shape."""
-    return "\n\n".join(
-        part for (_, place), mine in by_place(reports).items() for report in mine
-        for part in (f"## {place}: {report.shape.name}", sides_table(report)))
+    return columns(report.sides, {
+        "side": "{0.name}", "median": lambda s: show_time(median_ms(s) / 1e3),
+        "minimum": lambda s: show_time(min(s.seconds)), "spread": lambda s: f"{spread(s):.0%}",
+        "tokens/s": lambda s: f"{report.shape.tokens / median_ms(s) * 1e3:,.0f}",
+        "optimizer": lambda s: f"{_optimizer(s):.0%}", "last loss": lambda s: f"{s.losses[-1]:.3f}",
+        "M parameters": lambda s: f"{s.parameters / 1e6:.2f}", "layout": "{0.layout}"})
 
 
 def _optimizer(side: SideTimes) -> float:
     """The optimizer's share of a side's steps."""
     return sum(side.optimizer_s) / sum(side.seconds)
+
+
+def main_parts(reports: Sequence[TrainReport]) -> Iterator[str]:
+    """Of the main page: a section per host and place, with a row per shape."""
+    yield _setup(reports)
+    yield ABOUT
+    yield TERMS
+    for (host, place), mine in by_place(reports).items():
+        loads = [value for r in mine for value in r.load]
+        yield f"## {HOSTS[host]}, {place}"
+        yield summary_table(mine)
+        yield (f"Load average {min(loads):.1f} to {max(loads):.1f}. "
+               f"[Every side of every shape]({_page_of(mine[0])}).")
+
+
+def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
+    """A page per host and kind of place, by its file: every side of every shape."""
+    found = {}
+    for name in dict.fromkeys(map(_page_of, reports)):
+        mine = [one for one in reports if _page_of(one) == name]
+        found[name] = document(
+            f"# Whole training steps: {HOSTS[mine[0].host]}, {_kind(mine[0].place)}",
+            f"Made by `{MADE_BY}`. {_setup(mine)}", "[What is measured](train.md).",
+            *(part for (_, place), own in by_place(mine).items() for one in own
+              for part in (f"## {place}: {one.shape.name}", sides_table(one))))
+    return found
+
+
+def _page_of(one: TrainReport) -> str:
+    kind = re.sub(r"\W+", "_", _kind(one.place))
+    return f"train_{one.host}_{kind}.md"
+
+
+def _kind(place: str) -> str:
+    """A place without what comes after a comma: number of ranks, rate and delay."""
+    return place.split(",")[0]
+
+
+def _setup(reports: Sequence[TrainReport]) -> str:
+    return said({name: ", ".join(sorted({r.versions[name] for r in reports if name in r.versions}))
+                 for name in dict.fromkeys(n for r in reports for n in r.versions)})
+
+
+def by_place(reports: Sequence[TrainReport]) -> dict[tuple[str, str], list[TrainReport]]:
+    """Reports by host and place, each in the order that they have."""
+    found: dict[tuple[str, str], list[TrainReport]] = {}
+    for one in reports:
+        found.setdefault((one.host, one.place), []).append(one)
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from moe_plugin.lab.bench.measure import versions
 from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.train.results import TrainReport
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import our_settings
-from moe_plugin.lab.bench.train.steps import WARM_UP, Side, SideTimes, measure
+from moe_plugin.lab.bench.train.sides import Settings
+from moe_plugin.lab.bench.train.steps import Side, SideTimes, measure
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.units import show_time
 
@@ -33,15 +34,19 @@ class TrainPlan:
         host: megatron or fairseq.
         text: path of the text that models train on.
         steps: timed ones of each side.
-        several_nodes: whether to compare every all-to-all.
+        ours: settings of our layer by the side's name.
+        others: the host's own layer and a dense one, too.
+        processor: clocks count processor time.
     """
 
     host: str
     shape: TrainShape
     text: str
     steps: int
-    warm_up: int = WARM_UP
-    several_nodes: bool = False
+    warm_up: int
+    ours: Mapping[str, Settings]
+    others: bool = True
+    processor: bool = False
 
 
 def write_text(folder: Path) -> str:
@@ -57,9 +62,9 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
     torch.compiler.set_stance("force_eager")
     text = torch.frombuffer(bytearray(Path(plan.text).read_bytes()), dtype=torch.uint8)
     comm = TorchComm()
-    sides = _builder(plan.host)(plan.shape, text, comm.rank, comm.size,
-                                our_settings(plan.several_nodes))
-    return measure(sides, comm, plan.steps, plan.warm_up)
+    sides = _builder(plan.host)(plan.shape, text, comm.rank, comm.size, plan.ours, plan.others)
+    return measure(sides, comm, plan.steps, plan.warm_up,
+                   time.process_time if plan.processor else time.perf_counter)
 
 
 def _builder(host: str) -> Callable[..., list[Side]]:
@@ -93,14 +98,19 @@ def on_this_machine(plan: TrainPlan, ranks: int) -> TrainReport:
 
 
 def on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> TrainReport:
-    """Measure on a running emulated cluster, whose ranks are forked with the host imported."""
-    _builder(plan.host)
-    _import_host(plan.host)
+    """Measure on a running emulated cluster."""
     before = os.getloadavg()[0]
-    sides = cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
+    sides = sides_on_emulated(plan, cluster)
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
              f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
     return _report(plan, place, cluster.size, sides, before)
+
+
+def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTimes]:
+    """All sides; the ranks are forked with the host imported."""
+    _builder(plan.host)
+    _import_host(plan.host)
+    return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
 
 
 def _import_host(host: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from moe_plugin.layer import MoELayer
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
-Settings = Mapping[str, Any]
+Settings = Mapping[str, Any]  # of the layer by path; and `FUSED_ADAM`
+FUSED_ADAM = "--moe-fused-adam"
 OURS, AUTO = "moe-plugin", "moe-plugin, auto"
 _ONE_LAYOUT = {"parallel.mode": "fixed"}
 # what `auto` chooses from, each alone

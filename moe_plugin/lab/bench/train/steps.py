@@ -61,6 +61,7 @@ class SideTimes:
 class _Clock:
     """Seconds inside optimizers' steps."""
 
+    now: Callable[[], float]
     seconds: float = 0.0
     begun: float = field(default=0.0, repr=False)
 
@@ -69,10 +70,10 @@ class _Clock:
         optimizer.register_step_post_hook(self._stop)
 
     def _start(self, *_: Any) -> None:
-        self.begun = time.perf_counter()
+        self.begun = self.now()
 
     def _stop(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self.begun
+        self.seconds += self.now() - self.begun
 
     def take(self) -> float:
         """Seconds since the last time this was called."""
@@ -80,15 +81,15 @@ class _Clock:
         return taken
 
 
-def measure(sides: Sequence[Side], comm: Comm, steps: int,
-            warm_up: int = WARM_UP) -> list[SideTimes]:
-    """Train all sides, one step of each in turn; every rank calls it.
+def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
+            now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
+    """Train all sides, one step of each in turn; every rank calls it. now: the clock, seconds.
 
     Before it counts every side runs `warm_up` steps. One whose tuners have not settled then runs
     some more on its own, and begins again with the weights it had: what is timed has equal weights
     and data, and so the same load of the experts, on all sides.
     """
-    runs = [_Run(side, comm) for side in sides]
+    runs = [_Run(side, comm, now) for side in sides]
     for run in runs:
         run.warm_up(warm_up)
     for _ in range(steps):
@@ -98,8 +99,8 @@ def measure(sides: Sequence[Side], comm: Comm, steps: int,
 
 
 class _Run:
-    def __init__(self, side: Side, comm: Comm) -> None:
-        self.side, self.comm, self.clock = side, comm, _Clock()
+    def __init__(self, side: Side, comm: Comm, now: Callable[[], float]) -> None:
+        self.side, self.comm, self.clock = side, comm, _Clock(now)
         self.seconds: list[float] = []
         self.optimizer_s: list[float] = []
         self.losses: list[float] = []
@@ -133,9 +134,9 @@ class _Run:
 
     def timed(self) -> None:
         self.comm.barrier()
-        begun = time.perf_counter()
+        begun = self.clock.now()
         self._step()
-        self.seconds.append(time.perf_counter() - begun)
+        self.seconds.append(self.clock.now() - begun)
         self.optimizer_s.append(self.clock.take())
 
     def _step(self) -> None:

@@ -1,0 +1,96 @@
+"""The small language model that studies train and write with: attention and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moe_plugin import MoELayer, weighted_loss
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
+
+
+class ToyBlock(nn.Module):
+    """Causal attention and experts, each with a residual.
+
+    Args:
+        heads: of attention.
+        weighs: `forward` returns (output, weighted balance loss).
+        remembers: later calls attend to the tokens of earlier ones.
+    """
+
+    def __init__(self, moe: MoELayer, heads: int = 1, weighs: bool = False,
+                 remembers: bool = False) -> None:
+        super().__init__()
+        width = moe.config.model_dim
+        self.inward, self.outward = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.moe, self.heads, self.weighs, self.remembers = moe, heads, weighs, remembers
+        self.seen: list[Tensor] = []
+
+    def forward(self, x_BSD: Tensor) -> Any:
+        """[B, S, D] to the same."""
+        qkv = self.inward(F.layer_norm(x_BSD, x_BSD.shape[-1:]))
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.remembers:
+            k, v = self.seen = [torch.cat([*old, new], 2) for old, new in zip(
+                [[x] for x in self.seen] or [[], []], (k, v), strict=True)]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+        x_BSD = x_BSD + self.outward(mixed.transpose(1, 2).flatten(2))
+        out = self.moe(F.layer_norm(x_BSD, x_BSD.shape[-1:]))
+        x_BSD = x_BSD + out.output
+        return (x_BSD, weighted_loss(out.losses, self.moe.config.losses)) if self.weighs else x_BSD
+
+
+def _block(seed: int, settings: dict[str, Any], heads: int) -> ToyBlock:
+    torch.manual_seed(seed)
+    return ToyBlock(MoELayer(from_dict(settings), LocalComm()), heads, weighs=True)
+
+
+def _embedding(symbols: int, width: int) -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(symbols, width)
+
+
+def _head(width: int, symbols: int) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(width, symbols)
+
+
+def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
+           heads: int = 8) -> list[Any]:
+    """What makes the parts of a model one after another, each of a seed: embedding, blocks, head.
+    """
+    settings = {"model_dim": width, "num_experts": experts,
+                "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
+    return [partial(_embedding, symbols, width),
+            *(partial(_block, 2 + i, settings, heads) for i in range(layers)),
+            partial(_head, width, symbols)]
+
+
+def through(parts: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, sum of the balance losses) of parts in a row."""
+    balance = torch.zeros(())
+    for part in parts:
+        x = part(x)
+        x, own = x if isinstance(x, tuple) else (x, None)
+        balance = balance if own is None else balance + own
+    return x, balance
+
+
+def batches(seed: int, count: int, sequences: int, length: int,
+            symbols: int) -> list[tuple[Tensor, Tensor]]:
+    """Micro-batches (input, target) of noisy arithmetic progressions."""
+    random = torch.Generator().manual_seed(seed)
+    start, by = torch.randint(0, symbols, (2, sequences * count, 1), generator=random)
+    ids = (start + by % 5 * torch.arange(length + 1)) % symbols
+    return [(ids_BS[:, :-1], ids_BS[:, 1:]) for ids_BS in ids.chunk(count)]
+
+
+def loss_of(count: int, out: Tensor, target: Tensor) -> Tensor:
+    """A micro-batch's part of the mean over `count` of them."""
+    return F.cross_entropy(out.flatten(0, 1), target.flatten()) / count
