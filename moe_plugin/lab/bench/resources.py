@@ -7,8 +7,8 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,18 @@ from moe_plugin.kernels.gpu.tilings import (
 )
 from moe_plugin.lab.bench.chips import GPU, GPUS
 
-X, I32, I64, F32 = "*bf16", "*i32", "*i64", "*fp32"
 FEW, MANY = 32, 4096  # rows of an expert
+# types of kernels' arguments by name; of all others a pointer to the case's dtype
+TYPES = {name: kind for kind, names in {
+    "*i64": "token source position x_token grad_token ids lengths chosen ranks record",
+    "*i32": "tile_group tile_row part_group part_row used ends counts before group_out row_out "
+            "used_out",
+    "*fp32": "scale scales w_scales weights parts dots logits lse_in lse_out importance sums "
+             "grad_weights grad_importance grad_z",
+    "*i1": "mask", "*fp8e4nv": "codes",
+    "i32": "rows width tokens number experts length size slots blocks inner outer high wide groups "
+           "height least stride_group stride_k stride_n stride_i stride_o",
+}.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,8 @@ class Case:
 
     Attributes:
         module: below moe_plugin.kernels.gpu.
-        types: of its arguments, in order.
         constants: compile-time values.
+        types: of arguments, where they are not those of `TYPES`.
         product: it multiplies matrices.
         copies: its operands are copied by tile (TMA).
         bound: of its registers per thread on NVIDIA GPUs, see
@@ -48,13 +58,19 @@ class Case:
     label: str
     kernel: str
     module: str
-    types: tuple[str, ...]
     constants: dict[str, Any]
+    types: dict[str, str] = field(default_factory=dict)
+    dtype: str = "bf16"
     warps: int = 4
     stages: int = 3
     product: bool = False
     copies: bool = False
     bound: int | None = None
+
+    def signature(self, names: Sequence[str]) -> dict[str, str]:
+        """Types of the arguments with these names; compile-time values have none."""
+        return {name: self.types.get(name, TYPES.get(name, f"*{self.dtype}")) for name in names
+                if name not in self.constants}
 
 
 @dataclass(frozen=True)
@@ -83,44 +99,36 @@ class Resources:
 
 def cases(target: str) -> Iterator[Case]:
     """Every kernel at a large model's sizes, with the tiles that it gets on this target."""
-    yield from _row_kernels()
-    yield from products(target)
-
-
-def _row_kernels() -> Iterator[Case]:
-    yield Case("take", "take_kernel", "rows", (X, I64, F32, X, "i32", "i32"),
-               {"K": 2, "WEIGHTED": True, "BR": 4, "BD": 1024})
-    yield Case("sum", "sum_kernel", "rows", (X, I64, F32, X, "i32", "i32"),
-               {"K": 8, "WEIGHTED": True, "BT": 4, "BD": 1024})
-    yield Case("dot", "dot_kernel", "rows", (X, X, I64, F32, "i32"),
-               {"WIDTH": 4096, "K": 8, "BT": 4, "BD": 1024})
-    yield Case("histogram", "histogram_kernel", "running_count", (I64, I32, "i32", "i32"),
-               {"BLOCK": 256})
-    yield Case("rank", "rank_kernel", "running_count", (I64, I32, I64, "i32", "i32"),
-               {"BLOCK": 256, "STEP": 32})
-    yield Case("chunks", "chunk_kernel", "layout", (X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
-    for name in ("write_pages", "read_pages"):
-        kernel = f"{name.removesuffix('_pages')}_kernel"
-        yield Case(name.replace("_", " "), kernel, "pages",
-                   (X, I64, X, X, "i32", "i32", "i32"), {"BLOCK": 2048})
-    yield Case("quantize", "quantize_kernel", "fp8", (X, "*fp8e4nv", F32, "i32", "i32", "i32"),
-               {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BR": 16, "BLOCK": 128})
-    yield Case("dequantize", "dequantize_kernel", "fp8",
-               ("*fp8e4nv", F32, X, "i32", "i32", "i32"), {"BR": 16, "BLOCK": 128})
-    yield Case("quantize weights", "quantize_weights_kernel", "fp8_products",
-               (X, "*fp8e4nv", F32, "i32", "i32", "i32", "i32", "i32", "i32", "i32"),
-               {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BLOCK": 128}, 8)
-    yield Case("tiles", "tile_kernel", "tiles", (I64, I32, I32, I32, "i32", "i32", "i32", "i32"),
-               {"BT": 64, "BL": 64})
+    yield from ROW_KERNELS
     for experts in (64, 512):
         yield from _router(f"top k of {experts}", experts, 8, sigmoid=True, groups=8)
     for experts, top_k in ((8, 2), (128, 8)):
         yield from _router(f"softmax top k of {experts}", experts, top_k, sigmoid=False, groups=0)
-    yield Case("bias grad", "bias_grad_kernel", "weight_grads",
-               (X, I64, F32, X, I32, I64, "i32"),
-               {"GATHER": True, "SCALED": True, "BR": 64, "BO": 128})
-    yield Case("join", "join_kernel", "weight_grads", (F32, X, I32, I64, "i32", "i32"),
-               {"ADD": False, "BLOCK": 1024})
+    yield from GRADIENT_KERNELS
+    yield from products(target)
+
+
+_FP8 = {"LARGEST": 448.0, "SMALLEST": 2.0**-126, "ROUND": False, "BLOCK": 128}
+ROW_KERNELS = (
+    Case("take", "take_kernel", "rows", {"K": 2, "WEIGHTED": True, "BR": 4, "BD": 1024}),
+    Case("sum", "sum_kernel", "rows", {"K": 8, "WEIGHTED": True, "BT": 4, "BD": 1024}),
+    Case("dot", "dot_kernel", "rows", {"WIDTH": 4096, "K": 8, "BT": 4, "BD": 1024},
+         {"out": "*fp32"}),
+    Case("histogram", "histogram_kernel", "running_count", {"BLOCK": 256}),
+    Case("rank", "rank_kernel", "running_count", {"BLOCK": 256, "STEP": 32}),
+    Case("chunks", "chunk_kernel", "layout", {"BLOCK": 2048}, {"OUTER": "i32", "INNER": "i32"}),
+    Case("write pages", "write_kernel", "pages", {"BLOCK": 2048}),
+    Case("read pages", "read_kernel", "pages", {"BLOCK": 2048}),
+    Case("quantize", "quantize_kernel", "fp8", {**_FP8, "BR": 16}),
+    Case("dequantize", "dequantize_kernel", "fp8", {"BR": 16, "BLOCK": 128}),
+    Case("quantize weights", "quantize_weights_kernel", "fp8_products", _FP8, warps=8),
+    Case("tiles", "tile_kernel", "tiles", {"BT": 64, "BL": 64}),
+)
+GRADIENT_KERNELS = (
+    Case("bias grad", "bias_grad_kernel", "weight_grads",
+         {"GATHER": True, "SCALED": True, "BR": 64, "BO": 128}),
+    Case("join", "join_kernel", "weight_grads", {"ADD": False, "BLOCK": 1024}),
+)
 
 
 def _router(label: str, experts: int, top_k: int, sigmoid: bool, groups: int) -> Iterator[Case]:
@@ -128,14 +136,12 @@ def _router(label: str, experts: int, top_k: int, sigmoid: bool, groups: int) ->
     shared = {"K": top_k, "MASKED": True, "NORMALIZE": True, "SIGMOID": sigmoid, "EPS": 1e-7,
               "BE": experts}
     yield Case(label, "top_k_kernel", "router",
-               (F32, "*i1", I64, F32, I64, F32, F32, F32, F32, "i32", "i32"),
                {**shared, "GIVEN": False, "BIASED": sigmoid, "GROUPS": groups, "TAKE": groups // 2,
                 "BEST": min(2, groups), "BG": max(1, groups),
-                "BT": router_tokens(experts, ROUTER_VALUES)})
+                "BT": router_tokens(experts, ROUTER_VALUES)}, dtype="fp32")
     yield Case(f"{label}, backward", "top_k_backward_kernel", "router",
-               (F32, "*i1", I64, F32, F32, F32, F32, F32, F32, "i32", "i32"),
                {**shared, "OF_WEIGHTS": True, "OF_IMPORTANCE": True, "OF_Z": True,
-                "BT": router_tokens(experts, ROUTER_VALUES_BACKWARD)},
+                "BT": router_tokens(experts, ROUTER_VALUES_BACKWARD)}, dtype="fp32",
                bound=ROUTER_REGISTERS_BACKWARD)
 
 
@@ -152,7 +158,11 @@ def products(target: str) -> Iterator[Case]:
     yield _product(target, "first float32", MANY, act="gelu", dtype="fp32")
     yield _product(target, "first TF32", MANY, act="gelu", dtype="fp32", precision="tf32")
     if _chip(target).copies_tiles:  # elsewhere the operation is left to its reference
-        yield _fp8_product(target)
+        constants = {"GATHER": True, "BIAS": True, "BLOCK": FP8_TILING.columns}
+        shape = (1, FP8_TILING.columns, FP8_TILING.depth)
+        yield _multiplies(target, "fp8", "fp8_product_kernel", "fp8_products", FP8_TILING,
+                          {"x_tiles": None, "w_tiles": shape}, constants, "stride_k",
+                          dtype="fp8e4nv", types={"bias": "*bf16", "out": "*bf16"})
     for adds in (False, True):
         for second in (False, True):
             yield _weight(target, second, adds)
@@ -161,40 +171,38 @@ def products(target: str) -> Iterator[Case]:
     yield _weight(target, False, False, dtype="fp32", precision="tf32")
 
 
-def _tile(dtype: str, *shape: int) -> str:
-    return f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>"
-
-
 def _chip(target: str) -> Chip:
     return Chip(GPUS[target].kind, GPUS[target].processors)
-
-
-def _on_matrix_units(target: str, dtype: str, precision: str) -> bool:
-    """NVIDIA's multiply no float32 as it is; AMD's do."""
-    return dtype != "fp32" or precision == "tf32" or GPUS[target].backend == "hip"
 
 
 def _dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "fp32" else torch.bfloat16
 
 
-class _Arguments:
-    """Arguments in a kernel's order: a type each, or a compile-time None."""
+def _multiplies(target: str, label: str, kernel: str, module: str, t: Tiling,
+                tiles: Mapping[str, tuple[int, ...] | None], constants: dict[str, Any],
+                stride: str = "", dtype: str = "bf16", precision: str = "ieee",
+                types: Mapping[str, str] | None = None) -> Case:
+    """A product.
 
-    def __init__(self) -> None:
-        self.types: list[str] = []
-        self.constants: dict[str, Any] = {}
-
-    def add(self, *types: str) -> None:
-        """Arguments of these types."""
-        self.types += types
-
-    def tiles(self, name: str, there: bool, dtype: str, *shape: int) -> None:
-        """A descriptor, or None."""
-        if there:
-            self.types.append(_tile(dtype, *shape))
-        else:
-            self.constants[name] = None
+    Args:
+        tiles: shape of a descriptor's tile by argument, where the target copies tiles; else None.
+        stride: the one that is 1, a compile-time value, as at run time.
+    """
+    copies = _chip(target).copies_tiles
+    given = {name: f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>"
+             for name, shape in tiles.items() if copies and shape}
+    absent = {name: None for name in tiles if name not in given}
+    fixed = ({stride: 1, "K": 4096, "BM": t.rows} if stride else {}) | {
+        "UPCAST": False, "WHILE": False}
+    if module == "grouped_gemm":
+        fixed |= {"BN": t.columns, "BK": t.depth}
+    if module != "fp8_products":
+        fixed["PRECISION"] = precision
+    # NVIDIA's matrix units multiply no float32 as it is; AMD's do
+    units = dtype != "fp32" or precision == "tf32" or GPUS[target].backend == "hip"
+    return Case(label, kernel, module, {**fixed, **constants, **absent},
+                {**given, **(types or {})}, dtype, t.warps, t.stages, units, copies)
 
 
 def _weights_tile(t: Tiling, transposed: bool) -> tuple[int, int, int]:
@@ -204,94 +212,41 @@ def _weights_tile(t: Tiling, transposed: bool) -> tuple[int, int, int]:
 def _product(target: str, label: str, rows: int, pair: str = "none", act: str = "none",
              gather: bool = True, bias: bool = False, transposed: bool = False,
              dtype: str = "bf16", precision: str = "ieee") -> Case:
-    chip, p = _chip(target), f"*{dtype}"
+    chip = _chip(target)
     t = product_tiling(chip, _dtype(dtype), rows, 2 if pair == "gate" else 1,
                        precision=precision)
-    a, copies = _Arguments(), chip.copies_tiles
-    a.add(p)
-    a.tiles("x_tiles", copies and not gather, dtype, t.rows, t.depth)
-    a.add(p)
-    a.tiles("y_tiles", copies and pair == "sum", dtype, t.rows, t.depth)
-    a.add(I64, p)
-    a.tiles("w_tiles", copies, dtype, *_weights_tile(t, transposed))
-    a.add(p)
-    a.tiles("v_tiles", copies and pair != "none", dtype, *_weights_tile(t, transposed))
-    a.add(*[p] * 5, I32, I32, I32, I32, "i32", "i32", "i32", "i32")
-    constants = {
-        "K": 4096, "GATHER": gather, "BIAS": bias, "PAIR": pair, "ACT": act,
-        "TRANSPOSED": transposed and copies, "PRECISION": precision, **_shared(t), **a.constants
-    }
-    # the stride that is 1 is a compile-time value, as at run time
-    return _with_stride(Case(label, "product_kernel", "grouped_gemm", tuple(a.types), constants,
-                             t.warps, t.stages, _on_matrix_units(target, dtype, precision),
-                             copies), "stride_k" if transposed else "stride_n")
-
-
-def _shared(t: Tiling) -> dict[str, Any]:
-    return {"UPCAST": False, "WHILE": False, "BM": t.rows, "BN": t.columns, "BK": t.depth}
-
-
-def _with_stride(case: Case, name: str) -> Case:
-    """The case with one stride, the last two of three that end the types, as the constant 1."""
-    types = list(case.types)
-    types.pop(-1)
-    return Case(case.label, case.kernel, case.module, tuple(types), {**case.constants, name: 1},
-                case.warps, case.stages, case.product, case.copies)
+    x, w = (t.rows, t.depth), _weights_tile(t, transposed)
+    tiles = {"x_tiles": None if gather else x, "y_tiles": x if pair == "sum" else None,
+             "w_tiles": w, "v_tiles": None if pair == "none" else w}
+    constants = {"GATHER": gather, "BIAS": bias, "PAIR": pair, "ACT": act,
+                 "TRANSPOSED": transposed and chip.copies_tiles}
+    return _multiplies(target, label, "product_kernel", "grouped_gemm", t, tiles, constants,
+                       "stride_k" if transposed else "stride_n", dtype, precision)
 
 
 def _act_backward(target: str, label: str, rows: int, act: str, gated: bool) -> Case:
     chip = _chip(target)
     t = product_tiling(chip, torch.bfloat16, rows, 1, extra=True)
-    a, copies = _Arguments(), chip.copies_tiles
-    a.add(X)
-    a.constants["grad_tiles"] = None
-    a.add(I64, F32, X)
-    a.tiles("w_tiles", copies, "bf16", *_weights_tile(t, True))
-    a.add(*[X] * 5, F32, I32, I32, I32, I32, "i32", "i32", "i32", "i32", "i32")
-    constants = {
-        "K": 4096, "GATHER": True, "SCALED": True, "ACT": act, "GATED": gated,
-        "TRANSPOSED": copies, "PRECISION": "ieee", **_shared(t), **a.constants
-    }
-    return _with_stride(Case(label, "act_backward_kernel", "grouped_gemm", tuple(a.types),
-                             constants, t.warps, t.stages, True, copies), "stride_k")
-
-
-def _fp8_product(target: str) -> Case:
-    copies = _chip(target).copies_tiles
-    a, fp8, t = _Arguments(), "fp8e4nv", FP8_TILING
-    a.add(f"*{fp8}")
-    a.constants["x_tiles"] = None
-    a.add(F32, I64, f"*{fp8}")
-    a.tiles("w_tiles", copies, fp8, 1, t.columns, t.depth)
-    a.add(F32, X, X, I32, I32, I32, I32, "i32", "i32", "i32", "i32")
-    constants = {
-        "K": 4096, "GATHER": True, "BIAS": True, "UPCAST": False, "WHILE": False, "BM": t.rows,
-        "BLOCK": t.columns, **a.constants
-    }
-    return _with_stride(Case("fp8", "fp8_product_kernel", "fp8_products", tuple(a.types), constants,
-                             t.warps, t.stages, True, copies), "stride_k")
+    constants = {"GATHER": True, "SCALED": True, "ACT": act, "GATED": gated,
+                 "TRANSPOSED": chip.copies_tiles}
+    return _multiplies(target, label, "act_backward_kernel", "grouped_gemm", t,
+                       {"grad_tiles": None, "w_tiles": _weights_tile(t, True)}, constants,
+                       "stride_k")
 
 
 def _weight(target: str, second: bool, adds: bool, cut: bool = False, dtype: str = "bf16",
             precision: str = "ieee") -> Case:
-    chip, p = _chip(target), f"*{dtype}"
-    t = weight_tiling(chip, _dtype(dtype), adds, precision)
-    a, copies = _Arguments(), chip.copies_tiles
-    a.add(p)
-    a.tiles("x_tiles", copies and second, dtype, t.depth, t.rows)
-    a.add(p)
-    a.tiles("grad_tiles", copies and not second, dtype, t.depth, t.columns)
-    a.add(I64, I64, F32, F32 if adds else p, F32, I32, I32, I32, I32, I64, "i32", "i32")
-    constants = {
-        "I": 4096, "O": 14336, "X_GATHER": not second, "G_GATHER": second, "SCALED": second,
-        "UPCAST": False, "PRECISION": precision, "ADD": adds, "CUT": cut, "WHILE": False,
-        "BI": t.rows, "BO": t.columns, "BR": t.depth, **a.constants
-    }
+    t = weight_tiling(_chip(target), _dtype(dtype), adds, precision)
     what = {"bf16": "", "fp32": " TF32" if precision == "tf32" else " float32"}[dtype]
     label = (f"weight grad {'out' if second else 'in'}{what}" + ", added" * adds +
              ", in parts" * cut)
-    return Case(label, "weight_kernel", "weight_grads", tuple(a.types), constants, t.warps,
-                t.stages, _on_matrix_units(target, dtype, precision), copies)
+    tiles = {"x_tiles": (t.depth, t.rows) if second else None,
+             "grad_tiles": None if second else (t.depth, t.columns)}
+    constants = {"I": 4096, "O": 14336, "X_GATHER": not second, "G_GATHER": second,
+                 "SCALED": second, "ADD": adds, "CUT": cut, "BI": t.rows, "BO": t.columns,
+                 "BR": t.depth}
+    return _multiplies(target, label, "weight_kernel", "weight_grads", t, tiles, constants,
+                       dtype=dtype, precision=precision, types={"out": "*fp32"} if adds else None)
 
 
 def compile_for(case: Case, target: str) -> Resources:
@@ -311,11 +266,8 @@ def compiled(case: Case, target: str) -> Any:
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"moe_plugin.kernels.gpu.{case.module}"), case.kernel)
-    names = kernel.arg_names
-    dynamic = [n for n in names if n not in case.constants]
-    if len(dynamic) != len(case.types):
-        raise ValueError(f"{case.kernel} takes {dynamic}, the case gives {len(case.types)} types")
-    types, gpu = _fp8_of(target, dict(zip(dynamic, case.types, strict=True))), GPUS[target]
+    names, gpu = kernel.arg_names, GPUS[target]
+    types = _fp8_of(target, case.signature(names))
     source = ASTSource(
         fn=kernel, signature={n: types.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): v for n, v in case.constants.items()},
