@@ -175,17 +175,13 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan,
         cpu_ms = 1e3 * sum(answer[1][index].cpu_s for answer in answers) / cores
         floor = wire_floor_s(cluster.nodes_wanted, cluster.ranks_per_node, cell.size,
                              cluster.rate_bit_s, cluster.delay_s, cluster.mtu)
-        rows.append(_row(Topology(answers[0][0]), cell, 1e3 * floor, cpu_ms))
+        rows.append(row_of(Topology(answers[0][0]), cell, 1e3 * floor, cpu_ms))
     return rows
 
 
-def rows_of(comm: Comm, cells: Sequence[RankTimes]) -> list[ExchangeRow]:
-    """Rows of a real group, without a floor because its links are unknown."""
-    return [_row(comm.topology, cell, None, None) for cell in cells]
-
-
-def _row(topology: Topology, cell: RankTimes, floor_ms: float | None,
-         cpu_ms: float | None) -> ExchangeRow:
+def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
+           cpu_ms: float | None = None) -> ExchangeRow:
+    """Of a cell; links of a real group are unknown, so that it has no floor."""
     return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
                        1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms,
                        cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)

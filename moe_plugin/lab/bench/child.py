@@ -53,7 +53,6 @@ def _result(output: str) -> Any:
 
 
 def main() -> None:
-    """The new process."""
     module, name, given = sys.argv[1:]
     function = getattr(importlib.import_module(module), name)
     found = function(*pickle.loads(base64.b64decode(given)))

@@ -48,26 +48,18 @@ class CollectiveCell:
     bound_s: float
     ring_bound_s: float
 
-    @property
-    def predicted(self) -> float:
-        """Times that a ring takes as long as the trees, by the links alone."""
-        return self.ring_bound_s / self.bound_s
-
-    @property
-    def ratio(self) -> float:
-        """Times that the faster one of gloo and ring takes as long as the trees, as measured."""
-        return min(self.gloo_s, self.ring_s) / self.forest_s
-
     def as_dict(self) -> dict[str, float | int | str]:
-        """Plain values."""
-        return {**asdict(self), "predicted": self.predicted, "ratio": self.ratio}
+        """Plain values. predicted: times that a ring takes as long as the trees, by the links
+        alone; ratio: the same of the faster one of gloo and ring, as measured.
+        """
+        return {**asdict(self), "predicted": self.ring_bound_s / self.bound_s,
+                "ratio": min(self.gloo_s, self.ring_s) / self.forest_s}
 
 
 class Ring(Collectives):
     """Pieces from rank to rank, all around, in the order of ranks."""
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         out = x.new_empty((comm.size, *x.shape))
         out[comm.rank] = x
         me, size = comm.rank, comm.size
@@ -77,7 +69,6 @@ class Ring(Collectives):
         return out.flatten(0, 1)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         return ring_reduce_scatter(comm, x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
@@ -86,22 +77,17 @@ class Ring(Collectives):
 
 
 class Gloo(Collectives):
-    """torch's own collectives."""
-
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         out = x.new_empty((comm.size * x.shape[0], *x.shape[1:]))
         dist.all_gather_into_tensor(out, x)
         return out
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         out = x.new_empty((x.shape[0] // comm.size, *x.shape[1:]))
         dist.reduce_scatter_tensor(out, x)
         return out
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`."""
         dist.all_reduce(x)
         return x
 

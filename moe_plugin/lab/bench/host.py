@@ -72,32 +72,26 @@ class HostReport:
     versions: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> HostReport:
-        """The inverse of `as_dict`."""
-        return cls(**{**values, "problem": Problem(**values["problem"]),
-                      "results": [HostCost(**one) for one in values["results"]],
-                      "load": tuple(values["load"])})
 
-    def parts(self) -> list[str]:
-        """Of a page: a row per candidate; peers that were not measured."""
-        steps = {r.name: r.step_us for r in self.results}
-        theirs = steps.get("megatron")
-        return [
-            f"{self.problem.label()}, expert-parallel ranks: {self.ranks}; load average "
-            f"{self.load[0]:g} before, {self.load[1]:g} after",
-            columns(self.results, {
-                "layer": "{0.name}",
-                **{head: lambda r, of=of: show_time(getattr(r, of) / 1e6) for head, of in (
-                    ("forward", "forward_us"), ("forward + backward", "step_us"),
-                    ("least", "step_min_us"))},
-                "of megatron's": lambda r: f"{r.step_us / theirs:.2f}" if theirs else "?",
-                "operations forward": "{0.forward_ops}", "backward": "{0.backward_ops}",
-                "note": "{0.note}"}),
-            not_measured(self.refused)]
+def parts(found: Mapping[str, Any]) -> list[str]:
+    """Of a page, from what `HostReport.as_dict` gave: a row per candidate; peers that were not
+    measured.
+    """
+    theirs = {r["name"]: r["step_us"] for r in found["results"]}.get("megatron")
+    return [
+        f"{Problem(**found['problem']).label()}, expert-parallel ranks: {found['ranks']}; load "
+        f"average {found['load'][0]:g} before, {found['load'][1]:g} after",
+        columns(found["results"], {
+            "layer": "{name}",
+            **{head: lambda r, of=of: show_time(r[of] / 1e6) for head, of in (
+                ("forward", "forward_us"), ("forward + backward", "step_us"),
+                ("least", "step_min_us"))},
+            "of megatron's": lambda r: f"{r['step_us'] / theirs:.2f}" if theirs else "?",
+            "operations forward": "{forward_ops}", "backward": "{backward_ops}",
+            "note": "{note}"}),
+        not_measured(found["refused"])]
 
 
 class OperationCount(TorchDispatchMode):

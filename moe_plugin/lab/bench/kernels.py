@@ -65,30 +65,27 @@ class KernelReport:
     results: list[KernelResult]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             **asdict(self), "threads": torch.get_num_threads(),
             "versions": versions(self.problem.device)
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> KernelReport:
-        """The inverse of `as_dict`, without threads and versions."""
-        return cls(Problem(**values["problem"]), values["copy_gbytes_per_s"],
-                   values["gemm_tflops"], [KernelResult(**one) for one in values["results"]])
 
-    def parts(self) -> list[str]:
-        """Of a page: a row per operation and implementation; * marks the one chosen."""
-        return [
-            f"{self.problem.label()}, {self.problem.device}; copy {self.copy_gbytes_per_s:.1f} "
-            f"GB/s (read + written), large matmul {self.gemm_tflops:.3f} TFLOP/s",
-            columns(self.results, {
-                "operation": "{0.operation}",
-                "implementation": lambda r: r.implementation + " *" * r.chosen,
-                **{head: lambda r, of=of: show_time(getattr(r, of) / 1e3) for head, of in (
-                    ("median", "median_ms"), ("minimum", "min_ms"), ("bound", "bound_ms"))},
-                "of bound": "{0.share_of_bound:.0%}", "GB/s": "{0.gbytes_per_s:.1f}",
-                "TFLOP/s": "{0.tflops:.3f}"})]
+def parts(found: Mapping[str, Any]) -> list[str]:
+    """Of a page, from what `KernelReport.as_dict` gave: a row per operation and implementation; *
+    marks the one chosen.
+    """
+    problem = Problem(**found["problem"])
+    return [
+        f"{problem.label()}, {problem.device}; copy {found['copy_gbytes_per_s']:.1f} GB/s "
+        f"(read + written), large matmul {found['gemm_tflops']:.3f} TFLOP/s",
+        columns(found["results"], {
+            "operation": "{operation}",
+            "implementation": lambda r: r["implementation"] + " *" * r["chosen"],
+            **{head: lambda r, of=of: show_time(r[of] / 1e3) for head, of in (
+                ("median", "median_ms"), ("minimum", "min_ms"), ("bound", "bound_ms"))},
+            "of bound": "{share_of_bound:.0%}", "GB/s": "{gbytes_per_s:.1f}",
+            "TFLOP/s": "{tflops:.3f}"})]
 
 
 def run(problem: Problem, rounds: int = 15) -> KernelReport:

@@ -161,8 +161,8 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
     model = _smaller(model, comm.size, memory)
     layer = MoELayer(_layer_config(model, comm.size), comm).to(device=device, dtype=dtype)
     timings += _by_tokens(MOE, comm, model, device, dtype, repeats,
-                          lambda x_SLD: layer(x_SLD, choice=PLAIN).output)
-    block = DenseBlock(model).to(device=device, dtype=dtype)
+                          lambda x_LSD: layer(x_LSD, choice=PLAIN).output)
+    block = TensorParallelBlock(model).to(device=device, dtype=dtype)
     timings += _by_tokens(DENSE, comm, model, device, dtype, repeats, block)
     cut = tensor_ranks(model, ranks_per_node)
     if cut > 1:
@@ -171,8 +171,8 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
     if model.vocab:
         head = nn.Linear(model.model_dim, model.vocab, bias=False, device=device, dtype=dtype)
 
-        def loss(x_SLD: Tensor) -> Tensor:
-            logits_TV = head(x_SLD).flatten(0, 1).float()
+        def loss(x_LSD: Tensor) -> Tensor:
+            logits_TV = head(x_LSD).flatten(0, 1).float()
             return F.cross_entropy(logits_TV, logits_TV.new_zeros(len(logits_TV)).long())
 
         timings += _by_tokens(HEAD, comm, model, device, dtype, repeats, loss)
@@ -198,45 +198,18 @@ def _smaller(model: ModelShape, ranks: int, memory: float) -> ModelShape:
     return replace(model, experts=here * ranks, top_k=min(model.top_k, here * ranks))
 
 
-class DenseBlock(nn.Module):
-    """Attention and feed-forward network of one layer: [S, L, D] to [S, L, D], causal."""
-
-    def __init__(self, model: ModelShape) -> None:
-        super().__init__()
-        d, self.heads, self.gated = model.model_dim, model.heads, model.gated
-        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up = nn.Linear(d, model.ffn_dim * (2 if model.gated else 1))
-        self.down = nn.Linear(model.ffn_dim, d)
-
-    def forward(self, x_SLD: Tensor) -> Tensor:
-        """One layer with both residuals."""
-        samples, length, width = x_SLD.shape
-        qkv = self.qkv(self.norms[0](x_SLD)).view(samples, length, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_SLD = x_SLD + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
-        inner = self.up(self.norms[1](x_SLD))
-        if self.gated:
-            gate, inner = inner.chunk(2, -1)
-            return x_SLD + self.down(F.silu(gate) * inner)
-        return x_SLD + self.down(F.gelu(inner))
-
-
 def _by_tokens(name: str, comm: Comm, model: ModelShape, device: torch.device, dtype: torch.dtype,
                repeats: int, forward: Callable[[Tensor], Tensor], cut: int = 1) -> list[Timing]:
     """Forward and backward of one, two, four, eight sequences, until one takes long enough.
 
-    forward: of [S, L, D]; of [L / cut, S, D] on `cut` tensor-parallel ranks.
+    forward: of [L / cut, S, D], on `cut` tensor-parallel ranks.
     """
     found: list[Timing] = []
     for sequences in MICRO_BATCHES:
-        shape = sequences, model.sequence, model.model_dim
-        if cut > 1:
-            shape = model.sequence // cut, sequences, model.model_dim
-        x_SLD = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        x_LSD = torch.randn(model.sequence // cut, sequences, model.model_dim, device=device,
+                            dtype=dtype, requires_grad=True)
         found.append(Timing(name=name, size=sequences * model.sequence, seconds=_repeats(
-            comm, lambda x=x_SLD: forward(x).float().square().mean().backward(), repeats, device)))
+            comm, lambda x=x_LSD: forward(x).float().square().mean().backward(), repeats, device)))
         if found[-1].median > ENOUGH_S:
             break
     return found

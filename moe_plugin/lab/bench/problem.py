@@ -56,7 +56,6 @@ class Problem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
         return DTYPES[self.dtype]
 
     @property

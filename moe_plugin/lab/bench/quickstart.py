@@ -22,7 +22,6 @@ HOSTS = ("fairseq", "megatron")
 
 @cache
 def quickstart() -> ModuleType:
-    """The module `scripts/quickstart.py`."""
     spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look for it there
@@ -31,7 +30,6 @@ def quickstart() -> ModuleType:
 
 
 def settings(steps: int) -> dict[str, Any]:
-    """The model's sizes, for so many steps."""
     return quickstart().settings(ROOT / "configs" / "quickstart.yaml", steps)
 
 

@@ -91,7 +91,6 @@ class Study:
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """Its own settings by name."""
         own, parts = getattr(self.code, "OPTIONS", {}), tuple(self.parts)
         several = {"parts": Option(parts, "of the page; the others stay", choices=parts)}
         return {**own, **several} if parts else own
@@ -103,7 +102,6 @@ class Study:
 
     @property
     def page_name(self) -> str:
-        """The page's file."""
         return f"{self.stem or self.name.replace('-', '_')}.md"
 
     @property
@@ -112,7 +110,6 @@ class Study:
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The options of `moe-plugin bench NAME`."""
         code = self.code
         needs = f" Needs {', '.join(map(NEEDS_SAID.__getitem__, self.needs))}." * bool(self.needs)
         parser.description = " ".join((code.__doc__ or "").split()).replace("%", "%%") + needs
@@ -162,7 +159,6 @@ class Study:
         return document(f"# {code.TITLE}", *lines)
 
     def write(self, folder: Path, found: Any) -> None:
-        """Pages and plots into a folder."""
         write_regular(folder / self.page_name, self.page(found))
         for name, text in getattr(self.code, "pages", lambda _: {})(found).items():
             write_regular(folder / name, text)
@@ -255,31 +251,21 @@ def read_numbers(path: Path) -> Any:
                          "first, without --redraw, or give another --out") from error
 
 
-def _emulated() -> str | None:
-    from moe_plugin.lab.emulate import why_not
-
-    return why_not()
-
-
-def _memory_limit() -> str | None:
-    from moe_plugin.lab.bench.memory_limit import why_not
-
-    return why_not()
+def _asked(question: str) -> Any:
+    module, _, name = question.partition(":")
+    return lambda: getattr(importlib.import_module(module), name)()
 
 
-def _checkout() -> str | None:
-    place = ROOT / "scripts"
-    return None if place.is_dir() else f"there is no {place}"
-
-
-def _package(name: str) -> str | None:
-    return None if importlib.util.find_spec(name) else f"package {name} is not installed"
+def _package(name: str) -> Any:
+    return lambda: None if importlib.util.find_spec(name) else f"package {name} is not installed"
 
 
 # what a study may need: why it is not here, or None
 NEEDS = {
-    "nodes": _emulated, "memory limit": _memory_limit, "checkout": _checkout,
-    **{name: lambda name=name: _package(name)
+    "nodes": _asked("moe_plugin.lab.emulate:why_not"),
+    "memory limit": _asked("moe_plugin.lab.bench.memory_limit:why_not"),
+    "checkout": lambda: None if (ROOT / "scripts").is_dir() else f"there is no {ROOT / 'scripts'}",
+    **{name: _package(name)
        for name in ("fairseq", "megatron", "torchft", "timm", "igraph", "triton", "matplotlib")},
 }
 NEEDS_SAID = {

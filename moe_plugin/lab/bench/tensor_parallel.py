@@ -1,5 +1,5 @@
-"""A dense layer on tensor-parallel ranks, as Megatron computes it with `--sequence-parallel`: what
-stands for such layers where ranks are measured for a plan.
+"""A dense layer on one rank, or on tensor-parallel ranks as Megatron computes it with
+`--sequence-parallel`: what stands for such layers where ranks are measured for a plan.
 
 Between layers every rank has its part of the sequence. A product cut by columns gathers the rows
 first, one cut by rows sums and splits its output after (Korthikanti et al. 2022, section 4.2.2).
@@ -39,11 +39,12 @@ class TensorParallelBlock(nn.Module):
 
     Args:
         group: of the tensor-parallel ranks; their number divides heads, inner width and sequence.
+            None: this rank alone.
     """
 
-    def __init__(self, model: ModelShape, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: ModelShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group, ranks, d = group, group.size(), model.model_dim
+        self.group, ranks, d = group, group.size() if group else 1, model.model_dim
         inner = model.ffn_dim // ranks
         self.heads, self.gated = model.heads // ranks, model.gated
         self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
@@ -77,7 +78,7 @@ class _ByColumns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_LSD: Tensor, w_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x_LSD: Tensor, w_FD: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(x_LSD, w_FD)
         ctx.group = group
         return _gather(x_LSD, group) @ w_FD.t()
@@ -94,7 +95,7 @@ class _Summed(torch.autograd.Function):
     """The sum over ranks, of which each keeps its part of the sequence."""
 
     @staticmethod
-    def forward(ctx: Any, x_LSD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x_LSD: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _scatter(x_LSD, group)
 
@@ -103,13 +104,17 @@ class _Summed(torch.autograd.Function):
         return _gather(grad_LSD, ctx.group), None
 
 
-def _gather(x_LSD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather(x_LSD: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return x_LSD
     whole = x_LSD.new_empty(len(x_LSD) * group.size(), *x_LSD.shape[1:])
     _ALL_GATHER(whole, x_LSD.contiguous(), group=group)
     return whole
 
 
-def _scatter(x_LSD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _scatter(x_LSD: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return x_LSD
     part = x_LSD.new_empty(len(x_LSD) // group.size(), *x_LSD.shape[1:])
     _REDUCE_SCATTER(part, x_LSD.contiguous(), group=group)
     return part

@@ -128,7 +128,7 @@ def test_parts_stay_and_failures_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert run("--part", "two", "--size", "9") == 1
     assert capsys.readouterr().err == "too many\n"
     page = (tmp_path / "of_tests.md").read_text()
-    assert page.startswith("# Of tests\n\nMade by `moe-plugin bench of-tests`. ['one', 'two'] Load ")
+    assert page.startswith("# Of tests\n\nMade by `moe-plugin bench of-tests`. ['one', 'two'] Load")
     found = json.loads((tmp_path / "data" / "of_tests.json").read_text())
     assert (found["one"], found["two"]) == (2, 9) and len(found["load"]) == 2
 

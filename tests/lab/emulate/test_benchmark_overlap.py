@@ -24,7 +24,8 @@ def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
         found |= {"exchange": [0.1], "products forward": [0.16 + rank / 25],
                   "products backward": [0.15]}
     cell = {"rate": 5e7, **overlap.summary(ranks, names)}
-    page = STUDIES["overlap"].page({"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
+    page = STUDIES["overlap"].page(
+        {"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
     # of the slowest rank
     assert "| 50     | forward   | 100      | 200      | 200 (1.00) |" in page
     assert "| 50     | backward  | 100      | 150      | 200 (1.33) |" in page

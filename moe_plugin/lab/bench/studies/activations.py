@@ -80,8 +80,6 @@ class AliveBytes(TorchDispatchMode):
 
 
 class PolicyRun:
-    """A model under one policy."""
-
     def __init__(self, args: argparse.Namespace, way: str, memory: int, folder: str) -> None:
         torch.manual_seed(0)
         settings = {"model_dim": DIM, "num_experts": EXPERTS, "experts": {"hidden_dim": HIDDEN}}
@@ -96,7 +94,6 @@ class PolicyRun:
         self.peak = 0
 
     def step(self) -> None:
-        """One training step."""
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=False)
         loss = self.model(self.x_BSD).square().mean()
@@ -129,7 +126,6 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
 
 
 def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[str, Any]:
-    """Bytes of one policy."""
     torch.set_num_threads(1)
     run = PolicyRun(args, way, most, folder)
     before = status_bytes("VmRSS")

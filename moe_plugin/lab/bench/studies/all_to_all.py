@@ -20,7 +20,7 @@ from moe_plugin.lab.bench.all_to_all import (
     as_dicts,
     measure_emulated,
     measure_rank,
-    rows_of,
+    row_of,
 )
 from moe_plugin.lab.bench.all_to_all_report import parts, plot
 from moe_plugin.lab.bench.measure import said
@@ -96,7 +96,7 @@ def _own_ranks(plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
     try:
         comm = TorchComm()
         _, cells = measure_rank(plan, comm)
-        rows = rows_of(comm, cells) if comm.rank == 0 else []
+        rows = [row_of(comm.topology, cell) for cell in cells] if comm.rank == 0 else []
         return rows, {"backend": comm.backend, "ranks": comm.size, "topology": str(comm.topology)}
     finally:
         dist.destroy_process_group()

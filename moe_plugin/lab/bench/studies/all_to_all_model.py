@@ -142,7 +142,6 @@ def predicted_cluster() -> list[dict[str, Any]]:
 
 
 def rows_of(found: dict[str, Any], name: str) -> list[ExchangeRow]:
-    """Of the numbers, the rows of this name."""
     return [ExchangeRow(**row) for row in found[name]]
 
 

@@ -123,7 +123,6 @@ OPTIONS = {
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse rows that could not be compared."""
     if args.rows[0] != 0 or not all(0 <= i < len(ROWS) for i in args.rows):
         raise ValueError(f"--rows {args.rows} must begin with 0, with which the others are "
                          f"compared, and go on with numbers up to {len(ROWS) - 1}; e.g. 0 3")

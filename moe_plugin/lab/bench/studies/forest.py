@@ -33,7 +33,6 @@ LIMITS = {"dgx-a100:2": 0.5, "dgx-a100:8": 5, "dgx-a100:128": 120}
 
 
 def plan_one(name: str, symmetry: bool) -> dict[str, Any]:
-    """Plan one network in this process."""
     begin = time.process_time()
     import igraph  # noqa: F401  what is measured apart from planning
 
@@ -100,7 +99,6 @@ def body(found: dict[str, Any]) -> list[str]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Time and memory over the number of GPUs."""
     from moe_plugin.lab.bench.plots import log_scale, log_ticks
 
     plt = pyplot()

@@ -132,7 +132,6 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
 
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> GateRow:
-    """Train one gate in one host."""
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
         command = quickstart().fairseq_command(s, data, folder, False)

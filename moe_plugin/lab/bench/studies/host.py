@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from moe_plugin.lab.bench import host
-from moe_plugin.lab.bench.host import HostReport
 from moe_plugin.lab.bench.measure import said
 from moe_plugin.lab.bench.options import add_problem, problem_of
 
@@ -39,7 +38,7 @@ def body(found: list[dict[str, Any]]) -> Iterator[str]:
     yield said(found[0]["versions"])
     yield ABOUT
     for one in found:
-        yield from HostReport.from_dict(one).parts()
+        yield from host.parts(one)
 
 
 def _ranks(text: str) -> list[int]:

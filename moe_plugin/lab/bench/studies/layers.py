@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from moe_plugin.lab.bench import kernels, layer, plots, report
-from moe_plugin.lab.bench.kernels import KernelReport
 from moe_plugin.lab.bench.layer import LayerReport
 from moe_plugin.lab.bench.measure import said
 from moe_plugin.lab.bench.options import add_problem, problem_of
@@ -143,7 +142,7 @@ class OneProblemsOperations:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return [said(found["versions"]), *KernelReport.from_dict(found).parts()]
+        return [said(found["versions"]), *kernels.parts(found)]
 
 
 class AllOperations(OneProblemsOperations):
@@ -164,7 +163,7 @@ class AllOperations(OneProblemsOperations):
     def body(found: list[dict[str, Any]]) -> Iterator[str]:
         yield said(found[0]["versions"])
         for one in found:
-            yield from KernelReport.from_dict(one).parts()
+            yield from kernels.parts(one)
 
 
 class OneGPU:
@@ -184,7 +183,7 @@ class OneGPU:
         for one in found["layers"]:
             yield from layer.parts(one)
         for one in found["operations"]:
-            yield from KernelReport.from_dict(one).parts()
+            yield from kernels.parts(one)
         if found["checks"]:
             yield "Checked on the same GPU before:"
             yield f"```text\n{found['checks']}\n```"
@@ -220,7 +219,6 @@ class Scaling:
 
     @staticmethod
     def draw(found: list[dict[str, Any]], path: Path) -> None:
-        """Along each axis."""
         plots.scaling_plot([(one["axis"], LayerReport.from_dict(one)) for one in found], str(path))
 
     PLOTS = {"scaling.svg": draw}

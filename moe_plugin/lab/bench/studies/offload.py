@@ -46,8 +46,6 @@ def block(number: int, args: argparse.Namespace, mode: str, store: dict[str, Any
 
 
 class WritingModel(nn.Module):
-    """Embedding, blocks, output."""
-
     def __init__(self, args: argparse.Namespace, mode: str, file: str) -> None:
         super().__init__()
         store: dict[str, Any] = {"store": "device"}
@@ -97,7 +95,6 @@ def write_experts(path: Path, args: argparse.Namespace) -> int:
 
 
 def load_experts(model: WritingModel, path: str) -> None:
-    """The same experts as parameters."""
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file, torch.no_grad():

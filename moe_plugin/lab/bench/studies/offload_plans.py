@@ -86,7 +86,6 @@ def body(found: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Ratios over bandwidth."""
     from moe_plugin.lab.bench.plots import log_scale, log_ticks
 
     plt = pyplot()

@@ -89,7 +89,6 @@ class WaitingExpert(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """[N, D] to [N, D]."""
         return _Wait.apply(x_ND * self.scale)
 
 
@@ -137,7 +136,6 @@ class Alone:
 
 
 def settings(kind: Kind) -> dict[str, Any]:
-    """Of the layer of a kind."""
     shared = {"parallel": {"replicas": kind.replicas, "schedule": "s2"},
               "dispatch": {"name": "padded", "capacity_factor": 1.0}}
     return {
@@ -229,7 +227,6 @@ def _table(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every kind and rate on a cluster of its own."""
     cells: dict[str, list[Any]] = {name: [] for name in args.kinds}
     for name, found in cells.items():
         kind = KINDS[name]

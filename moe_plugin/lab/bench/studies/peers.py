@@ -113,7 +113,6 @@ def stage(steps: int) -> dict[str, float]:
 
 
 def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
-    """Both at one rate, bit/s."""
     with EmulatedCluster(2, 1, rate_bit_s=rate, delay_s=5e-3) as cluster:
         stages = cluster.run(stage, steps, timeout_s=300)
     with (EmulatedCluster(2, 1, rate_bit_s=rate, delay_s=5e-3) as cluster,
@@ -171,7 +170,6 @@ def body(seen: dict[str, Any]) -> list[str]:
 
 
 def plot(seen: dict[str, Any], path: Path) -> None:
-    """The factor over the rate."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(5, 3.2))
     rates = [row["rate_mbit_s"] for row in seen["rows"]]

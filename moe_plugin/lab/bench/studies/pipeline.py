@@ -60,14 +60,12 @@ class WaitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        """The input, after a while."""
         ctx.seconds = 2 * seconds
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient, after twice as long."""
         time.sleep(ctx.seconds)
         return grad, None
 
@@ -83,7 +81,6 @@ class WaitingStage(nn.Module):
         self.taken: Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Megatron gives the input of the next pass."""
         [self.taken] = tensors
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -95,7 +92,6 @@ class WaitingStage(nn.Module):
 
 
 def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Megatron's `forward_step_func`."""
     positions = torch.arange(model.load.length)[None]
     return (model(positions, positions),
             lambda output: (output.mean(), {"loss": output.detach().mean()}))
@@ -252,7 +248,6 @@ def slices_part(seen: dict[str, Any]) -> list[str]:
 
 
 def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All rates."""
     return {"rows": [row(part, rate, args.rounds) for rate in args.rates], "rounds": args.rounds}
 
 

@@ -39,7 +39,6 @@ GRIDS = {(4, 1): (2, ("linear",)), (2, 2): (8, ("linear", "2dh", "leader"))}
 
 
 def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
-    """Every layout that is measured and planned."""
     experts, algorithms = GRIDS[grid]
     return list(legal_choices(experts, grid[0] * grid[1], degrees=(1, 2), algorithms=algorithms))
 
@@ -70,7 +69,6 @@ def measure_rank(experts: int, hidden: int, tokens: int, steps: int,
 
 def measure_grid(grid: tuple[int, int], args: argparse.Namespace,
                  links: Cluster) -> list[dict[str, Any]]:
-    """All cells of one grid."""
     experts, choices = GRIDS[grid][0], choices_of(grid)
     with EmulatedCluster(*grid) as cluster:
         profiles = cluster.run(profile_rank)

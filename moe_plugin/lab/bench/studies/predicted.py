@@ -94,7 +94,6 @@ def cells() -> list[ShapeCell]:
 
 
 def hardware() -> tuple[Cluster, Device]:
-    """What predictions assume."""
     cpu = torch.device("cpu")
     cluster = run_simulated(RANKS, lambda comm: default_cluster(comm, cpu))[0]
     return cluster, default_device(MoEConfig(), cpu)
@@ -140,7 +139,6 @@ def predicted(shape: LayerShape) -> tuple[dict[LayoutChoice, float], LayoutChoic
 
 
 def compare(measured: list[ShapeCell]) -> dict[str, Any]:
-    """Numbers of the page."""
     rows = []
     for cell in measured:
         seconds, taken = predicted(cell.shape)

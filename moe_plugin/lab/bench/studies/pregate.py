@@ -41,7 +41,6 @@ class FineTuning:
 
     @property
     def last(self) -> float:
-        """Valid loss at the end."""
         return self.valid[-1][1]
 
 
@@ -79,7 +78,6 @@ def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> l
 
 
 def rows_from(report: dict[str, Any]) -> list[FineTuning]:
-    """The rows of pregate.json."""
     return [FineTuning(**row) for row in report["rows"]]
 
 
@@ -116,7 +114,6 @@ def body(report: dict[str, Any]) -> list[str]:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Valid loss over steps, a panel for each host."""
     rows = rows_from(report)
     plt = pyplot()
     hosts = list(dict.fromkeys(r.host for r in rows))

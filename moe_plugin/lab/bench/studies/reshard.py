@@ -78,7 +78,6 @@ def timed(command: list[str]) -> tuple[float, float, str]:
 
 
 def compare(home: Path, size: int, rounds: int) -> list[dict[str, Any]]:
-    """Copies and conversions in turn."""
     source, target = home / "source", home / "target"
     seconds: dict[int, list[float]] = {parts: [] for parts in (0, *TARGETS)}
     processor: dict[int, list[float]] = {parts: [] for parts in (0, *TARGETS)}

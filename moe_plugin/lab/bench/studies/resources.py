@@ -81,7 +81,6 @@ def roofline(problem: Problem, gpu: GPU, blocks: Mapping[str, int]) -> str:
 
 
 def pages(found: dict[str, Any]) -> dict[str, str]:
-    """The kernels of each GPU."""
     return {page_of(target): report.document(
         f"# {TITLE}: {GPUS[target].name}",
         f"Made by `moe-plugin bench resources`. triton {found['triton']}",

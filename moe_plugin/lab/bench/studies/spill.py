@@ -145,7 +145,6 @@ def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float
 
 
 def times_of(policies: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
-    """All loads."""
     with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
         ranks = cluster.run(run_times, policies, args.rounds, timeout_s=60 + 30 * args.rounds)
     return {"rate": args.rate, "rounds": args.rounds,
@@ -162,7 +161,6 @@ def measure_others(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
-    """Of `standing` and others beside it."""
     return times_of((*BESIDE, STANDING), args)
 
 

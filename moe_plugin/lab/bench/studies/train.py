@@ -34,7 +34,6 @@ TITLE = "Whole training steps"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options."""
     p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
                    help="the framework; native with fairseq is the layer of its moe branch, "
                         "written after its code")
@@ -54,7 +53,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse numbers of steps and ranks."""
     if args.quick:
         args.steps, args.warm_up = 2, 1
     for name in ("steps", "warm_up", "ranks"):
@@ -78,7 +76,6 @@ def body(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def pages(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Every side of every shape, by host and place."""
     return side_pages(reports(found))
 
 

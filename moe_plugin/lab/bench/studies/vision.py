@@ -55,7 +55,6 @@ class SpeedCell:
     dropped: float
 
     def rate(self, kind: str, side: str) -> float:
-        """Images per second, of the median."""
         return self.batch / statistics.median(self.seconds[kind][side])
 
     def overhead(self, kind: str) -> float:
@@ -101,7 +100,6 @@ def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
 
 
 def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> SpeedCell:
-    """Time both sides by turns."""
     size = PRESETS[preset].image
     random = torch.Generator().manual_seed(1)
     x_BCSS = torch.randn(batch, 3, size, size, generator=random)
@@ -141,7 +139,6 @@ def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[s
 
 
 def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[SpeedCell]:
-    """All cells."""
     found = []
     for preset in presets:
         models = {}
@@ -156,7 +153,6 @@ def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[S
 
 
 def train(seeds: Sequence[int], epochs: int) -> Accuracy:
-    """The digits, both sides at once."""
     found = Accuracy(epochs, {side: [] for side in SIDES}, {side: [] for side in SIDES})
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
         def run(side: str, seed: int) -> list[dict[str, Any]]:

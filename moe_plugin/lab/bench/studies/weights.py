@@ -119,7 +119,6 @@ def megatron_child(args: argparse.Namespace, mode: str, place: str,
 
 
 def write_text(scratch: Path) -> None:
-    """Sentences for Megatron's script."""
     words = "one two three four five six seven eight nine ten".split()
     lines = (" ".join(words[(i * j + i) % 10] for j in range(1, 40)) for i in range(1, 600))
     write_regular(scratch / "text.txt", "\n".join(lines))
@@ -158,7 +157,6 @@ def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table_of(seen: dict[str, Any]) -> str:
-    """A row per mode."""
     def there(form: str, key: str, over: float = 1.0) -> Any:
         return lambda row: form.format(row[key] / over) if key in row else ""
 

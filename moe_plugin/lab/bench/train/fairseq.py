@@ -67,8 +67,6 @@ def _flags(settings: Settings) -> list[str]:
 
 
 class _Maker:
-    """Makes models, and sides of them."""
-
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int) -> None:
         self.shape, self.text, self.rank, self.ranks = shape, text, rank, ranks
         self.sentences = shape.sentences(ranks)
@@ -108,7 +106,6 @@ class _Maker:
         return made
 
     def side(self, name: str, kind: str, made: Any) -> Side:
-        """A side of a trainer."""
         from moe_plugin.hosts.fairseq.layers import moe_layers
 
         def step(number: int) -> float:

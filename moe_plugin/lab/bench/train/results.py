@@ -60,7 +60,6 @@ class TrainReport:
         return self.host, self.place, self.shape.name
 
     def side(self, name: str) -> SideTimes:
-        """A side by its name."""
         return next(side for side in self.sides if side.name == name)
 
     def best(self, kind: str) -> SideTimes:
@@ -93,7 +92,6 @@ class TrainReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainReport:
-        """The inverse of `as_dict`."""
         return cls(**{**values, "shape": TrainShape(**values["shape"]), "load": tuple(
             values["load"]), "sides": [SideTimes(**side) for side in values["sides"]]})
 
@@ -152,7 +150,6 @@ def _gap(loss: float) -> str:
 
 
 def sides_table(report: TrainReport) -> str:
-    """A row per side of one shape."""
     return columns(report.sides, {
         "side": "{0.name}", "median": lambda s: show_time(median_ms(s) / 1e3),
         "minimum": lambda s: show_time(min(s.seconds)), "spread": lambda s: f"{spread(s):.0%}",
@@ -162,7 +159,6 @@ def sides_table(report: TrainReport) -> str:
 
 
 def _optimizer(side: SideTimes) -> float:
-    """The optimizer's share of a side's steps."""
     return sum(side.optimizer_s) / sum(side.seconds)
 
 

@@ -43,7 +43,6 @@ class TrainShape:
         return self.tokens // (self.length * ranks)
 
     def label(self) -> str:
-        """One line of sizes."""
         return (f"width {self.width}, inner {self.inner}, {self.experts} experts, k {self.top_k}, "
                 f"{self.tokens:,} tokens")
 
