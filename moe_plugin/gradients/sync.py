@@ -48,9 +48,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
             "that store the same experts")
     mark_adapters(model)
     reduced = [p for p in model.parameters() if p.grad is not None]
-    experts = [p for p in reduced if is_expert(p)] if ep.size > 1 else []
-    alone = {id(parameter) for parameter in experts}
-    _average([p for p in reduced if id(p) not in alone], world)
+    experts = [p for p in reduced if ep.size > 1 and is_expert(p)]
+    _average([p for p in reduced if ep.size == 1 or not is_expert(p)], world)
     if replicas is not None:
         _average(experts, replicas)
     for parameter in experts:

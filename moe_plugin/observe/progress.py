@@ -11,20 +11,13 @@ from moe_plugin.planner.units import show_time
 class _Silent:
     """The methods of a tqdm bar that we use; shows nothing."""
 
-    def update(self, n: float = 1) -> None:
-        """Ignore."""
+    def update(self, *_: object) -> None:
+        pass
 
-    def set_postfix_str(self, s: str) -> None:
-        """Ignore."""
-
-    def close(self) -> None:
-        """Ignore."""
+    set_postfix_str = close = __exit__ = update
 
     def __enter__(self) -> Any:
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def progress(total: int | None, description: str, stream: TextIO | None = None) -> Any:

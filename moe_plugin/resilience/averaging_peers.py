@@ -89,14 +89,11 @@ class StreamedPeer:
         self._kept: list[_OuterState] = []
         if resume is not None:
             self._resume(resume)
-        self.replica = ElasticReplica(lighthouse, replica, self._state, self._load, timeout_s,
-                                      trainer.steps)
+        self.replica = ElasticReplica(lighthouse, replica, lambda: {"steps": trainer.steps},
+                                      self._load, timeout_s, trainer.steps)
         self._joined = False
         self._steps_of_others: int | None = None
         self._counts: list[tuple[Tensor, Tensor]] = []  # buffers, and those of another peer
-
-    def _state(self) -> dict[str, int]:
-        return {"steps": self.trainer.steps}
 
     def _load(self, state: dict[str, int]) -> None:
         self._steps_of_others = state["steps"]

@@ -205,22 +205,23 @@ def router(run: RunRecord) -> list[Figure]:
     """Entropy and losses by name."""
     even = _reference(run, f"uniform over {run.experts}", math.log(run.experts)
                       ) if run.experts > 1 else None
-    return [*of_layers(run, "entropy", even), *(_layer_losses(run) or _logged_losses(run))]
+    return [*of_layers(run, "entropy", even), *_losses(run)]
 
 
-def _layer_losses(run: RunRecord) -> list[Figure]:
+def _losses(run: RunRecord) -> list[Figure]:
+    """Of the layers' records, else of the training log."""
     names = sorted({name for record in run.layer_records for name in record.losses})
-    return [figure for i, name in enumerate(names) for figure in chart(
-        f"loss-{i}", f"Router loss: {name}", "Before its weight.",
-        by_layer(run, lambda r, name=name: r.losses.get(name)), floor=None)]
-
-
-def _logged_losses(run: RunRecord) -> list[Figure]:
     keys = sorted({key for r in run.steps for key in r.extra
                    if key.startswith("loss ") or key == "moe_gate_loss"})
-    return [figure for i, key in enumerate(keys) for figure in chart(
-        f"loss-{i}", f"Router loss: {key.removeprefix('loss ')}",
-        "Mean over layers, from the training log.", [_extra(run, key, key)], floor=None)]
+
+    def charts(found: list[tuple[str, list[Line | None]]], about: str) -> list[Figure]:
+        return [figure for i, (name, lines) in enumerate(found) for figure in chart(
+            f"loss-{i}", f"Router loss: {name}", about, lines, floor=None)]
+
+    return charts([(name, by_layer(run, lambda r, name=name: r.losses.get(name)))
+                   for name in names], "Before its weight.") or charts(
+        [(key.removeprefix("loss "), [_extra(run, key, key)]) for key in keys],
+        "Mean over layers, from the training log.")
 
 
 def exchange(run: RunRecord) -> list[Figure]:
