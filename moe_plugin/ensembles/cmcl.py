@@ -30,12 +30,10 @@ class OracleLoss:
     Attributes:
         loss_N: loss of each sample, float, differentiable.
         chosen_NM: bool, the members responsible for each sample.
-        cross_entropy_NM: float, detached.
     """
 
     loss_N: Tensor
     chosen_NM: Tensor
-    cross_entropy_NM: Tensor
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
@@ -112,7 +110,7 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         drawn_NM = torch.randint(logits_NMC.shape[2], ce_NM.shape, device=ce_NM.device)
         other_NM = _cross_entropy(log_p_NMC, drawn_NM) * real_N1
     loss_N = torch.where(chosen_NM, ce_NM, beta * other_NM).sum(1)
-    return OracleLoss(loss_N, chosen_NM & real_N1, ce_NM.detach())
+    return OracleLoss(loss_N, chosen_NM & real_N1)
 
 
 def _cross_entropy(log_p_NMC: Tensor, target_NM: Tensor) -> Tensor:

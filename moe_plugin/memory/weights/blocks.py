@@ -83,11 +83,6 @@ class StreamedBlock:
         return sum(self.params[i].numel() * self.params[i].element_size()
                    for i in self.trained if self.streams)
 
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """Of the parameters that train, as backward left them."""
-        return [self.params[i].grad for i in self.trained]
-
     def forget_memory(self) -> None:
         """Give back what the experts keep between two calls, which are a whole step apart here."""
         for module in self.module.modules():

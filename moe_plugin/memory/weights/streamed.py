@@ -71,12 +71,11 @@ class BlockMeasurement:
     """What one block took, in the last step.
 
     Attributes:
-        weight_bytes: of its parameters. input_bytes: kept of one micro-batch for backward.
+        input_bytes: kept of one micro-batch for backward.
         forward_s, backward_s: of all micro-batches; backward with the recomputation.
         step_s: of its optimizer, with waiting for its state. On a GPU times are those of launches.
     """
 
-    weight_bytes: int
     input_bytes: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -149,7 +148,7 @@ class StreamedTrainer:
                                              None if number in resident else tier))
             give_back_free_memory()
         self._passes = BlockPasses([block.module for block in self.blocks], loss, self.randomness)
-        self.profile = [BlockMeasurement(block.layout.nbytes) for block in self.blocks]
+        self.profile = [BlockMeasurement() for _ in self.blocks]
         self.use_segments([1] * len(blocks) if segments is None else segments)
 
     @property
