@@ -1,11 +1,6 @@
 """A timeline of one training step, by torch's profiler: layers, exchanges, matmuls, GPU kernels.
 
-    timeline = Timeline(run.observe, {"layer3": layer}, comm)
-    for step in ...:
-        with timeline.around(step):     # records step `observe.timeline` on rank 0 of `comm`
-            train(step)
-
-The other ranks do not record; they wait for rank 0 only while it starts the profiler.
+Ranks that do not record wait for rank 0 only while it starts the profiler.
 """
 
 from __future__ import annotations
