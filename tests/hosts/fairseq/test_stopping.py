@@ -23,29 +23,30 @@ _LONG = "--max-update 100000 --save-interval-updates 5 --no-epoch-checkpoints"
 
 @pytest.mark.distributed
 def test_two_ranks_that_are_stopped_say_once_what_was_kept(corpus: Corpus, tmp_path: Path) -> None:
+    """And torchrun shows no lines but its own."""
     save = tmp_path / "run"
     line = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {_LONG} --save-dir {save}"
-    for ranks, start, until in ((2, line, "@ 10 updates, score"),
-                                (1, f"{line} --distributed-world-size 2", "@ 20 updates, score")):
-        log = stopped(command("fairseq-train", start, ranks), until, tmp_path / "log",
-                      environment())
-        [(step, saved)] = re.findall(
-            rf"^stopped at step (\d+), last checkpoint (\d+) in {save}; the same command goes on$",
-            log, re.M)
-        assert int(until.split()[1]) <= int(saved) <= int(step)
-        assert "KeyboardInterrupt" not in log and "CommError" not in log
-    assert "Traceback" not in log  # without torchrun
+    log = stopped(command("fairseq-train", line, 2), "@ 10 updates, score", tmp_path / "log",
+                  environment())
+    [said] = [each for each in own_lines(log) if "INFO" not in each]
+    found = re.fullmatch(
+        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; the same command goes on", said)
+    assert found and 10 <= int(found[2]) <= int(found[1])
+    assert log.count("stopped at step") == 1
+    assert "KeyboardInterrupt" not in log and "CommError" not in log
     loaded = run("fairseq-train", f"{line} --max-update 1", ranks=2).ok().log
     assert f"Loaded checkpoint {save}/checkpoint_last-rank-0.pt" in loaded
 
 
 @pytest.mark.distributed
-def test_torchrun_shows_its_own_lines_alone(corpus: Corpus, tmp_path: Path) -> None:
-    line = f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {_LONG} --no-save"
-    log = stopped(command("fairseq-train", line, 2), '"num_updates": "3"', tmp_path / "log",
+def test_spawned_ranks_that_are_stopped_say_it_once(corpus: Corpus, tmp_path: Path) -> None:
+    line = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {_LONG} --no-save "
+            "--distributed-world-size 2")
+    log = stopped(command("fairseq-train", line), '"num_updates": "3"', tmp_path / "log",
                   environment())
-    said = [each for each in own_lines(log) if "train_inner" not in each]
-    assert len(said) == 1 and re.fullmatch(r"stopped at step \d+; nothing was to be saved", said[0])
+    assert len(re.findall(r"^stopped at step \d+; nothing was to be saved$", log, re.M)) == 1
+    assert log.count("stopped at step") == 1
+    assert not [word for word in ("KeyboardInterrupt", "CommError", "Traceback") if word in log]
 
 
 @pytest.mark.parametrize("limits", ["--max-update 2", "--max-epoch 1"])
