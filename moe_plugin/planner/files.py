@@ -19,8 +19,7 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     Args:
         kind: a dataclass; OmegaConf converts values to the types of its fields.
         where: what errors call the values.
-    Raises:
-        ValueError: unknown keys, missing or wrong values.
+    Raises: ValueError: unknown keys, missing or wrong values.
     """
     from omegaconf import OmegaConf  # slow to import, and many programs read no such file
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException

@@ -145,8 +145,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
         cut: along "experts", or along the "rows" of each.
         pieces: those that are considered; more than there are experts (or rows) are left out.
             Pieces that do not divide them are taken as equal.
-    Raises:
-        ValueError: another cut; no number of pieces is possible.
+    Raises: ValueError: another cut; no number of pieces is possible.
     """
     if cut not in CUTS:
         raise ValueError(f"cut {short(cut)} must be one of {', '.join(CUTS)}")

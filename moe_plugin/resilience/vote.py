@@ -1,8 +1,8 @@
 """Gradients of data-parallel ranks of which some may send anything (ByzShield).
 
-Every file of a batch is computed by several ranks, as `planner.byzshield` assigns them. Of a file
-the answer counts that most of its ranks gave, bit by bit, so that ranks must compute alike; over
-the files the coordinate-wise median is taken. Every rank votes for itself on the same answers.
+Every file of a batch is computed by several ranks, as `planner.vote_assignments` assigns them. Of a
+file the answer counts that most of its ranks gave, bit by bit, so that ranks must compute alike;
+over the files the coordinate-wise median is taken. Every rank votes for itself on the same answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner.byzshield import Assignment
+from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.routing.routers.group_limited import SigmoidBiasRouter
 
 CHUNK = 1 << 20  # elements of every file that travel together

@@ -22,7 +22,7 @@ from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.observe.history.fairseq_log import step_record
-from moe_plugin.planner.byzshield import assign
+from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_settings
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit

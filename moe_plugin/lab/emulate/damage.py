@@ -25,8 +25,7 @@ def damage(path: str | os.PathLike[str], way: str, seed: int = 0) -> str:
             another file of its folder), `folder` (a folder has its name).
         seed: of the place.
     Returns: what was done, for people.
-    Raises:
-        ValueError: another way, or a file that cannot be damaged in this one.
+    Raises: ValueError: another way, or a file that cannot be damaged in this one.
     """
     path, draw = Path(path), random.Random(seed)
     size = path.stat().st_size

@@ -78,8 +78,7 @@ class Fault:
         bytes: see `KINDS`.
         bit: of the number that `bit-flip` and `wrong-product` change, from 0, the lowest.
         record: a file to which a line "RANK TIME" is added when it happens; "": none.
-    Raises:
-        ValueError: a value out of bounds, or a kind that does not happen at that place.
+    Raises: ValueError: a value out of bounds, or a kind that does not happen at that place.
     """
 
     kind: str

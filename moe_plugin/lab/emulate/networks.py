@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from moe_plugin.planner.forest.network import Network, Wire
+from moe_plugin.planner.forest.network import Network
+from moe_plugin.planner.forest.presets import Builder
 
 
 def equal(nodes: int, rate_bit_s: float) -> Network:
@@ -54,9 +55,7 @@ SHAPES: dict[str, Callable[[int, float], Network]] = {
 
 def _linked(name: str, nodes: int, switches: int,
             links: list[tuple[str, str, float]]) -> Network:
-    wires = []
+    builder = Builder([str(i) for i in range(nodes)], [f"s{i}" for i in range(switches)])
     for a, b, rate_bit_s in links:
-        bandwidth = Fraction(f"{rate_bit_s / 8e9:.6g}")
-        wires += [Wire(a, b, bandwidth), Wire(b, a, bandwidth)]
-    return Network(name, tuple(map(str, range(nodes))), tuple(f"s{i}" for i in range(switches)),
-                   tuple(wires))
+        builder.link(a, b, Fraction(f"{rate_bit_s / 8e9:.6g}"))
+    return builder.network(name)

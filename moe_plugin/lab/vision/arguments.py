@@ -70,8 +70,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
     """The ensemble that the arguments ask for; None: one output.
 
-    Raises:
-        ValueError: an argument out of bounds, or one that has no effect.
+    Raises: ValueError: an argument out of bounds, or one that has no effect.
     """
     if args.task == "classify" and args.ensemble_heads and args.oracle_unit == "pixel":
         raise ValueError("oracle_unit=pixel is out of bounds: must be image with --task classify, "
@@ -141,8 +140,7 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 def smoothing_of(args: argparse.Namespace) -> float:
     """Of the labels.
 
-    Raises:
-        ValueError: outside 0..1.
+    Raises: ValueError: outside 0..1.
     """
     given = SMOOTHING if args.label_smoothing is None else args.label_smoothing
     if not 0 <= given < 1:

@@ -21,8 +21,7 @@ _declared: list[torch.library.Library] = []  # torch forgets a library that noth
 def optional(module: str) -> Any:
     """A module of timm or torchvision.
 
-    Raises:
-        ValueError: it is not installed; it says what to install.
+    Raises: ValueError: it is not installed; it says what to install.
     """
     apart = str(Path(sys.prefix, "torchvision"))  # of scripts/setup.sh
     if apart not in sys.path and Path(apart).is_dir():

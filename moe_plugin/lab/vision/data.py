@@ -30,8 +30,7 @@ def write_example(name: str, folder: Path) -> None:
             noisy-digits: with noise, so that one of ten or so cannot be told; each validation
             image three times, with noise of its own.
             digits-with-masks: the same, somewhere on 16 by 16 pixels of uneven ground.
-    Raises:
-        ValueError: no such example; scikit-learn is not installed.
+    Raises: ValueError: no such example; scikit-learn is not installed.
     """
     if name not in EXAMPLES:
         raise ValueError(f"example={name!r} is unknown; one of {', '.join(EXAMPLES)}")
@@ -122,8 +121,7 @@ class Images(ImageSet):
     Args:
         folder: FOLDER/train or FOLDER/val. size: pixels of a side. flips: whether an image and its
             mirror are the same class.
-    Raises:
-        ValueError: no such folder, no image in it, or images and masks.
+    Raises: ValueError: no such folder, no image in it, or images and masks.
     """
 
     def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:

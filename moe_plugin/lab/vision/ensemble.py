@@ -25,8 +25,7 @@ class SwinEnsemble(nn.Module):
         begin: name of the first module that each member has for itself; `HEAD`: none.
         share_after: after this module members add features of each other; `HEAD`: inside `head`.
         sharing: probability of a feature, see `share_features`.
-    Raises:
-        ValueError: no such module; members share before they part.
+    Raises: ValueError: no such module; members share before they part.
     """
 
     def __init__(self, models: Sequence[nn.Module], head: nn.Module, *, begin: str = HEAD,
@@ -76,8 +75,7 @@ def steps_of(model: nn.Module) -> list[str]:
 def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
     """First and last place of a module, or of all that are inside of it.
 
-    Raises:
-        ValueError: there is none.
+    Raises: ValueError: there is none.
     """
     if name == HEAD:
         return len(steps), len(steps)

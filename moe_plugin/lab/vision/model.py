@@ -73,8 +73,7 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, comm: Comm | None
         classes: outputs. dense: without experts, the counterpart of equal active FLOPs at top_k 1.
         comm: the expert-parallel group. settings: of the layers beyond `size.settings`, dotted
             paths.
-    Raises:
-        ValueError: timm is not installed; sizes or settings do not fit.
+    Raises: ValueError: timm is not installed; sizes or settings do not fit.
     """
     _check(size, classes)
     swin = optional("timm.models.swin_transformer_v2")
@@ -104,8 +103,7 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
         share_after, sharing: where features of other members are added, and how often. hidden:
             width of each head's own layer. segments: gives each pixel classes. Others: see
             `build`.
-    Raises:
-        ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
+    Raises: ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
     """
     models = [build(size, classes, dense=dense, comm=comm, settings=settings)
               for _ in range(1 if begin == HEAD else heads)]
@@ -148,8 +146,7 @@ def freeze_experts(model: nn.Module) -> int:
     """Leave all experts as they are: for fine-tuning on little data (Hwang et al. 2022, section
     5.3). Returns the number of parameters that stay.
 
-    Raises:
-        ValueError: the model has no experts.
+    Raises: ValueError: the model has no experts.
     """
     frozen = [p.requires_grad_(False) for p in model.parameters() if is_expert(p)]
     if not frozen:

@@ -43,8 +43,7 @@ def published_name(name: str) -> str:
 def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> Path:
     """Write this rank's file, `PATH.rankN`; complete when the name is there. Returns it.
 
-    Raises:
-        CheckpointError: a layer has parameters without a published name.
+    Raises: CheckpointError: a layer has parameters without a published name.
     """
     comm = LocalComm() if comm is None else comm
     state = {published_name(name): value.detach().clone()
@@ -74,8 +73,7 @@ def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> 
     Args:
         path: without `.rankN`.
         leave: see `checkpoint.load`; of parameters outside of the experts' layers.
-    Raises:
-        CheckpointError: files are missing or cannot be read; names or shapes differ.
+    Raises: CheckpointError: files are missing or cannot be read; names or shapes differ.
     """
     files = rank_files(path.with_name(path.name + ".rank{rank}"))
     if not files:

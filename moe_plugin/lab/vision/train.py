@@ -170,8 +170,7 @@ class Trainer:
         """Of a run's checkpoint, whose further values are returned, or of published files.
 
         leave: see `checkpoint.load`.
-        Raises:
-            ValueError: neither is there, or they do not fit the model.
+        Raises: ValueError: neither is there, or they do not fit the model.
         """
         if self.there(place):
             return load(place, self.model, None, self.comm, leave)

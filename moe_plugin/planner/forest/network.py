@@ -105,8 +105,7 @@ class Network:
                 s1, ...); links: [a, b, GB/s] or [a, b, GB/s, alpha_s], both directions; one_way:
                 the same, from a to b only. GB/s: a number or a text such as "25/2".
             where: what errors call the values.
-        Raises:
-            ValueError: unknown keys, wrong types, or values that `Network` refuses.
+        Raises: ValueError: unknown keys, wrong types, or values that `Network` refuses.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{where} must be a mapping with {', '.join(_KEYS)}; got "

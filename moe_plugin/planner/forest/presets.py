@@ -236,8 +236,7 @@ def preset(text: str) -> Network:
 
     Of a machine, `@` multiplies all of its links.
 
-    Raises:
-        ValueError: an unknown name, wrong numbers, or a network that is too large.
+    Raises: ValueError: an unknown name, wrong numbers, or a network that is too large.
     """
     match = re.fullmatch(r"([a-z0-9-]+?)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?"
                          r"(?:@([0-9]{1,9}(?:\.[0-9]{1,9})?))?", text.strip())

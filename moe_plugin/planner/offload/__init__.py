@@ -1,8 +1,1 @@
-"""Plans of what lies where and when it is copied: pre-gated experts, KARMA, ATOM.
-
-Never imports torch.
-"""
-
-from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
-
-__all__ = ["OffloadSchedule", "Outcome", "OffloadStep"]
+"""Plans of what lies where and when it is copied: activations, weights. Never imports torch."""

@@ -67,8 +67,7 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
         blocks: in the order of forward.
         limit: bytes of the device. base: of these, what is on it all the time.
         duplex: see `OffloadSchedule`.
-    Raises:
-        ValueError: no decisions fit, with the bytes that are needed.
+    Raises: ValueError: no decisions fit, with the bytes that are needed.
     """
     problem = SwapProblem(tuple(blocks), limit - base, duplex)
     need = least_bytes(blocks) + base

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from moe_plugin.messages import short
-from moe_plugin.planner.files import load_record, record
+from moe_plugin.planner.files import load_record
 from moe_plugin.regular_files import write_regular
 
 MAX_SECONDS, MAX_BYTES, MAX_BLOCKS = 1e6, 10**16, 10_000  # beyond any block or model
@@ -86,29 +86,9 @@ class ModelProfile:
         """Seconds of all forwards and backwards, nothing computed twice."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
-    def to_json(self) -> str:
-        """The profile as the text of a file."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelProfile:
-        """The profile of such a text.
-
-        Raises: ValueError: it is no JSON, or its values do not fit.
-        """
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ValueError(
-                f"the profile is not JSON: {short(error)}; measure it again") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"the profile holds a {type(values).__name__}, not an object; measure "
-                             "it again")
-        return record(cls, values, "profile")
-
     def save(self, path: str | Path) -> Path:
         """Write a file, whole or not at all."""
-        return write_regular(path, self.to_json())
+        return write_regular(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> ModelProfile:

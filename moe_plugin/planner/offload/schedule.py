@@ -31,7 +31,6 @@ class OffloadStep:
         takes: bytes that it allocates on the device when it starts.
         frees: bytes that it releases when it ends.
         block: what it belongs to, for people.
-        moves: bytes that it copies. None: what "in" takes, what "out" frees, 0 for "compute".
     """
 
     name: str
@@ -41,7 +40,6 @@ class OffloadStep:
     takes: int = 0
     frees: int = 0
     block: str = ""
-    moves: int | None = None
 
     def __post_init__(self) -> None:
         if self.stream not in STREAMS:
@@ -50,15 +48,13 @@ class OffloadStep:
         if not (self.seconds >= 0 and math.isfinite(self.seconds)):
             raise ValueError(f"step {short(self.name)}: seconds={self.seconds} must be a finite "
                              "number >= 0; leave out copies that never end")
-        if min(self.takes, self.frees, self.moves or 0) < 0:
-            raise ValueError(f"step {short(self.name)}: takes={self.takes}, frees={self.frees} and "
-                             f"moves={self.moves} must be bytes >= 0")
+        if min(self.takes, self.frees) < 0:
+            raise ValueError(f"step {short(self.name)}: takes={self.takes} and "
+                             f"frees={self.frees} must be bytes >= 0")
 
     @property
     def moved(self) -> int:
         """Bytes that it copies."""
-        if self.moves is not None:
-            return self.moves
         return {"in": self.takes, "out": self.frees, "compute": 0}[self.stream]
 
 

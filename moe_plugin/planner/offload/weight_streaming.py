@@ -131,8 +131,7 @@ class Streamed:
     Args:
         layers: in the order of forward, at most `MOST_LAYERS`. batches: g.
         limit: bytes of the device; base: of these, what is there all the time.
-    Raises:
-        ValueError: no layers, or too many; g out of bounds.
+    Raises: ValueError: no layers, or too many; g out of bounds.
     """
 
     def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
@@ -365,8 +364,7 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
 
     Args:
         layers, batches, limit, base: see `Streamed`.
-    Raises:
-        ValueError: nothing fits, with what the smallest segments need.
+    Raises: ValueError: nothing fits, with what the smallest segments need.
     """
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)

@@ -86,8 +86,7 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         granularity: tokens that are not cut apart; a divisor of `length`.
         gap_s: every value of t has a bound that is tried at most so many seconds above it; the
             result is at most (K - 1) gap_s slower than the best.
-    Raises:
-        ValueError: bad sizes or seconds, or no cut is possible.
+    Raises: ValueError: bad sizes or seconds, or no cut is possible.
     """
     _check(length, stages, granularity, gap_s)
     count = length // granularity

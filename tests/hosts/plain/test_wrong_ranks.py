@@ -14,7 +14,7 @@ from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.gradients.sync import sync_gradients
-from moe_plugin.planner.byzshield import Assignment, cyclic, mols, repetition
+from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
 from moe_plugin.resilience.twins import TwinCheck, WrongResultError, checksum
 from moe_plugin.resilience.vote import VotedGradients, coordinate_median, majority, vote
 from tests.attacks import ATTACKS, Attack

@@ -21,7 +21,7 @@ from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 from moe_plugin.hosts.megatron.translate import timeout_of
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords
-from moe_plugin.planner.byzshield import assign
+from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.resilience.elastic import ReplicaSteps
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit

@@ -144,11 +144,27 @@ def share_words(schedule: Schedule) -> str:
     return f"{100 * share:.2f} % of the optimum, which needs more trees ({number(best)} GB/s)"
 
 
+def network_words(network: Network) -> str:
+    """How large a network is."""
+    return (f"{len(network.ranks)} ranks, {len(network.switches)} switches, "
+            f"{len(network.wires)} wires")
+
+
+COLUMNS = ("simulated", "limit", "GB/s", "slower by", "chunks")
+
+
+def comparison(report: Report) -> list[tuple[str, ...]]:
+    """Each way's name, and what `COLUMNS` say of it."""
+    return [(way.name, show_time(way.run.seconds), show_time(way.limit_s),
+             f"{report.size / way.run.seconds / 1e9:.5g}",
+             f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", str(way.run.chunks))
+            for way in report.ways]
+
+
 def text(report: Report) -> str:
     """The report for a terminal."""
     schedule, network = report.schedule, report.schedule.network
-    lines = [f"{network.name}: {len(network.ranks)} ranks, {len(network.switches)} switches, "
-             f"{len(network.wires)} wires"]
+    lines = [f"{network.name}: {network_words(network)}"]
     if report.note:
         lines.append(report.note)
     if not report.ways:
@@ -162,12 +178,9 @@ def text(report: Report) -> str:
         f"{show_size(size)}: at least {show_time(schedule.bound_s(size))}; these trees "
         f"{show_time(schedule.seconds(size))}, simulated with {ours.run.chunks} chunks each "
         f"{show_time(ours.run.seconds)}",
-        "", f"{'':<28}{'simulated':>12}{'limit':>13}{'GB/s':>10}{'slower by':>11}{'chunks':>8}"
+        "", *("{:<28}{:>12}{:>13}{:>10}{:>11}{:>8}".format(*row)
+              for row in [("", *COLUMNS), *comparison(report)])
     ]
-    for way in report.ways:
-        lines.append(f"{way.name:<28}{show_time(way.run.seconds):>12}{show_time(way.limit_s):>13}"
-                     f"{size / way.run.seconds / 1e9:>10.5g}"
-                     f"{way.run.seconds / ours.run.seconds:>10.2f}x{way.run.chunks:>8}")
     if len(report.ways) == 1:
         lines.append(f"(other algorithms are compared up to {MOST_RANKS} ranks)")
     lines.append("limit: of the busiest wire, reached as the number of chunks grows")

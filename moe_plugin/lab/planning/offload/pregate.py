@@ -89,8 +89,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
         design: one of `DESIGNS`.
         passes: of each, the active experts by layer, e.g. of a recorded trace.
         limit: see `OffloadSchedule`.
-    Raises:
-        ValueError: another design; layers or experts that the model lacks.
+    Raises: ValueError: another design; layers or experts that the model lacks.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} must be one of {', '.join(DESIGNS)}")

@@ -6,8 +6,11 @@ from html import escape
 
 from moe_plugin import __version__
 from moe_plugin.lab.planning.forest.explain import (
+    COLUMNS,
     Report,
+    comparison,
     cut_words,
+    network_words,
     number,
     share_words,
     trees_words,
@@ -33,9 +36,8 @@ def page(report: Report) -> str:
 
 
 def _facts(report: Report) -> str:
-    schedule, network = report.schedule, report.schedule.network
-    facts = [("Network", f"{len(network.ranks)} ranks, {len(network.switches)} switches, "
-                         f"{len(network.wires)} wires")]
+    schedule = report.schedule
+    facts = [("Network", network_words(schedule.network))]
     if report.ways:
         facts += [
             ("Algorithmic bandwidth", f"{number(schedule.algorithmic_bandwidth)} GB/s, "
@@ -54,14 +56,11 @@ def _facts(report: Report) -> str:
 def _comparison(report: Report) -> str:
     if not report.ways:
         return ""
-    ours = report.ways[0].run.seconds
     head = "".join(f'<th scope="col">{name}</th>' for name in (
-        f"{show_size(report.size)} of result", "simulated", "limit", "GB/s", "slower by", "chunks"))
-    rows = "".join(
-        f'<tr><th scope="row">{escape(way.name)}</th><td>{show_time(way.run.seconds)}</td>'
-        f"<td>{show_time(way.limit_s)}</td><td>{report.size / way.run.seconds / 1e9:.5g}</td>"
-        f"<td>{way.run.seconds / ours:.2f}x</td><td>{way.run.chunks}</td></tr>"
-        for way in report.ways)
+        f"{show_size(report.size)} of result", *COLUMNS))
+    rows = "".join(f'<tr><th scope="row">{escape(name)}</th>'
+                   + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+                   for name, *cells in comparison(report))
     return ('<h2>Compared</h2><div class="scroll" tabindex="0" role="region" aria-label="Compared">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
             "<p>limit: of the busiest wire, reached as the number of chunks grows</p>")

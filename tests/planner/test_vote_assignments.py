@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from moe_plugin.planner.byzshield import (
+from moe_plugin.planner.vote_assignments import (
     Assignment,
     assign,
     cyclic,

@@ -11,7 +11,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.collectives import GroupShape, all_reduce_s, all_to_all_s
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
-from moe_plugin.planner.parm import ParmShape, choose_schedule, schedule_s
+from moe_plugin.planner.shared_token_schedules import ParmShape, choose_schedule, schedule_s
 from tests.planner.problems import A100, cluster
 
 pytestmark = pytest.mark.fast
