@@ -80,11 +80,6 @@ class Network:
         """Ranks, then switches."""
         return self.ranks + self.switches
 
-    def reversed(self) -> Network:
-        """The network with every wire turned round."""
-        return Network(self.name, self.ranks, self.switches, tuple(
-            Wire(w.target, w.source, w.bandwidth, w.alpha_s) for w in self.wires))
-
     def out_of(self, nodes: Iterable[str]) -> Fraction:
         """Bandwidth that leaves a set of nodes, GB/s."""
         inside = set(nodes)

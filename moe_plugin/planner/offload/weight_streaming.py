@@ -190,7 +190,7 @@ class Streamed:
     def seconds(self, ends: Sequence[int]) -> float:
         """Seconds of a step; inf where it does not fit."""
         stages = list(self.stages(self.segments(ends)))
-        return sum(s.seconds for s in stages) if self.fits(*stages) else math.inf
+        return sum(stage.seconds for stage in stages) if self.fits(*stages) else math.inf
 
     def fits(self, *stages: Stage) -> bool:
         """Whether the device has room for each of these stages."""
@@ -223,22 +223,17 @@ class Streamed:
 
     def _compute(self, part: Segment, backward: bool, before: tuple[str, ...],
                  there: set[Segment]) -> OffloadStep:
-        label = self.label(part)
-        if backward:
-            return OffloadStep(f"backward {label}", "compute", part.backward_s, before,
-                               part.gradients + part.workspace,
-                               part.weights + part.kept + part.workspace, label)
-        left = 0 if part in there else part.weights
-        return OffloadStep(f"forward {label}", "compute", part.forward_s, before,
-                           part.kept + part.workspace, left + part.workspace, label)
+        label, left = self.label(part), 0 if part in there else part.weights
+        name, seconds, takes, frees = (
+            ("backward", part.backward_s, part.gradients, part.weights + part.kept) if backward
+            else ("forward", part.forward_s, part.kept, left))
+        return OffloadStep(f"{name} {label}", "compute", seconds, before, takes + part.workspace,
+                           frees + part.workspace, label)
 
     def label(self, part: Segment) -> str:
         """The names of the first and last layer."""
         first, last = self.layers[part.begin].name, self.layers[part.end - 1].name
         return first if first == last else f"{first}-{last}"
-
-
-# -- the search
 
 
 _Cost = tuple[float, int]  # seconds, bytes of the tensors at the cuts
@@ -303,9 +298,6 @@ def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | Non
     seconds = cost[0] + stages[0].seconds + stages[1].seconds
     drain = here.out_s if before is None else 0.0
     return seconds + drain, cost[1] + (following.edge_bytes if following else 0)
-
-
-# -- plans
 
 
 @dataclass(frozen=True)
