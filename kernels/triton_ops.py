@@ -5,6 +5,7 @@ Triton is imported when one of them first runs, not before.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -43,7 +44,26 @@ def why_not(*args: Any) -> str | None:
         return "not on a GPU"
     wrong = next((t.dtype for t in tensors
                   if t.is_floating_point() and t.dtype not in (*DTYPES, torch.float8_e4m3fn)), None)
-    return None if wrong is None else f"dtype {wrong}"
+    if wrong is not None:
+        return f"dtype {wrong}"
+    return next((reason for t in tensors if t.dtype == torch.bfloat16 and t.is_cuda
+                 and (reason := _no_bfloat16(t.device))), None)
+
+
+@functools.cache
+def _no_bfloat16(device: torch.device) -> str | None:
+    return _below(device, (8, 0), "bfloat16")
+
+
+def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
+    """Why an NVIDIA GPU lacks a format; None where it has it, and for other makers."""
+    if torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= needed:
+        return None
+    return (f"no {what} in a GPU of compute capability {major}.{minor}: "
+            f"needs {needed[0]}.{needed[1]}")
 
 
 def route_why_not(*args: Any) -> str | None:
@@ -59,14 +79,16 @@ def fp8_why_not(*args: Any) -> str | None:
     """`why_not`; also where the GPU has no conversion to e4m3: the reference emulates it."""
     reason, device = why_not(*args), next(
         (a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
-    if reason is not None or device is None:
-        return reason
-    if torch.version.hip is not None:
-        return "Triton has another fp8 format on this GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= (8, 9):
-        return None
-    return f"no e4m3 in a GPU of compute capability {capability[0]}.{capability[1]}: needs 8.9"
+    return reason if reason is not None or device is None else _no_e4m3(device)
+
+
+@functools.cache
+def _no_e4m3(device: torch.device) -> str | None:
+    if torch.version.hip is None:
+        return _below(device, (8, 9), "e4m3")
+    name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    # CDNA 4 and RDNA 4 have the format of the OCP (e4m3fn); CDNA 3 has e4m3fnuz
+    return None if name.startswith(("gfx95", "gfx12")) else f"{name} has another fp8 format"
 
 
 def _flat(args: Iterable[Any]) -> Iterable[Any]:
@@ -77,7 +99,12 @@ def _flat(args: Iterable[Any]) -> Iterable[Any]:
 def _late(name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         module = importlib.import_module(f"moe_plugin.kernels.gpu.{MODULES[name]}")
-        return getattr(module, name)(*args)
+        tensor = next((a for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
+        if tensor is None:  # in the interpreter
+            return getattr(module, name)(*args)
+        # Triton launches on the current device, whatever device its arguments are on
+        with torch.cuda.device_of(tensor):
+            return getattr(module, name)(*args)
 
     call.__name__, call.__doc__ = name, f"{name} in Triton."
     return call

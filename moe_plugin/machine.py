@@ -7,10 +7,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import mmap
 import os
 import platform
 import signal
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,18 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     table = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type in ("cpu", "meta"):
         return table.to(device)
+    if capturing(device):
+        # each replay would read the pinned memory again, which torch has given to others by then
+        raise RuntimeError("a CUDA graph cannot hold row counts that the host knows: each replay "
+                           "would use those of the capture; set dispatch.name to bounded, or leave "
+                           "this layer out of the graph")
     # from pinned memory the copy does not wait for the device
     return table.pin_memory().to(device, non_blocking=True)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what this thread launches on the device goes to a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -64,14 +77,49 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
         return lambda: x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
-    arrived = torch.get_device_module(x.device).Event()
-    arrived.record()
+    module = torch.get_device_module(x.device)
+    arrived = module.Event()
+    arrived.record(module.current_stream(x.device))
 
     def wait() -> Tensor:
         arrived.synchronize()
         return host
 
     return wait
+
+
+def record_event(device: torch.device) -> torch.cuda.Event:
+    """An event with a time, on the current stream of a GPU: of this one, not of the current GPU."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory that a GPU's kernels and copies reach, not initialised; for what lives long.
+
+    It is exactly as large as asked (torch's own pinned memory is rounded up to a power of two), and
+    given back when no tensor refers to it and the device has done all that it was given before:
+    torch's allocator knows of copies that use pinned memory, but not of Triton's kernels.
+
+    Raises:
+        RuntimeError: the memory cannot be registered, with CUDA's reason.
+    """
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    bytes_N = torch.frombuffer(memory, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), bytes_N.data_ptr()
+    status = int(runtime.cudaHostRegister(address, len(memory), 0))
+    if status:
+        raise RuntimeError(f"{len(memory)} bytes of host memory cannot be pinned: CUDA error "
+                           f"{status}; ask for less, or raise the limit of locked memory "
+                           "(ulimit -l)")
+
+    def give_back() -> None:
+        torch.cuda.synchronize(device)
+        runtime.cudaHostUnregister(address)
+
+    weakref.finalize(memory, give_back).atexit = False  # the process's end gives all back
+    return bytes_N[:math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -84,10 +84,13 @@ class TorchComm(Comm):
                 f"rank {self.rank} of {self.size} in group {self.name!r}",
                 lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
 
-    def _passes(self) -> None:
-        """The collective that was described last is on the current stream."""
+    def _passes(self, *tensors: object) -> None:
+        """The collective that was described last is on the current stream of its first tensor's
+        device.
+        """
         if self.state.timeout_watch is not None:
-            self.state.timeout_watch.add(self.state.started[-1])
+            devices = (x.device for x in tensors if isinstance(x, Tensor))
+            self.state.timeout_watch.add(self.state.started[-1], next(devices, self.device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
         return self  # a copy of a model talks to the same ranks; a process group cannot be copied
@@ -297,7 +300,7 @@ class TorchComm(Comm):
         with self.error_context(lambda: _sizes(sends, recvs)):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-            self._passes()
+            self._passes(*(x for _, x in (*sends, *recvs)))
 
     def subgroup(self, ranks: Sequence[int]) -> TorchComm | None:
         """See `Comm`; not collective for ranks outside this group or outside `ranks`."""
@@ -327,9 +330,9 @@ class TorchComm(Comm):
         """
         if not self.receive_first:
             collective(*args, group=self.group)
-            self._passes()
+            self._passes(*args)
             return
-        self._wait_for(collective(*args, group=self.group, async_op=True))
+        self._wait_for(collective(*args, group=self.group, async_op=True), *args)
 
     def _started(self, what: str, result: Tensor, collective: Callable[..., Any],
                  *args: Tensor) -> Callable[[], Tensor]:
@@ -341,16 +344,16 @@ class TorchComm(Comm):
 
         def wait() -> Tensor:
             with self.error_context(lambda: what):
-                self._wait_for(work)
+                self._wait_for(work, *args)
             return result
 
         return wait
 
-    def _wait_for(self, work: Any) -> None:
-        """Wait for a collective of torch, on gloo for `timeout_s` at most."""
+    def _wait_for(self, work: Any, *args: Any) -> None:
+        """Wait for a collective of torch with these arguments, on gloo for `timeout_s` at most."""
         if not self.receive_first:
             work.wait()
-            self._passes()
+            self._passes(*args)
             return
         begun = time.monotonic()
         try:

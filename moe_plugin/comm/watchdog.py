@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.machine import record_event
+
 log = logging.getLogger(__name__)
 
 
@@ -35,26 +37,24 @@ class TimeoutWatch:
         timeout_s: seconds that a collective may take, with the work queued before it.
         who: rank and group, for the message.
         report: what else is known of the peers, for the message; empty: nothing.
-        event: makes an event with `record()` and `query()`.
+        event: of a device, on its current stream; has `query()`.
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str, report: Callable[[], str],
-                 event: Callable[[], Any] = torch.cuda.Event) -> None:
+                 event: Callable[[torch.device], Any] = record_event) -> None:
         self.timeout_s, self.who, self.report, self._event = timeout_s, who, report, event
         self._group = weakref.ref(group)
         self._pending: deque[tuple[float, str, Any]] = deque()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def add(self, what: str) -> None:
-        """A collective, in words, was put on the current stream just now."""
+    def add(self, what: str, device: torch.device) -> None:
+        """A collective, in words, was put on a device's current stream just now."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a captured event says nothing of this call
         if self._stopped:
             return
-        event = self._event()
-        event.record()
-        self._pending.append((time.monotonic(), what, event))
+        self._pending.append((time.monotonic(), what, self._event(device)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="timeout-watch", daemon=True)
             self._thread.start()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch.rows_limit import Limit, with_room
 from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.triton_ops import INSTALLED
+from moe_plugin.machine import capturing, pinned_buffer
 
 PAGE = 1 << 12  # elements; at most one page of a saved tensor is partly empty
 MIB = 1 << 20
@@ -76,12 +78,13 @@ class Pages:
                              "reach memory of the host; install triton, or use 0")
         self.pages_SP = torch.empty(slots + 1, PAGE, dtype=like.dtype, device=device)
         if pinned:
-            self.host_SP = torch.empty(host + 1, PAGE, dtype=like.dtype, pin_memory=True)
+            self.host_SP = pinned_buffer((host + 1, PAGE), like.dtype, device)
         else:
             self.host_SP = torch.empty(host + 1, PAGE, dtype=like.dtype, device=device)
         self.rings = [PageRing(slots, 0, device), PageRing(host, slots, device)]
         self.in_use, self.most, self.lost = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+        self._dropped: deque[tuple[Tensor, Tensor]] = deque()
 
     def write(self, x_N: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(record int64 [M], pages wanted, whether they were there).
@@ -90,6 +93,8 @@ class Pages:
             x_N: [N].
             used: int64 scalar, how many of its first elements are kept.
         """
+        if not capturing(x_N.device):  # each replay would take them back again
+            self.settle()
         number = torch.div(used + PAGE - 1, PAGE, rounding_mode="floor")
         index_M = torch.arange(-(-x_N.shape[0] // PAGE), device=x_N.device)
         record_M, enough = self.rings[0].take(number, index_M, number >= 0)
@@ -107,6 +112,22 @@ class Pages:
         for ring in self.rings:
             ring.give(record_M, index_M)
         self.in_use -= number
+
+    @torch.no_grad()
+    def drop(self, record_M: Tensor, number: Tensor) -> None:
+        """`free`, by the next `write`: garbage is collected in any thread, with any current stream,
+        so that nothing may be launched there. In a CUDA graph at once, as each replay has to.
+        """
+        if capturing(record_M.device):
+            self.free(record_M, number)
+        else:
+            self._dropped.append((record_M, number))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take back now what was dropped."""
+        while self._dropped:
+            self.free(*self._dropped.popleft())
 
 
 class Kept:
@@ -128,8 +149,7 @@ class Kept:
     def __del__(self) -> None:
         # an object whose making failed has no record
         if "enough" in vars(self) and not sys.is_finalizing():
-            with torch.no_grad():
-                self.pages.free(self.record_M, self.number)
+            self.pages.drop(self.record_M, self.number)
 
 
 class PagedStash(Limit):
@@ -189,6 +209,7 @@ class PagedStash(Limit):
 
     def forget(self) -> None:
         for pages in self._pages.values():
+            pages.settle()
             pages.lost.zero_()
             pages.most.copy_(pages.in_use)
 

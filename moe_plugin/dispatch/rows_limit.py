@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.machine import capturing
 
 ROOM = 1.25  # what was too small becomes what was needed, and this much more
 
@@ -171,8 +172,7 @@ def _zero(device: torch.device | None) -> Tensor:
 
 
 def _most_choices(ids_TK: Tensor, comm: Comm) -> int:
-    captured = ids_TK.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured or torch.compiler.is_compiling():
+    if capturing(ids_TK.device) or torch.compiler.is_compiling():
         raise comm.error("the ranks have not agreed on a number of tokens, which they cannot in a "
                          "compiled or captured call; set dispatch.max_tokens, or call the layer "
                          "once as it is, with gradients")

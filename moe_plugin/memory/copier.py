@@ -129,6 +129,7 @@ class Copier:
                 the one in host memory should be pinned.
         """
         copies = list(copies)
+        self._settle_device()
         nbytes = sum(target.numel() * target.element_size() for target, _ in copies)
 
         def copy() -> None:
@@ -157,6 +158,7 @@ class Copier:
         Args:
             call: what to do. nbytes: that it moves.
         """
+        self._settle_device()
         ticket = Ticket(self, nbytes)
         reached = self._here() if self.device.type == "cuda" else None
 
@@ -187,6 +189,11 @@ class Copier:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="copier")
         return self._thread
+
+    def _settle_device(self) -> None:
+        """A GPU without a number is the caller's current one: the thread's own may be another."""
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
         """Where the caller's stream is: it may still read what a copy overwrites."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin.machine import user_cache
+from moe_plugin.machine import record_event, user_cache
 from moe_plugin.tuning.engine import Tuner, TunerSettings
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,9 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
         run()
         seconds = time.perf_counter() - begun
         return lambda: seconds
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    start = record_event(device)
     run()
-    end.record()
+    end = record_event(device)
     return lambda: start.elapsed_time(end) / 1e3 if end.query() else None
 
 

@@ -29,7 +29,7 @@ from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.kernels.expert_ffn import FFNParameters, grouped_refusal, strategies
 from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.machine import device_name
+from moe_plugin.machine import capturing, device_name
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 from moe_plugin.tuning.compute_times import ComputeChoice, MeasuredChoices, Runs
@@ -249,8 +249,7 @@ def _may_measure(device: torch.device) -> bool:
     or under a mode that intercepts operations.
     """
     intercepted = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return torch.is_grad_enabled() and not intercepted and not (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return torch.is_grad_enabled() and not intercepted and not capturing(device)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

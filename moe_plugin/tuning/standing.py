@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.config.parallel import MEASURED, ParallelConfig
 from moe_plugin.experts import Experts
+from moe_plugin.machine import record_event
 from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
 from moe_plugin.planner.standing import StandingReplicas, Throughput
 from moe_plugin.records import ExpertRows, RowCounts
@@ -113,9 +114,7 @@ class MeasuredSpeeds:
 def _mark(x: Tensor) -> Any:
     if x.device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return record_event(x.device)
 
 
 def _between(start: Any, end: Any) -> float:

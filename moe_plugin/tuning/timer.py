@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
+from moe_plugin.machine import record_event
 from moe_plugin.records import DispatchPlan, KeptRouting
 
 
@@ -53,9 +54,7 @@ class CallTimer:
 
     def _mark(self, name: str) -> None:
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks[name] = event
+            self.marks[name] = record_event(self.device)
         else:
             self.marks[name] = time.perf_counter()
 

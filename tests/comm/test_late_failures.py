@@ -100,7 +100,7 @@ class Event:
     passed, made = 0, 0
     all_started = threading.Event()  # nothing is asked before, however busy the machine is
 
-    def record(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         Event.made += 1
         self.number = Event.made
 
@@ -156,7 +156,7 @@ def test_what_ends_in_time_is_left_alone() -> None:
 def _freed() -> bool:
     group = dist.new_group([0, 1])
     seen = weakref.ref(group)
-    TimeoutWatch(group, 1.0, "", str, event=Event).add("a collective")
+    TimeoutWatch(group, 1.0, "", str, event=Event).add("a collective", torch.device("cpu"))
     dist.destroy_process_group(group)
     del group
     gc.collect()

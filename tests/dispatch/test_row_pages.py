@@ -52,6 +52,7 @@ def stash_of(layer: MoELayer) -> PagedStash:
 def check_free(stash: PagedStash) -> None:
     """No page is in use, and every slot is free exactly once."""
     for pages in stash.made:
+        pages.settle()
         assert int(pages.in_use) == 0
         for ring in pages.rings:
             assert int(ring.tail - ring.head) == ring.slots

@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.launch import shorten_timeouts
+from moe_plugin.machine import record_event
 from moe_plugin.observe.drops import DropCount
 
 _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_evaluation",
@@ -58,7 +59,7 @@ class MeasuredComm(TorchComm):
             rows = sum(piece_lengths(x.shape[0], self.size, recv, "all_to_all receive"))
             return x[:rows].clone() if rows <= x.shape[0] else torch.cat(
                 [x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
-        with self._timed(x.is_cuda):
+        with self._timed(x):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -67,32 +68,29 @@ class MeasuredComm(TorchComm):
             for _, buffer in recvs:
                 buffer.zero_()
             return
-        with self._timed(any(x.is_cuda for _, x in (*sends, *recvs))):
+        with self._timed(*(x for _, x in (*sends, *recvs))):
             super().send_receive(sends, recvs)
 
     @contextmanager
-    def _timed(self, cuda: bool) -> Iterator[None]:
+    def _timed(self, *tensors: Tensor) -> Iterator[None]:
         if not self.measured or self._inside:  # an all-to-all made of exchanges counts once
             yield
             return
-        events = (torch.cuda.Event(enable_timing=True),
-                  torch.cuda.Event(enable_timing=True)) if cuda else None
+        device = next((x.device for x in tensors if x.is_cuda), None)
         self._inside, start = True, time.perf_counter()
-        if events:
-            events[0].record()
+        begun = None if device is None else record_event(device)
         try:
             yield
         finally:
             self._inside = False
             self._cpu_s.append(time.perf_counter() - start)
-            if events:
-                events[1].record()
-                self._events.append(events)
+            if device is not None and begun is not None:
+                self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
         """(cpu_ms, cuda_ms) since the last call; waits for the device."""
         if self._events:
-            torch.cuda.synchronize()
+            self._events[-1][1].synchronize()
         cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
             begin.elapsed_time(end) for begin, end in self._events)
         self._cpu_s.clear()
