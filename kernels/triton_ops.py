@@ -28,7 +28,7 @@ MODULES = {
     "write_pages": "pages", "read_pages": "pages",
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_bias_grad": "expert_matmul", "tile_table": "tiles",
-    "quantize_weights_fp8": "fp8_products", "expert_matmul_fp8": "fp8_products",
+    "quantize_weights_fp8": "fp8", "expert_matmul_fp8": "fp8",
 }
 INSTALLED = find_spec("triton") is not None
 

@@ -1,9 +1,21 @@
-"""Dispatch by all-to-all: what padded, ragged and Parm S2 dispatch have in common."""
+"""Dispatch by all-to-all: what padded, ragged and Parm S2 dispatch have in common; and rows that
+travel in pieces while others are computed (Tutel's adaptive pipelining), forward and backward.
+
+Forward posts all pieces at once; each is computed when it has arrived and posted back when it is
+done; the last step waits for all. Backward is the mirror and may group the pieces differently: rows
+are split in `lcm(d, d_backward)` pieces, and exchanges carry groups of them. Pieces that stay on
+their rank travel in no group.
+
+There are two kinds of autograd node, tied by scalar tokens: rows bypass autograd, the exchange
+object carries them. So a node may end before its rows have arrived. Nodes run in the reverse order
+of their creation on all ranks, so all ranks post in the same order.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +23,155 @@ from torch import Tensor
 from moe_plugin.comm import compiled
 from moe_plugin.comm.compiled import Route
 from moe_plugin.comm.functional import all_to_all
+from moe_plugin.comm.handles import Series
 from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Sent
-from moe_plugin.dispatch.overlap import PipelinedExchange
-from moe_plugin.dispatch.pieces import ExchangePlan
+from moe_plugin.dispatch.pieces import ExchangePlan, Piece
 from moe_plugin.kernels import combine_rows, gather_rows
-from moe_plugin.records import ExpertRows, KeptRouting
+from moe_plugin.kernels.derivatives import first_derivative_only
+from moe_plugin.records import ExpertRows, KeptRouting, Overlap, Placement
+
+
+class PipelinedExchange:
+    """One exchange of all pieces of a plan, for rows and, in backward, for their gradients.
+
+    Args:
+        placement: the ranks and the exchange algorithm.
+        pieces: they travel from `send` to `recv`. even: see `ExchangePlan`.
+        overlap: groups of pieces that travel together, forward and backward.
+        reverse: rows travel from `recv` to `send`, back to their tokens.
+    """
+
+    def __init__(self, placement: Placement, pieces: Sequence[Piece], even: bool,
+                 overlap: Overlap, reverse: bool = False) -> None:
+        there = [_Sizes(p.recv, p.send, p.local) if reverse else _Sizes(p.send, p.recv, p.local)
+                 for p in pieces]
+        self.forward = _Direction(placement, there, overlap.forward, even)
+        self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in there],
+                                   overlap.backward or overlap.forward, even, last_first=True)
+
+    def post(self, number: int, rows_ND: Tensor, anchor: Tensor | None) -> Tensor:
+        """Hand over a piece [N, D], which may start to travel; a scalar token for `take`.
+
+        Pieces are posted in order. anchor: a parameter, see `comm.functional`.
+        """
+        return _Send.apply(self, number, rows_ND, anchor)
+
+    def take(self, number: int, token: Tensor) -> Tensor:
+        """The rows of a piece on the other side; waits for them. token: of its `post`."""
+        return _Receive.apply(self, number, token)
+
+
+class _Sizes(NamedTuple):
+    """Rows of a piece to and from each rank in one direction; whether it stays on its rank."""
+
+    send: list[int]
+    recv: list[int]
+    local: bool
+
+
+class _Direction:
+    """One direction: pieces are put in, travel in groups, are taken out on the other side.
+
+    last_first: the order in which they are put in.
+    """
+
+    def __init__(self, placement: Placement, pieces: Sequence[_Sizes], groups: int, even: bool,
+                 last_first: bool = False) -> None:
+        self.placement, self.pieces, self.even = placement, pieces, even
+        # a piece that stays on its rank needs no exchange: its rows are there before any arrive
+        travelling = [number for number, piece in enumerate(pieces) if not piece.local]
+        size = -(-len(travelling) // groups)
+        self.members = [travelling[i : i + size] for i in range(0, len(travelling), size)]
+        if last_first:
+            self.members.reverse()
+        self.group_of = {n: group for group, members in enumerate(self.members) for n in members}
+        self.waiting: dict[int, Tensor] = {}
+        self.series: Series | None = None
+        self.arrived: dict[int, Tensor] = {}
+
+    def put(self, number: int, rows: Tensor) -> None:
+        """Hand over a piece; the group's last one starts the exchange."""
+        if self.pieces[number].local:
+            self.arrived[number] = rows
+            return
+        self.waiting[number] = rows
+        members = self.members[self.group_of[number]]
+        # the group is one exchange, which every rank starts when its last piece is there: ranks
+        # hand pieces over in one order, so they start the groups in one order, too
+        if any(n not in self.waiting for n in members):
+            return
+        if self.series is None:
+            sends = [_sum([self.pieces[n].send for n in group]) for group in self.members]
+            recvs = [_sum([self.pieces[n].recv for n in group]) for group in self.members]
+            self.series = Series(self.placement.comm, self.placement.algorithm, sends, recvs,
+                                 self.even)
+        buffer = _by_rank([self.waiting.pop(n) for n in members],
+                          [self.pieces[n].send for n in members])
+        self.series.put(self.group_of[number], buffer)
+
+    def take(self, number: int) -> Tensor:
+        """A piece that has arrived; waits for it."""
+        if number not in self.arrived:
+            members = self.members[self.group_of[number]]
+            rows = self.series.take(self.group_of[number])
+            parts = _by_piece(rows, [self.pieces[n].recv for n in members])
+            self.arrived.update(zip(members, parts, strict=True))
+        return self.arrived.pop(number)
+
+
+def _sum(lengths: Sequence[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*lengths, strict=True)]
+
+
+def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
+    """Pieces, each by rank, to one buffer by rank."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    split = [part.split(length) for part, length in zip(parts, lengths, strict=True)]
+    return torch.cat([piece[rank] for rank in range(len(lengths[0])) for piece in split])
+
+
+def _by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
+    """The inverse of `_by_rank`."""
+    if len(lengths) == 1:
+        return [rows]
+    ranks = len(lengths[0])
+    split = rows.split(
+        [lengths[piece][rank] for rank in range(ranks) for piece in range(len(lengths))])
+    return [torch.cat(split[piece :: len(lengths)]) for piece in range(len(lengths))]
+
+
+class _Send(torch.autograd.Function):
+    """Rows of a piece go in; a scalar token comes out. Backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
+                anchor: Tensor | None) -> Tensor:
+        ctx.exchange, ctx.number = exchange, number
+        exchange.forward.put(number, rows.detach())
+        return rows.new_zeros(())
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, token: Tensor) -> tuple[Any, ...]:
+        return None, None, ctx.exchange.backward.take(ctx.number), None
+
+
+class _Receive(torch.autograd.Function):
+    """The scalar token of a piece in, its rows out when they have arrived. Backward posts their
+    gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
+        ctx.exchange, ctx.number = exchange, number
+        return exchange.forward.take(number)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.exchange.backward.put(ctx.number, grad)
+        return None, None, grad.new_zeros(())
 
 
 class SentPieces(Sent):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_plugin.comm import algorithms
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
-from moe_plugin.dispatch.overlap import PipelinedExchange
+from moe_plugin.dispatch.exchange import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
 from moe_plugin.dispatch.ragged import SpillingPlan
 from moe_plugin.experts.base import Experts

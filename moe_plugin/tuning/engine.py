@@ -251,6 +251,8 @@ class Tuner(Generic[Bucket, Choice]):
             return predicted
         near = self.entries[min(
             explored, key=lambda b: (sum(abs(i - j) for i, j in zip(b, bucket, strict=True)), b))]
+        # the model is off by about the same factor for neighbouring loads; what ranks choices is
+        # how each of them differs from that factor
         ratios = {
             c: s / near.predicted[c] for c, s in near.measured.items() if near.predicted.get(c)
         }

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_plugin.comm.handles import Series
-from moe_plugin.dispatch import overlap
+from moe_plugin.dispatch import exchange as overlap
 
 
 @contextmanager
