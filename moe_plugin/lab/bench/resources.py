@@ -121,7 +121,7 @@ ROW_KERNELS = (
     Case("read pages", "read_kernel", "pages", {"BLOCK": 2048}),
     Case("quantize", "quantize_kernel", "fp8", {**_FP8, "BR": 16}),
     Case("dequantize", "dequantize_kernel", "fp8", {"BR": 16, "BLOCK": 128}),
-    Case("quantize weights", "quantize_weights_kernel", "fp8_products", _FP8, warps=8),
+    Case("quantize weights", "quantize_weights_kernel", "fp8", _FP8, warps=8),
     Case("tiles", "tile_kernel", "tiles", {"BT": 64, "BL": 64}),
 )
 GRADIENT_KERNELS = (
@@ -160,7 +160,7 @@ def products(target: str) -> Iterator[Case]:
     if _chip(target).copies_tiles:  # elsewhere the operation is left to its reference
         constants = {"GATHER": True, "BIAS": True, "BLOCK": FP8_TILING.columns}
         shape = (1, FP8_TILING.columns, FP8_TILING.depth)
-        yield _multiplies(target, "fp8", "fp8_product_kernel", "fp8_products", FP8_TILING,
+        yield _multiplies(target, "fp8", "fp8_product_kernel", "fp8", FP8_TILING,
                           {"x_tiles": None, "w_tiles": shape}, constants, "stride_k",
                           dtype="fp8e4nv", types={"bias": "*bf16", "out": "*bf16"})
     for adds in (False, True):
@@ -197,7 +197,7 @@ def _multiplies(target: str, label: str, kernel: str, module: str, t: Tiling,
         "UPCAST": False, "WHILE": False}
     if module == "grouped_gemm":
         fixed |= {"BN": t.columns, "BK": t.depth}
-    if module != "fp8_products":
+    if module != "fp8":
         fixed["PRECISION"] = precision
     # NVIDIA's matrix units multiply no float32 as it is; AMD's do
     units = dtype != "fp32" or precision == "tf32" or GPUS[target].backend == "hip"
