@@ -1,4 +1,4 @@
-"""A tensor's way from the layout of some ranks to that of others, as `planner.relays` has it."""
+"""A tensor's way from the layout of some ranks to that of others, as `planner.resharding` has it."""
 
 from __future__ import annotations
 

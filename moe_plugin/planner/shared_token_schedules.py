@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
+from moe_plugin.planner.events import Task, simulate
 
 SCHEDULES = ("baseline", "s1", "s2")
 
@@ -52,25 +53,55 @@ class ParmShape:
         return self.rows_factor * self.bytes_in
 
 
+def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
+                   pieces: int = 1) -> list[Task]:
+    """Exchanges of one forward pass.
+
+    overlap: S2's gather runs at the same time as the all-to-all, in `pieces` steps.
+    """
+    world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
+    if schedule == "baseline":
+        volume = shape.bytes_rows * shape.shards
+        parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
+        return [
+            Task("esp gather", "network",
+                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
+            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp gather",)),
+            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
+            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp reduce",))
+        ]
+    volume = shape.bytes_rows * shape.shards / shape.replicas
+    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
+    gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
+    pieces = pieces if schedule == "s2" and overlap else 1
+    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
+    tasks = [out]
+    for i in range(pieces):
+        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
+        tasks.append(
+            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
+                 (f"back{i}",)))
+    return tasks
+
+
 def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Seconds of a forward pass's exchanges, by the table."""
+    """Seconds of the closed form."""
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
-    mp, esp, rows = GroupShape(shape.replicas), GroupShape(shape.shards), shape.bytes_rows
-    volume = rows * shape.shards
-    if schedule == "baseline":
-        apart = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
-        gather = all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0
-        exchange = all_to_all_s(cluster, apart, "linear", volume)
-        return gather + all_reduce_s(cluster, esp, volume) + 2 * exchange
-    exchange = all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", volume / shape.replicas)
-    gathered = shape.bytes_in if schedule == "s1" else rows
-    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
+    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
     if schedule == "s2" and overlap:
-        return exchange + max(exchange, gather)
-    return 2 * exchange + gather
+        return times["out"] + max(times["back0"], times["gather0"])
+    return sum(times.values())
 
 
 def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
     """The faster of `s1` and `s2` by the model; if equal s1, which also splits the gate's work."""
     return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
+
+
+def simulated_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
+                pieces: int = 16) -> float:
+    """Seconds of the event timeline, with S2's gather pipelined behind the all-to-all."""
+    return simulate(schedule_tasks(shape, cluster, schedule, overlap, pieces)).seconds

@@ -18,9 +18,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Being measured is not a door.
 MEASURES = f"{PACKAGE}.lab.bench"
 LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
+# Parts of published systems that only tests and benchmarks reach: no door yet.
+NO_DOOR_YET = {
+    "lab.planning.multicast": "AlpaComm's order of multicasts, for resharding between stages",
+    "lab.planning.preemption": "SWARM's preempted peers: a run over peers that come and go",
+    "lab.planning.peer_choice": "SWARM's choice of a peer for a task, averaging and shares",
+    "planner.shared_token_schedules.simulated_s": "Parm's simulated schedule",
+}
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "checkpoint.resize.change_expert_parallel",
+    "checkpoint.resize.change_expert_parallel", "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline", "lab.planning.offload.pregate.compare",
     "planner.pipeline.slices.cut_batch", "planner.prefill.crossovers",
     "planner.replicas.place_replicas", "resilience.averaging_peers.StreamedPeer",
@@ -100,7 +107,11 @@ def test_what_measures_is_reached():
 def test_everything_else_has_a_door():
     reached = graph().reached(roots(), without=MEASURES)
     missing = public({n for n in graph().nodes - reached if not n.module.startswith(LABORATORY)})
-    assert sorted(set(missing) - ASKED_BY_BENCHMARKS) == []
+    doorless = {name: [listed for listed in NO_DOOR_YET
+                       if name == listed or name.startswith(f"{listed}.")]
+                for name in missing if name not in ASKED_BY_BENCHMARKS}
+    assert sorted(name for name, listed in doorless.items() if not listed) == []
+    assert sorted({name for listed in doorless.values() for name in listed}) == sorted(NO_DOOR_YET)
 
 
 def test_what_is_listed_exists():

