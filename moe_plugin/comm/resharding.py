@@ -1,4 +1,4 @@
-"""A tensor's way from the layout of some ranks to that of others, as `planner.resharding` has it."""
+"""How a tensor goes from the layout of some ranks to that of others: `planner.resharding`."""
 
 from __future__ import annotations
 
