@@ -251,9 +251,13 @@ def is_section(hint: Any) -> TypeGuard[type[SettingsSection]]:
     return dataclasses.is_dataclass(hint)
 
 
-@functools.cache  # most of the time in which settings are read
 def hints_of(cls: type) -> Mapping[str, Any]:
     """Field types of a section, as types."""
+    return _hints_of(cls)
+
+
+@functools.cache  # most of the time in which settings are read; it has no types for mypy
+def _hints_of(cls: type) -> Mapping[str, Any]:
     return MappingProxyType({name: hint for name, hint in typing.get_type_hints(cls).items()
                              if typing.get_origin(hint) is not ClassVar})
 
