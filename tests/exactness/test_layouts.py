@@ -14,7 +14,7 @@ from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import Comm, Traffic, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.gradients.sync import sync_gradients
-from moe_plugin.planner.choice import LayoutChoice, combinations, legal_r
+from moe_plugin.planner.choice import LayoutChoice, combinations, legal_choices, legal_r
 from tests.exactness.harness import config_of
 from tests.oracle import Case
 
