@@ -72,10 +72,6 @@ class Ticket:
                 return True
         return self._event is None or self._event.query()
 
-    @property
-    def device(self) -> torch.device:
-        return self._copier.device
-
     def wait(self) -> None:
         """Let the caller, on a GPU its current stream, wait until the job is complete. `Exception`:
         what the job raised, in every call.
@@ -89,6 +85,12 @@ class Ticket:
                 self._copier._count(waits=1, stalled_s=time.perf_counter() - started)
         if self._event is not None:
             torch.cuda.current_stream(self._copier.device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """`wait`, of the host: before it writes what the job reads, or reads what it writes."""
+        self.wait()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Copier:

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,4 +89,19 @@ def test_copies_of_a_copier_and_a_fork_have_threads_of_their_own():
     assert os.waitpid(child, 0)[1] == 0
     copier.close()
     copier.start_call(lambda: None, 5).wait()  # a closed one starts again
+    copier.close()
+
+
+def test_the_host_waits_for_a_copy_where_it_says_so():
+    copier, log = Copier("cpu"), []
+    ticket = copier.start([(torch.zeros(2), torch.ones(2))])
+    ticket.wait()
+    ticket._event = SimpleNamespace(query=lambda: True, synchronize=lambda: log.append("host"))
+    ticket._copier = SimpleNamespace(device=torch.device("cuda", 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(
+            wait_event=lambda event: log.append(f"stream of {device}")))
+        ticket.wait()
+        ticket.synchronize()
+    assert log == ["stream of cuda:1", "stream of cuda:1", "host"]
     copier.close()

@@ -17,7 +17,10 @@ from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.config import OffloadConfig, with_overrides
 from moe_plugin.gradients.norm import PartedClip, clip_grad_norm_
 from moe_plugin.hosts.plain.streamed import streamed_trainer
+from moe_plugin.memory.copier import Copier
+from moe_plugin.memory.flat import aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
+from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.memory.weights.streamed import StreamedTrainer
@@ -468,3 +471,17 @@ def test_a_limit_of_the_settings_is_obeyed(tmp_path):
                          lambda y, target: y.mean(), partial(torch.optim.SGD, lr=0.1))
     with pytest.raises(ValueError, match="weights_memory='1KiB'.*none without offload.weights"):
         OffloadConfig(weights_memory="1KiB")
+
+
+def test_weights_are_replaced_after_the_copy_that_reads_them():
+    tier, log = HostTier("cpu"), []
+    block = StreamedBlock(0, nn.Linear(2, 2), lambda params: torch.optim.SGD(params, 0.1), tier)
+    copier = Copier("cpu")
+    ticket = block.fetch(copier, aligned_buffer(block.layout.nbytes, "cpu"))
+    before = [p.detach().clone() for p in block.stepped]
+    ticket.synchronize = lambda: log.append([torch.equal(a, b) for a, b in zip(
+        before, block.stepped, strict=True)])
+    block.write([torch.ones(2, 2), torch.ones(2)])
+    assert log == [[True, True]], "the old weights are there as long as the copy reads"
+    assert all(bool((p == 1).all()) for p in block.stepped)
+    copier.close()

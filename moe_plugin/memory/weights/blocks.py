@@ -52,6 +52,7 @@ class StreamedBlock:
         self.trained = [i for i, p in enumerate(self.params) if p.requires_grad]
         self.streams = tier is not None
         self._flat_N: Tensor | None = None  # of the device, with the attached weights
+        self._coming: Ticket | None = None  # the latest fetch of the weights
         # gradients that wait for the step: of which parameters, where, and the copy
         self._aside: tuple[list[int], list[TierTensor], Ticket] | None = None
         if tier is not None:
@@ -91,7 +92,8 @@ class StreamedBlock:
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
         """Start to copy the weights into a buffer of the device; of a block that streams."""
-        return self._weights.fetch(copier, flat_N)
+        self._coming = self._weights.fetch(copier, flat_N)
+        return self._coming
 
     def attach(self, flat_N: Tensor) -> None:
         """Compute with the weights in this buffer from now on."""
@@ -153,9 +155,7 @@ class StreamedBlock:
         """Wait until what `keep_gradients` started is done. `TierError`: there is no room."""
         if self._aside is not None:
             _, _, ticket = self._aside
-            ticket.wait()
-            if ticket.device.type == "cuda":  # the optimizer is no work of the GPU's stream
-                torch.cuda.current_stream(ticket.device).synchronize()
+            ticket.synchronize()  # the optimizer in host memory is no work of the GPU's stream
 
     def _take_gradients(self) -> None:
         if self._aside is not None:
@@ -186,10 +186,12 @@ class StreamedBlock:
         return self.layout.views(flat_N)
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights; nothing is in flight, and what is attached is fetched again."""
+        """Replace the weights; what is attached is fetched again."""
         if self._state is not None:
             self._weights.put(self._flat(weights))
             return
+        if self._coming is not None:  # a copy to the GPU may still read what is replaced
+            self._coming.synchronize()
         with torch.no_grad():
             for p, x in zip(self.stepped, weights, strict=True):
                 p.copy_(x)
