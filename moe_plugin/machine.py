@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 _PR_SET_PDEATHSIG = 1
+_NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory whose last user went during a capture
 # Whether `torch.export` makes a program of this call (False before torch 2.7). It is one graph, for
 # any values: what depends on them is computed in it, and nothing is left to the host
 exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -88,9 +89,9 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-def record_event(device: torch.device) -> torch.cuda.Event:
-    """An event with a time, on the current stream of a GPU: of this one, not of the current GPU."""
-    event = torch.cuda.Event(enable_timing=True)
+def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
+    """An event on the current stream of a GPU: of this one, not of the current GPU."""
+    event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -106,7 +107,8 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         RuntimeError: the memory cannot be registered, with CUDA's reason.
     """
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
-    bytes_N = torch.frombuffer(memory, dtype=torch.uint8)
+    owner = (ctypes.c_char * len(memory)).from_buffer(memory)
+    bytes_N = torch.frombuffer(owner, dtype=torch.uint8)
     runtime, address = torch.cuda.cudart(), bytes_N.data_ptr()
     status = int(runtime.cudaHostRegister(address, len(memory), 0))
     if status:
@@ -114,11 +116,15 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
                            f"{status}; ask for less, or raise the limit of locked memory "
                            "(ulimit -l)")
 
-    def give_back() -> None:
+    def give_back(memory: mmap.mmap) -> None:
+        if capturing(device):  # it may not wait
+            _NEVER_GIVEN_BACK.append(memory)
+            return
         torch.cuda.synchronize(device)
         runtime.cudaHostUnregister(address)
 
-    weakref.finalize(memory, give_back).atexit = False  # the process's end gives all back
+    # its argument keeps the memory until then; the process's end gives all back
+    weakref.finalize(owner, give_back, memory).atexit = False
     return bytes_N[:math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 

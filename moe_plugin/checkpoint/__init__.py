@@ -2,8 +2,8 @@
 any other.
 """
 
-from moe_plugin.checkpoint.files import load, save
 from moe_plugin.checkpoint.reshard import merge, split
+from moe_plugin.checkpoint.save_load import load, save
 from moe_plugin.checkpoint.source import CheckpointError
 
 __all__ = ["CheckpointError", "load", "merge", "save", "split"]

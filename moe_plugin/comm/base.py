@@ -31,7 +31,7 @@ class Comm(RankGroup):
         receive_first: whether point-to-point messages with all receives posted first are the
             faster linear all-to-all here.
         threaded: whether exchanges may run in another thread (on views made by `with_tag`).
-        key: by which operations of torch find the group (`comm.compiled`); None: they do not.
+        key: by which operations of torch find the group (`comm.graph_ops`); None: they do not.
         tag: tells apart exchanges that run at the same time, see `with_tag`.
         collectives: how data is gathered and summed here, see `with_collectives`.
     """

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.compiled import COLLECTIVES, collective
 from moe_plugin.comm.exchange import Exchange
+from moe_plugin.comm.graph_ops import COLLECTIVES, collective
 
 
 class _AllToAll(torch.autograd.Function):

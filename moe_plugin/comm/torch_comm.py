@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes
 from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
-from moe_plugin.comm.compiled import collective
+from moe_plugin.comm.graph_ops import collective
 from moe_plugin.comm.group import key_of
 from moe_plugin.comm.new_group import make_group
 from moe_plugin.comm.state import GroupState
@@ -26,7 +26,7 @@ from moe_plugin.comm.topology import Topology, node_key
 from moe_plugin.comm.watchdog import TimeoutWatch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
-_TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.compiled`
+_TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.graph_ops`
 _KEY_BYTES = 16
 # The one place where state outlives a `Comm`. Each layer of a model makes its own TorchComm over
 # the same process group, and all of them share one GroupState. Process groups take no attributes,

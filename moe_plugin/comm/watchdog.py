@@ -29,6 +29,12 @@ from moe_plugin.machine import record_event
 log = logging.getLogger(__name__)
 
 
+def _event_of(device: torch.device) -> torch.cuda.Event | None:
+    # a group of both backends (cpu:gloo,cuda:nccl, which torch makes by itself) has collectives on
+    # the CPU, too
+    return None if device.type == "cpu" else record_event(device, timing=False)
+
+
 class TimeoutWatch:
     """Watches the collectives of one group; names and aborts what takes too long.
 
@@ -37,11 +43,11 @@ class TimeoutWatch:
         timeout_s: seconds that a collective may take, with the work queued before it.
         who: rank and group, for the message.
         report: what else is known of the peers, for the message; empty: nothing.
-        event: of a device, on its current stream; has `query()`.
+        event: of a device, on its current stream, with `query()`; None where the host waits.
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str, report: Callable[[], str],
-                 event: Callable[[torch.device], Any] = record_event) -> None:
+                 event: Callable[[torch.device], Any] = _event_of) -> None:
         self.timeout_s, self.who, self.report, self._event = timeout_s, who, report, event
         self._group = weakref.ref(group)
         self._pending: deque[tuple[float, str, Any]] = deque()
@@ -54,7 +60,10 @@ class TimeoutWatch:
             return  # a captured event says nothing of this call
         if self._stopped:
             return
-        self._pending.append((time.monotonic(), what, self._event(device)))
+        event = self._event(device)
+        if event is None:
+            return
+        self._pending.append((time.monotonic(), what, event))
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="timeout-watch", daemon=True)
             self._thread.start()

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_plugin.comm import compiled
-from moe_plugin.comm.compiled import Route
+from moe_plugin.comm import graph_ops
 from moe_plugin.comm.functional import all_to_all
+from moe_plugin.comm.graph_ops import Route
 from moe_plugin.comm.handles import Series
 from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Sent
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece
@@ -276,5 +276,5 @@ class ExchangeDispatcher(Dispatcher):
                   anchor: Tensor | None) -> Tensor:
         splits = (None, None) if even else (send, recv)
         if torch.compiler.is_compiling():
-            return compiled.all_to_all(rows, anchor, self.route.key, *splits)
+            return graph_ops.all_to_all(rows, anchor, self.route.key, *splits)
         return all_to_all(rows, self.placement.comm, self.placement.algorithm, *splits, anchor)

@@ -306,8 +306,9 @@ def test_a_checkpoint_without_checksums_loads_with_one_warning(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def warned() -> list[str]:
         """Of the loader alone: other loggers of the process may speak at any time."""
+        name = "moe_plugin.checkpoint.save_load"
         return [record.getMessage() for record in caplog.records
-                if record.name == "moe_plugin.checkpoint.files" and record.levelname == "WARNING"]
+                if (record.name, record.levelname) == (name, "WARNING")]
 
     caplog.set_level("WARNING")  # commands in this process may have left another one
     path = saved(tmp_path)

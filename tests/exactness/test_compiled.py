@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.comm import Topology, algorithms, compiled
-from moe_plugin.comm.compiled import Route
+from moe_plugin.comm import Topology, algorithms, graph_ops
+from moe_plugin.comm.graph_ops import Route
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.routing.capacity import with_equal_tokens
@@ -134,13 +134,13 @@ def _opchecks() -> list[Any]:
         rows = 4 if send is None else sum(send)
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, 3, dtype=dtype, requires_grad=True)
-            found.append(torch.library.opcheck(compiled.all_to_all,
+            found.append(torch.library.opcheck(graph_ops.all_to_all,
                                                (x, None, route.key, send, recv)))
     for name, back in (("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather"),
                        ("all_reduce", "identity"), ("own_part", "all_gather")):
         x = torch.randn(4, 3, requires_grad=True)
-        found.append(torch.library.opcheck(compiled.collective, (x, comm.key, WORLD, name, back)))
-    found.append(torch.library.opcheck(compiled.collective,
+        found.append(torch.library.opcheck(graph_ops.collective, (x, comm.key, WORLD, name, back)))
+    found.append(torch.library.opcheck(graph_ops.collective,
                                        (torch.tensor(3), comm.key, WORLD, "all_max", "none")))
     found.append(torch.library.opcheck(with_equal_tokens,
                                        (torch.zeros(5, 2, dtype=torch.int64), comm.key)))

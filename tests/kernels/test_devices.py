@@ -75,7 +75,7 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(
         name: str, gpus: TwoGPUs, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("kernels")
     setattr(module, name, lambda *_: gpus.current)
-    monkeypatch.setattr(triton_ops.importlib, "import_module", lambda _: module)
+    monkeypatch.setattr(triton_ops, "importlib", SimpleNamespace(import_module=lambda _: module))
     launch = kernels.get(name).implementation("triton")
     assert launch(3, (None, [fake(SECOND)]), fake(SECOND)) == 1
     assert launch(fake(FIRST)) == 0
@@ -131,6 +131,12 @@ def test_numbers_of_the_host_are_refused_in_a_captured_graph(
         machine.to_device([1, 2], SECOND)
 
 
+def mapped() -> set[int]:
+    """Where this process's pieces of memory begin."""
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        return {int(line.split("-")[0], 16) for line in lines}
+
+
 class Runtime:
     """Stands in for CUDA's runtime: what is pinned, and what was waited for before it went."""
 
@@ -139,6 +145,7 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.log.append(("pin", nbytes))
+        self.address = address
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -150,17 +157,29 @@ def test_pinned_memory_is_given_back_when_the_device_is_done(
         monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda at: runtime.log.append(("wait", at)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda at: runtime.log.append(
+        ("wait", at, runtime.address in mapped())))
     buffer_SP = machine.pinned_buffer((3, 5), torch.bfloat16, SECOND)
     assert (buffer_SP.shape, buffer_SP.dtype) == ((3, 5), torch.bfloat16)
     view_P = buffer_SP[1].zero_()
     del buffer_SP
     assert runtime.log == [("pin", 30)], "exactly what was asked for; a view keeps it"
     del view_P
-    assert runtime.log == [("pin", 30), ("wait", SECOND), ("unpin",)]
+    assert runtime.log == [("pin", 30), ("wait", SECOND, True), ("unpin",)]
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
     with pytest.raises(RuntimeError, match="30 bytes .* CUDA error 2; .*ulimit -l"):
         machine.pinned_buffer((3, 5), torch.bfloat16, SECOND)
+
+
+def test_a_collective_on_the_cpu_of_a_group_of_both_backends_is_not_watched(gpus: TwoGPUs) -> None:
+    """Torch makes such groups where no backend is named; an event is of a GPU's stream."""
+    group = ModuleType("a group")
+    watch = TimeoutWatch(group, 60, "", str)
+    watch.add("a barrier", torch.device("cpu"))
+    assert gpus.recorded == [] and not watch._pending
+    watch.add("an all_to_all", SECOND)
+    assert gpus.recorded == [SECOND]

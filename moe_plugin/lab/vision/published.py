@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint import trust
-from moe_plugin.checkpoint.files import Leave
 from moe_plugin.checkpoint.formats.tutel import COUNT, NAMES, rank_files
 from moe_plugin.checkpoint.layers import local_window
+from moe_plugin.checkpoint.save_load import Leave
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint import load, save
-from moe_plugin.checkpoint.files import Leave
+from moe_plugin.checkpoint.save_load import Leave
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
 from moe_plugin.config import ObserveConfig, of_layer
