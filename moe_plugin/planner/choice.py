@@ -132,10 +132,15 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
 
 
 def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
-                  algorithms: Iterable[str] = ("linear",)) -> Iterator[LayoutChoice]:
-    """Every sensible choice on `ranks` ranks."""
-    yield from combinations({"r": legal_r(experts, ranks), "algorithm": list(algorithms),
-                             "d": list(degrees)}, ranks)
+                  algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
+                  backward_degrees: Iterable[int] = (0,),
+                  shards: int | None = None) -> Iterator[LayoutChoice]:
+    """Every sensible choice on `ranks` ranks. shards: see `legal_r`."""
+    values = {
+        "kernel": kernels, "r": legal_r(experts, ranks, shards), "algorithm": algorithms,
+        "d": degrees, "d_backward": backward_degrees
+    }
+    yield from combinations({name: list(v) for name, v in values.items()}, ranks)
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:

@@ -14,7 +14,7 @@ from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import Comm, Traffic, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.gradients.sync import sync_gradients
-from moe_plugin.planner.choice import LayoutChoice, combinations, legal_choices, legal_r
+from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from tests.exactness.harness import config_of
 from tests.oracle import Case
 
@@ -66,9 +66,9 @@ def _train(comm: Comm, pick, steps: int = 15) -> tuple[list[float], dict[str, to
 
 
 def _all_choices(world: int) -> list[LayoutChoice]:
-    return list(combinations({
-        "kernel": ["auto", "loop"], "r": legal_r(2, world), "algorithm": ["linear", "2dh"],
-        "d": [1, 2, 4], "d_backward": [0, 3]}, world))
+    return list(
+        legal_choices(2, world, degrees=(1, 2, 4), algorithms=("linear", "2dh"),
+                      kernels=("auto", "loop"), backward_degrees=(0, 3)))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -27,11 +27,6 @@ def cache_of(slots: int, policy: str = "lru", layers: int = 3, experts: int = 6)
     return cache
 
 
-def resident(cache: ExpertCache, layer: int) -> list[int]:
-    """Experts of a layer that are in slots, or on their way."""
-    return sorted(expert for of, expert in cache._slot if of == layer)
-
-
 class Late:
     """A copier whose jobs run when they are waited for, or when `some` says."""
 
@@ -97,8 +92,8 @@ def test_random_traces(policy, seed):
                     assert cache.buffers["w"][slot].tolist() == [100.0 * layer + expert] * 2
         if draw.random() < 0.1:
             cache.forget(layer)
-            assert resident(cache, layer) == []
-    assert sum(len(resident(cache, layer)) for layer in range(3)) <= slots
+            assert cache.resident(layer) == []
+    assert sum(len(cache.resident(layer)) for layer in range(3)) <= slots
     for each in counters:
         assert each.bytes == EXPERT * (each.prefetched + each.misses)
         assert 0 <= each.wasted <= each.prefetched
@@ -150,7 +145,7 @@ def test_a_limit_below_one_expert_and_full_slots_are_named():
         with pytest.raises(ValueError, match="has 2 slots of 12 bytes, all of them in use"):
             cache.room(1)
         cache.prefetch(0, [2], fetch, StoreCounters())
-        assert resident(cache, 0) == [0, 1]
+        assert cache.resident(0) == [0, 1]
 
 
 def test_an_error_of_a_copy_comes_out_where_the_expert_is_used_and_it_is_copied_again():

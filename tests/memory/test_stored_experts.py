@@ -235,8 +235,7 @@ def test_experts_on_disk_are_no_parameters_and_never_all_in_memory(tmp_path):
     assert list(layer.experts.parameters()) == [] and list(tmp_path.iterdir()) == []
     bits(layer, tokens(1))
     store = layer.experts.store
-    here = [expert for of, expert in store.cache._slot if of == store.number]
-    assert len(here) == 2 and store.cache.slots == 4
+    assert len(store.resident()) == 2 and store.cache.slots == 4
     assert store.counters.bytes == 2 * EXPERT
     with pytest.raises(ValueError, match="experts.store=disk does not fit training"):
         gradients(layer, tokens())

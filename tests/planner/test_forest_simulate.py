@@ -5,13 +5,14 @@ what does not is refused.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from moe_plugin.lab.planning.forest.baselines import baselines
 from moe_plugin.lab.planning.forest.msccl import to_msccl
-from moe_plugin.lab.planning.forest.simulate import MAX_TASKS, program_of, run
+from moe_plugin.lab.planning.forest.simulate import MAX_TASKS, Program, program_of, run, verify
 from moe_plugin.planner.events import Task, simulate, simulate_ready
 from moe_plugin.planner.forest import COLLECTIVES, Edge, Network, Schedule, Tree
 from moe_plugin.planner.forest.presets import preset
@@ -78,6 +79,35 @@ def test_a_wire_takes_what_is_ready_and_comes_first() -> None:
             [Task("a", "w", 1.0, (), "", ("v",))], "one resource"):
         with pytest.raises(ValueError, match=said):
             simulate_ready(wrong)
+
+
+def damaged(program: Program, **change: object) -> Program:
+    return replace(program, **change)
+
+
+@pytest.mark.parametrize("collective, change, said", [
+    ("all_gather", lambda p: {"moves": p.moves[:-1]}, "rank . lacks a part of piece"),
+    ("all_gather", lambda p: {"moves": (*p.moves, p.moves[0])}, "delivers it twice"),
+    ("all_gather", lambda p: {"moves": p.moves[1:]}, "sends what is not there"),
+    ("reduce_scatter", lambda p: {"moves": (*p.moves, p.moves[0])}, "adds a contribution twice"),
+    ("reduce_scatter", lambda p: {"moves": p.moves[1:]}, "lacks a part"),
+    ("all_reduce", lambda p: {"moves": p.moves[1:]}, "sends what is not there"),
+    ("all_reduce", lambda p: {"moves": p.moves[:-1]}, "lacks a part"),
+    ("all_gather", lambda p: {"shares": p.shares[:-1] + (Fraction(1, 9),)}, "whole result once"),
+    ("all_gather", lambda p: {"roots": p.roots[:-1] + (0,)}, "whole result once"),
+    ("all_gather", lambda p: {"moves": (replace(p.moves[0], routes=((("r0", "r2"), Fraction(1)),)),
+                                        *p.moves[1:])}, "no way there"),
+    ("all_gather", lambda p: {"moves": (replace(p.moves[0], routes=(
+        (p.moves[0].routes[0][0], Fraction(1, 2)),)), *p.moves[1:])}, "all of it once"),
+    ("gather", lambda p: {}, "is none of all_gather"),
+])
+def test_wrong_programs_are_refused(collective: str, change: object, said: str) -> None:
+    program = program_of(of_ring(4, collective if collective in COLLECTIVES else "all_gather"))
+    verify(program)
+    wrong = damaged(program, collective=collective, **change(program))
+    for use in (verify, to_msccl, lambda each: run(each, SIZE, 1)):
+        with pytest.raises(ValueError, match=said):
+            use(wrong)
 
 
 def test_impossible_numbers_of_chunks_are_refused() -> None:

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.fast
 
 TIMES = st.floats(0.0, 4.0)
 LINES = st.builds(Pipeline, stages=st.integers(1, 5), micro_batches=st.integers(1, 9),
-                  forward_s=TIMES, backward_s=st.floats(2.0, 6.0), send_s=TIMES)
+                  forward_s=TIMES, backward_s=st.floats(2.0, 6.0), send_s=TIMES,
+                  delayed_s=st.floats(0.0, 2.0))
 
 
 @pytest.mark.parametrize("stages, batches, send, blocking, overlapped, eager, ideal", [
@@ -50,13 +51,16 @@ def test_each_pass_runs_once_and_after_what_it_needs(line: Pipeline, mode: str) 
         if kind == "backward":
             passes = order(line.stages, stage, line.micro_batches, mode)
             assert passes.index(("forward", batch, 0)) < passes.index(("backward", batch, 0))
+            late = spans.pop(f"weights {stage} {batch}", this)
+            assert late is this or late.start >= this.end
     assert all(name.startswith("send ") for name in spans)
     assert len(spans) == 2 * (line.stages - 1) * line.micro_batches
 
 
 @given(LINES)
 def test_pairs_wait_at_least_as_long_as_senders_alone(line: Pipeline) -> None:
-    assert line.simulate("paired").seconds >= line.simulate("overlapped").seconds - 1e-9
+    assert line.simulate("paired").seconds >= line.simulate("overlapped").seconds - 1e-9 \
+        - line.delayed_s[0] * line.micro_batches
 
 
 def test_pairs_of_two_stages_by_hand() -> None:
@@ -76,8 +80,17 @@ def test_activations_alive_are_those_of_the_first_forwards(line: Pipeline, mode:
     assert line.peak_activations(mode) == [
         min(line.micro_batches, depth(line.stages - stage)) for stage in range(line.stages)]
     timeline = line.simulate(mode)
-    assert timeline.seconds >= line.ideal_s - 1e-9
+    assert timeline.seconds >= line.ideal_s - line.delayed_s[0] * line.stages - 1e-9
     assert -1e-9 <= idle(timeline, line.stages) <= 1
+
+
+def test_delayed_gradients_of_weights_hide_sending() -> None:
+    """Each stage waits for half of a backward before it, not for all of it."""
+    for slices in (0, 1):
+        at_once, delayed = (
+            Pipeline(stages=4, micro_batches=16, slices=slices, send_s=1.0, delayed_s=late)
+            .simulate("eager").seconds for late in (0.0, 1.0))
+        assert (at_once, delayed) == (63, 60)
 
 
 def test_stages_may_differ() -> None:
@@ -90,7 +103,7 @@ def test_stages_may_differ() -> None:
 
 @pytest.mark.parametrize("wrong, words", [
     ({"stages": 0}, "stages=0"), ({"forward_s": (1.0, 2.0, 3.0)}, "one for each of 2 stages"),
-    ({"send_s": -1.0}, "send_s=-1.0"),
+    ({"send_s": -1.0}, "send_s=-1.0"), ({"delayed_s": 3.0}, "must be <= backward_s=2.0"),
 ])
 def test_bad_pipelines_are_named(wrong: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):

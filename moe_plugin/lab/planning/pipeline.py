@@ -40,7 +40,7 @@ def lanes(timeline: Timeline, stages: int) -> list[str]:
         kind, stage, unit = span.task.name.split()
         batch = unit.split(".")[0]  # of a slice: the number of its micro-batch, then its own
         first, last = (round(COLUMNS * at / timeline.seconds) for at in (span.start, span.end))
-        mark = (chr(ord("a") + int(batch) % 26) if kind == "backward"
+        mark = (chr(ord("a") + int(batch) % 26) if kind in ("backward", "weights")
                 else batch[-1])
         cells[int(stage)][first:last] = mark * (last - first)
     return [f"stage {stage:<3} {''.join(row)}" for stage, row in enumerate(cells)]

@@ -226,6 +226,11 @@ class ExpertCache:
             for key in [key for key in self._slot if key[0] == layer and not self._pins[key]]:
                 self._leave(key)
 
+    def resident(self, layer: int) -> list[int]:
+        """Experts of a layer that are in slots, or on their way."""
+        with self._lock:
+            return sorted(expert for of, expert in self._slot if of == layer)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the slots."""

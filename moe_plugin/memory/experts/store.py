@@ -201,6 +201,10 @@ class ExpertStore:
         """Copy again what is in slots: values have changed."""
         self.cache.forget(self.number)
 
+    def resident(self) -> list[int]:
+        """Local experts that are in slots, or on their way."""
+        return self.cache.resident(self.number)
+
     def _follow(self) -> None:
         version = self.weights.version
         if version != self._seen:

@@ -16,6 +16,9 @@ Four ways to send what a stage has computed to the next:
   next stage waits for it.
 - eager: 2 (n - i) - 1 first forwards instead of n - i leave a slot between making and consuming;
   about twice as many activations are alive.
+
+A backward can be split: what the stage before waits for first, then the gradients of the weights,
+while the former is on its way.
 """
 
 from __future__ import annotations
@@ -69,6 +72,9 @@ class Pipeline:
             or by stage; with `slices`, of each slice, first to last, on every stage.
         send_s: of sending one micro-batch's activations, or their gradient, to a neighbour; with
             `slices`, of each slice.
+        delayed_s: the part of `backward_s` that computes gradients of weights, when it is delayed
+            until the input's gradient is on its way; 0: a backward is one piece, as it is in
+            Megatron's own 1F1B ("paired") in any case.
         slices: of each sequence; 0: it is whole.
     """
 
@@ -77,6 +83,7 @@ class Pipeline:
     forward_s: Seconds = 1.0
     backward_s: Seconds = 2.0
     send_s: Seconds = 0.0
+    delayed_s: Seconds = 0.0
     slices: int = 0
 
     def __post_init__(self) -> None:
@@ -85,13 +92,17 @@ class Pipeline:
                 raise ValueError(f"{name}={getattr(self, name)} is out of bounds: must be >= 1 and "
                                  f"<= {1 << 20}; give how many there are")
         what, count = ("slices", self.slices) if self.slices else ("stages", self.stages)
-        for name in ("forward_s", "backward_s", "send_s"):
+        for name in ("forward_s", "backward_s", "send_s", "delayed_s"):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,) * count
             if len(values) != count or not all(0 <= v < 1e9 for v in values):
                 raise ValueError(f"{name}={value} is out of bounds: must be seconds from 0 to 1e9, "
                                  f"one number or one for each of {count} {what}")
             object.__setattr__(self, name, values)
+        for late, whole in zip(self.delayed_s, self.backward_s, strict=True):
+            if late > whole:
+                raise ValueError(f"delayed_s={late} is out of bounds: must be <= backward_s={whole}"
+                                 "; it is a part of it")
 
     @property
     def ideal_s(self) -> float:
@@ -125,6 +136,23 @@ class Pipeline:
             peaks.append(most)
         return peaks
 
+    def live_batches(self, mode: str = "overlapped") -> list[int]:
+        """By stage, the most micro-batches at a time whose keys, values and their gradients are
+        kept: from a micro-batch's first forward pass to its last backward pass.
+        """
+        peaks = []
+        for stage in range(self.stages):
+            alive: set[int] = set()
+            most = 0
+            for kind, batch, part in self._order(stage, mode):
+                if kind == "forward":
+                    alive.add(batch)
+                    most = max(most, len(alive))
+                elif part == 0:
+                    alive.discard(batch)
+            peaks.append(most)
+        return peaks
+
     def _order(self, stage: int, mode: str) -> list[Pass]:
         return order(self.stages, stage, self.micro_batches, mode, self.slices or 1)
 
@@ -140,23 +168,27 @@ class Pipeline:
         found = stage + (step if kind == "forward" else -step)
         return found if 0 <= found < self.stages else None
 
-    def _work(self, stage: int, each: Pass, after: tuple[str, ...]) -> Task:
+    def _work(self, stage: int, each: Pass, after: tuple[str, ...], late: float = 0.0) -> Task:
         kind, _, part = each
         seconds = self.forward_s if kind == "forward" else self.backward_s
-        return Task(self._label(stage, each), f"stage {stage}", self._of(seconds, stage, part),
-                    after, kind)
+        return Task(self._label(stage, each), f"stage {stage}",
+                    self._of(seconds, stage, part) - late, after, kind)
 
     def _tasks(self, stage: int, each: Pass, mode: str) -> Iterator[Task]:
-        """A pass, and where it goes on to a neighbour."""
-        kind, _, part = each
+        """A pass, where it goes on to a neighbour, and the gradients of weights that it delays."""
+        kind, batch, part = each
+        late = self._of(self.delayed_s, stage, part) if kind == "backward" else 0.0
         source, target = self._neighbour(stage, kind, -1), self._neighbour(stage, kind)
         after = () if source is None else (f"send {self._label(source, each)}",)
-        work = self._work(stage, each, after)
+        work = self._work(stage, each, after, late)
         yield work
         if target is not None:
             link = f"stage {stage}" if mode == "blocking" else f"link {stage} {target}"
             yield Task(f"send {work.name}", link, self._of(self.send_s, stage, part), (work.name,),
                        "send")
+        if late:
+            yield Task(self._label(stage, ("weights", batch, part)), f"stage {stage}", late,
+                       (work.name,), "weights")
 
     # -- paired: a transfer begins when its sender and its receiver have both called
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 from xml.etree import ElementTree
 
-from moe_plugin.lab.planning.forest.simulate import Program, ShareMove, starts
+from moe_plugin.lab.planning.forest.simulate import Program, ShareMove, starts, verify
 
 # of the runtime: MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS,
 # MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL, MAXCHANNELS, MSCCL_MAX_COUNT (a count is below it),
@@ -77,8 +77,9 @@ def to_msccl(program: Program) -> str:
     into so many equal chunks that each piece has a whole number of them; the runtime applies the
     file to results that divide by that number.
 
-    Raises: ValueError: more steps or thread blocks than the runtime allows.
+    Raises: ValueError: what `verify` raises; more steps or thread blocks than the runtime allows.
     """
+    verify(program)
     channels = 1
     while True:
         compiled = _Compiler(program, channels)

@@ -17,7 +17,7 @@ from fractions import Fraction
 from moe_plugin.messages import short
 from moe_plugin.planner.events import Task, simulate, simulate_ready
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.schedule import Schedule, Tree
+from moe_plugin.planner.forest.schedule import COLLECTIVES, Schedule, Tree
 
 MAX_TASKS = 4_000_000
 Route = tuple[str, ...]  # node names from a rank to another
@@ -106,16 +106,76 @@ def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
             for piece, tree in enumerate(trees) for e in tree.edges]
 
 
+def verify(program: Program) -> None:
+    """Carry out a program on the ranks that each piece is a sum of.
+
+    Raises: ValueError: a rank sends what it does not have, receives or adds something twice, or
+        lacks something at the end; pieces that are not the whole result; a route that is none.
+    """
+    ranks = len(program.network.ranks)
+    if program.collective not in COLLECTIVES:
+        raise ValueError(f"collective {short(program.collective)} is none of "
+                         f"{', '.join(COLLECTIVES)}")
+    _verify_shares(program, ranks)
+    everything, gathers = (1 << ranks) - 1, program.collective == "all_gather"
+    held = [[everything * (rank == root) if gathers else 1 << rank for rank in range(ranks)]
+            for root in program.roots]
+    wires = {wire.ends for wire in program.network.wires}
+    for move in program.moves:
+        _verify_move(program, move, held[move.piece], everything, wires)
+    for piece, (root, sums) in enumerate(zip(program.roots, held, strict=True)):
+        wanted = [root] if program.collective == "reduce_scatter" else range(ranks)
+        for rank in wanted:
+            if sums[rank] != everything:
+                raise ValueError(f"{program.name}: at the end, rank {rank} lacks a part of piece "
+                                 f"{piece} of root {root}; plan it again")
+
+
+def _verify_shares(program: Program, ranks: int) -> None:
+    by_root: Counter[int] = Counter()
+    for root, share in zip(program.roots, program.shares, strict=True):
+        by_root[root] += share
+    even = program.collective == "all_reduce" or all(
+        by_root[rank] == Fraction(1, ranks) for rank in range(ranks))
+    if sum(by_root.values()) != 1 or not even or min(program.shares) <= 0:
+        raise ValueError(f"{program.name}: its pieces are not the whole result once; plan it again")
+
+
+def _verify_move(program: Program, move: ShareMove, held: list[int], everything: int,
+                 wires: set[tuple[str, str]]) -> None:
+    ranks = program.network.ranks
+    what = (f"{program.name}: the move of piece {move.piece} from rank {move.source} to rank "
+            f"{move.target}")
+    for route, _ in move.routes:
+        ends = (route[0], route[-1]) == (ranks[move.source], ranks[move.target])
+        if not ends or any(hop not in wires for hop in zip(route, route[1:])):
+            raise ValueError(f"{what} takes {short(route)}, which is no way there; plan it again")
+    if sum(share for _, share in move.routes) != 1:
+        raise ValueError(f"{what} does not carry all of it once; plan it again")
+    here, there = held[move.source], held[move.target]
+    if move.sums:
+        if here & there:
+            raise ValueError(f"{what} adds a contribution twice; plan it again")
+        held[move.target] = here | there
+    else:
+        if here != everything or there == everything:
+            wrong = "sends what is not there" if here != everything else "delivers it twice"
+            raise ValueError(f"{what} {wrong}; plan it again")
+        held[move.target] = everything
+
+
 def run(program: Program, size: float, chunks: int = 64) -> Simulated:
     """Simulate a program for a result of `size` bytes, each piece in `chunks` chunks.
 
-    Raises: ValueError: no chunks, or more than can be simulated.
+    Raises:
+        ValueError: what `verify` raises; no chunks, or more than can be simulated.
     """
     if chunks < 1 or size < 0:
         raise ValueError(f"chunks={short(chunks)} must be >= 1 and size={size} >= 0; correct them")
     if program.tasks * chunks > MAX_TASKS:
         raise ValueError(f"{chunks} chunks make {program.tasks * chunks} steps, more than "
                          f"{MAX_TASKS}; use at most {max(1, MAX_TASKS // program.tasks)}")
+    verify(program)
     depth = starts(program)[1]
     # first things first, and of those what still has the longest way to go
     seconds = simulate_ready(_by_chunk(program, size, chunks)).seconds
