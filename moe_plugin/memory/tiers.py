@@ -93,11 +93,15 @@ class Tier(ABC):
 
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
-    def take(self, held: TierTensor) -> Tensor:
-        """What is held, in memory, and no longer here; the caller waits."""
-        made = torch.empty(held.shape, dtype=held.dtype)
-        self.read_into(held, made)
-        self.free(held)
+    def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
+        """What is held, in memory, and no longer here; the caller waits. `TierError`: all of it is
+        still here.
+        """
+        made = [torch.empty(one.shape, dtype=one.dtype) for one in held]
+        for one, target in zip(held, made, strict=True):
+            self.read_into(one, target)
+        for one in held:
+            self.free(one)
         return made
 
     def free(self, held: TierTensor) -> None:
@@ -123,9 +127,9 @@ class HostTier(Tier):
         return held, copier.start([(h.tensor, x.detach()) for h, x in
                                    zip(held, tensors, strict=True)])
 
-    def take(self, held: TierTensor) -> Tensor:
+    def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
         """See `Tier`: it is in memory."""
-        return held.tensor
+        return [one.tensor for one in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         with torch.no_grad():

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from moe_plugin.memory.copier import Copier
-from moe_plugin.memory.experts.cache import CacheSpec, ExpertCache, StoreCounters, policies
+from moe_plugin.memory.experts.cache import (
+    CachePolicy,
+    CacheSpec,
+    ExpertCache,
+    StoreCounters,
+    policies,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -119,6 +125,35 @@ def test_policies_choose_who_leaves():
     third, first, second = (2, 0), (0, 0), (1, 0)
     assert uses("next-layer", [third, first, second, third]) == [False, False, False, True]
     assert uses("lru", [third, first, second, third]) == [False, False, False, False]
+
+
+def test_a_policy_that_counts_by_itself_and_one_that_says_nothing():
+    """`left` asks nothing of it; who leaves must be said."""
+    class First(CachePolicy):
+        """The expert that came first leaves."""
+
+        def __init__(self):
+            self.order = []
+
+        def used(self, key):
+            if key not in self.order:
+                self.order.append(key)
+
+        def victim(self, keys, layer, layers):
+            found = next(key for key in self.order if key in keys)
+            self.order.remove(found)
+            return found
+
+    class Counts(CachePolicy):
+        def used(self, key):
+            super().used(key)
+
+    a, b, c = (0, 1), (0, 2), (0, 3)
+    with policies.temporary():
+        policies.register("first")(First)
+        assert uses("first", [a, b, a, c, b, a]) == [False, False, True, False, True, False]
+        with pytest.raises(ValueError, match="'counts' does not say who leaves: Counts must have"):
+            policies.register("counts")(Counts)
 
 
 def test_slots_are_twice_the_most_that_a_call_uses():

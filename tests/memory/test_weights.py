@@ -22,6 +22,7 @@ from moe_plugin.memory.flat import aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.files import load_weights, save_weights
+from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
 from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.routing import finish_step_of_any
@@ -272,6 +273,75 @@ def test_evaluates_and_changes_segments_between_steps(tmp_path):
     assert torch.equal(first.losses[0], expected[4])
     same(trainer, blocks)
     trainer.close()
+
+
+class FailingReads(DiskTier):
+    """`fails`: of the next reads, which one; what has been given back is given back once."""
+
+    fails = 0
+
+    def read_into(self, held, target):
+        self.fails -= 1
+        if not self.fails:
+            raise TierError(errno.EIO, "cannot be read")
+        super().read_into(held, target)
+
+    def free(self, held):
+        super().free(held)
+        assert all(len(set(offsets)) == len(offsets) for offsets in self._free.values())
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_gradients_that_cannot_be_read_are_all_still_there(tmp_path, again):
+    """The step can be tried again, or its gradients be forgotten."""
+    def block():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return module, module(torch.ones(2, 4)).sum()
+
+    tier, copier, room = FailingReads(tmp_path), Copier("cpu"), OptimizerStateBuffer()
+    module, out = block()
+    out.backward()
+    grads = [p.grad for p in module.parameters()]
+    streamed_block = StreamedBlock(0, module, SGD, tier)
+    flat_N = aligned_buffer(streamed_block.layout.nbytes, "cpu")
+    streamed_block.fetch(copier, flat_N).wait()
+    streamed_block.attach(flat_N)
+    streamed_block.fetch_state(copier, room)
+    streamed_block.keep_gradients(copier)
+    streamed_block.wait_kept()
+    tier.fails = 2
+    with pytest.raises(TierError, match="cannot be read"):
+        streamed_block.step(copier, room, lambda grads: None)
+    assert not tier._free and all(p.grad is None for p in module.parameters())
+    if again:
+        seen = []
+        streamed_block.step(copier, room, lambda grads: seen.extend(g.clone() for g in grads))
+        assert all(torch.equal(x, y) for x, y in zip(seen, grads, strict=True))
+    else:
+        streamed_block.forget_gradients()
+    streamed_block.forget_gradients()
+    streamed_block.settle()
+    assert sum(map(len, tier._free.values())) >= len(grads)
+    copier.close()
+
+
+def test_any_failure_of_a_copy_is_forgotten_with_the_gradients():
+    """The step's own error is what its caller raises."""
+    class Ends(HostTier):
+        def put_later(self, copier, tensors):
+            return super().put_later(copier, tensors)[0], copier.start_call(lambda: 1 / 0, 0)
+
+    module, copier = nn.Linear(4, 4), Copier("cpu")
+    streamed_block = StreamedBlock(0, module, SGD, Ends("cpu"))
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    streamed_block.keep_gradients(copier)
+    with pytest.raises(ZeroDivisionError):
+        streamed_block.wait_kept()
+    streamed_block.forget_gradients()
+    streamed_block.wait_kept()
+    copier.close()
 
 
 def test_a_full_disk_is_named_and_older_weights_stay(tmp_path, monkeypatch):

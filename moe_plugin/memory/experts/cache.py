@@ -27,6 +27,8 @@ Key = tuple[int, int]  # number of a layer among those of the cache, expert of t
 class CachePolicy:
     """Chooses who leaves; sees every use. Nothing in it depends on time, so runs repeat.
 
+    A policy has `worth` or `victim` of its own. One that keeps no `last` has `used` and `victim`.
+
     Attributes:
         last: of each expert in a slot, the number of its last use. counts: uses of all experts,
             those before they left included.
@@ -44,7 +46,9 @@ class CachePolicy:
 
     def left(self, key: Key) -> None:
         """An expert has left."""
-        del self.last[key]
+        last = getattr(self, "last", None)  # what keeps none, or its own, counts otherwise
+        if isinstance(last, dict):
+            last.pop(key, None)
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
         """One of `keys`, at least one, to leave for an expert of `layer` of `layers`."""
@@ -52,15 +56,25 @@ class CachePolicy:
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
         """The expert of least worth leaves; of several, that of the oldest use."""
-        return 0
+        raise NotImplementedError
 
 
-policies: Registry[type[CachePolicy]] = Registry("cache_policy", base=CachePolicy)
+def _check_policy(name: str, policy: type[CachePolicy]) -> None:
+    if policy.worth is CachePolicy.worth and policy.victim is CachePolicy.victim:
+        raise ValueError(f"cache_policy {name!r} does not say who leaves: {policy.__name__} must "
+                         "have `worth` or `victim`")
+
+
+policies: Registry[type[CachePolicy]] = Registry("cache_policy", base=CachePolicy,
+                                                 check=_check_policy)
 
 
 @policies.register("lru")
 class LeastRecentlyUsed(CachePolicy):
     """The expert whose last use is longest ago leaves."""
+
+    def worth(self, key: Key, layer: int, layers: int) -> int:
+        return 0
 
 
 @policies.register("lfu")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
-from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierBuffer, TierError, TierTensor
+from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierBuffer, TierTensor
 from moe_plugin.memory.weights.optimizer_state import (
     OptimizerStateBuffer,
     StateInFiles,
@@ -160,9 +160,10 @@ class StreamedBlock:
     def _take_gradients(self) -> None:
         if self._aside is not None:
             owners, held, _ = self._aside
-            for i, one in zip(owners, held, strict=True):
-                self.stepped[i].grad = self.tier.take(one)
-        self._aside = None
+            taken = self.tier.take(held)
+            self._aside = None
+            for i, gradient in zip(owners, taken, strict=True):
+                self.stepped[i].grad = gradient
 
     def forget_gradients(self) -> None:
         """After an error: drop all gradients, those that were put aside, too."""
@@ -171,8 +172,8 @@ class StreamedBlock:
             self._aside = None
             try:
                 ticket.wait()
-            except TierError:  # it has given its room back
-                held = []
+            except Exception:  # noqa: BLE001 - the step's own error is raised, for all blocks
+                held = []  # after `TierError` the room is back, after another who has it is unknown
             for one in held:
                 self.tier.free(one)
         drop_gradients([*self.params, *self.stepped])

@@ -13,7 +13,7 @@ from moe_plugin.checkpoint.formats.fairseq.resume import part_state
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.hosts.fairseq.groups import Evaluation, Turns, evaluating
 from moe_plugin.hosts.fairseq.layers import moe_layers
-from tests.hosts.fairseq.conftest import Corpus, Result, run, run_on_its_own_ranks
+from tests.hosts.fairseq.conftest import Corpus, Result, run, run_alone, run_on_its_own_ranks
 from tests.hosts.fairseq.small import language_model
 
 EXPERTS = "decoder.layers.1.moe_layer.moe.experts."
@@ -228,6 +228,17 @@ def test_translations_of_several_processes_are_those_of_one(corpus: Corpus,
     part = run("fairseq-generate",
                f"{arguments} --distributed-world-size 2 --distributed-rank 1").ok().log
     assert 0 < len(hypotheses(part)) < len(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_generation_by_processes_that_it_spawns(corpus: Corpus, mt2: tuple[Path, Result]) -> None:
+    """As a user starts it: what it hands to a new interpreter pickles."""
+    arguments = (f"{corpus.mt} --user-dir moe_plugin --cpu --path {mt2[0] / 'checkpoint_last.pt'} "
+                 "--beam 2 --max-len-b 8 --batch-size 3")
+    wanted = hypotheses(run("fairseq-generate", arguments).ok().log)
+    found = run_alone("fairseq-generate", f"{arguments} --distributed-world-size 2").ok().log
+    same(hypotheses(found), wanted)
 
 
 @pytest.mark.distributed

@@ -121,6 +121,15 @@ def _optimizer(cfg: Any, parameters: list[nn.Parameter]) -> Any:
     return kind.build_optimizer(cfg, parameters)
 
 
+def test_a_class_derived_from_fairseqs_fp16_optimizer_is_made_as_itself() -> None:
+    class Derived(optim.FP16Optimizer):
+        pass
+
+    cfg = _settings("--fp16")
+    assert type(Derived.build_optimizer(cfg, [nn.Parameter(torch.ones(3).half())])) is Derived
+    assert cfg.common.fp16_no_flatten_grads
+
+
 def _curve(*flags: str) -> tuple[list[float], dict[str, Tensor], Any]:
     """Losses of 20 steps of a language model with experts, what its expert weights moved, its
     optimizer.

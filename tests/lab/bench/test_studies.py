@@ -29,6 +29,11 @@ def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[st
         assert f"{study.name} {study.about}" in said
 
 
+def test_all_committed_numbers_have_a_page() -> None:
+    assert {study.numbers_name for study in COMMITTED} == {
+        f"data/{path.name}" for path in (BENCHMARKS / "data").glob("*.json")}
+
+
 @pytest.mark.parametrize("study", COMMITTED, ids=lambda study: study.name)
 def test_a_page_is_made_from_its_numbers(study: Study) -> None:
     found = read_numbers(BENCHMARKS / study.numbers_name)

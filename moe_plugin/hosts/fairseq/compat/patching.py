@@ -46,12 +46,15 @@ def replace(place: str, function: Callable[..., Any]) -> None:
     path, _, name = place.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
     original = getattr(owner, name)
+    of_class = inspect.ismethod(original)
+    if of_class:  # `function` gets the class next, which may be one derived from the owner
+        original = original.__func__
 
     @functools.wraps(original, updated=())  # under its name it pickles for spawned processes
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    set_name(owner, name, staticmethod(replaced) if inspect.ismethod(original) else replaced)
+    set_name(owner, name, classmethod(replaced) if of_class else replaced)
 
 
 def set_name(owner: Any, name: str, value: Any) -> None:

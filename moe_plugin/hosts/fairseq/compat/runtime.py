@@ -196,7 +196,7 @@ def skipped_steps_without_cuda() -> None:
 
 
 @replaces("optim.FP16Optimizer.build_optimizer")
-def separate_fp32_copies(original: Callable[..., Any], cfg: Any, params: Any,
+def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, params: Any,
                          **kwargs: Any) -> Any:
     """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and where optimizer state is
     sharded.
@@ -214,7 +214,7 @@ def separate_fp32_copies(original: Callable[..., Any], cfg: Any, params: Any,
                     "training")
         with open_dict(cfg):
             cfg.common.fp16_no_flatten_grads = True
-    return original(cfg, params, **kwargs)
+    return original(cls, cfg, params, **kwargs)
 
 
 @replaces("distributed.LegacyDistributedDataParallel.__init__")

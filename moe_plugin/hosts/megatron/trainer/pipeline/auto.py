@@ -86,8 +86,8 @@ class AutoSchedule(PipelineSchedule):
         if self.settings.slices is None:
             self._choose()
         else:
-            self._sliced = SliceSchedule(dataclasses.replace(
-                self.settings, schedule=SliceSchedule.name, slices=None), self.native)
+            settings = dataclasses.replace(self.settings, schedule=SliceSchedule.name, slices=None)
+            self._sliced = SliceSchedule(settings, self.native, self.gradients)
         return logged
 
     def _measure_slices(self, passes: dict[str, Any], sliced: SliceSchedule) -> list[Any]:
@@ -105,7 +105,7 @@ class AutoSchedule(PipelineSchedule):
     def _choose(self, sliced: SliceSchedule | None = None) -> None:
         self.chosen = choose(self.profile)
         if self.chosen.schedule == EagerSchedule.name:
-            self._run = EagerSchedule(self.settings, self.native)
+            self._run = EagerSchedule(self.settings, self.native, self.gradients)
         elif self.chosen.schedule == SliceSchedule.name:
             sliced.settings = dataclasses.replace(self.settings, schedule=SliceSchedule.name)
             self._run = sliced

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -35,18 +34,22 @@ class PipelineSchedule:
 
     Args:
         settings: of the run. native: Megatron's function, which evaluates.
+        gradients: see there, of a schedule that this one follows; None: it makes its own, which is
+            collective over all ranks.
 
     Attributes:
         name: see `schedules`. unfit: arguments of Megatron's function that it cannot follow.
-        group: the stages.
+        group: the stages. gradients: the same stages in a second group, for gradients.
     """
 
     name = ""
     unfit: tuple[str, ...] = ("p2p_communicator",)
 
-    def __init__(self, settings: PipelineConfig, native: ForwardBackward) -> None:
+    def __init__(self, settings: PipelineConfig, native: ForwardBackward,
+                 gradients: Any = None) -> None:
         self.settings, self.native = settings, native
         self.group = ps.get_pipeline_model_parallel_group()
+        self.gradients = _second(self.group) if gradients is None else gradients
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
@@ -91,18 +94,18 @@ class PipelineSchedule:
                 refuse(self.name, name, "given", "left out",
                        "models of several modules have Megatron's own schedules alone")
 
-    @cached_property
-    def gradients(self) -> Any:
-        """A second group of the same stages, for gradients; the group itself under gloo, which
-        keeps directions apart by tags. The first use is collective over all ranks.
-        """
-        if dist.get_backend(self.group) != "nccl":
-            return self.group
-        mine: list[int] = dist.get_process_group_ranks(self.group)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        groups = {tuple(ranks): dist.new_group(ranks) for ranks in sorted(set(map(tuple, every)))}
-        return groups[tuple(mine)]
+
+def _second(group: Any) -> Any:
+    """Another group of these stages; the group itself under gloo, which keeps directions apart by
+    tags. Collective over all ranks.
+    """
+    if dist.get_backend(group) != "nccl":
+        return group
+    mine: list[int] = dist.get_process_group_ranks(group)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in sorted(set(map(tuple, every)))}
+    return groups[tuple(mine)]
 
 
 def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:

@@ -26,8 +26,9 @@ class SliceSchedule(PipelineSchedule):
     name = NAME
     unfit = ("p2p_communicator", "adjust_tensor_shapes_fn")
 
-    def __init__(self, settings: PipelineConfig, native: ForwardBackward) -> None:
-        super().__init__(settings, native)
+    def __init__(self, settings: PipelineConfig, native: ForwardBackward,
+                 gradients: Any = None) -> None:
+        super().__init__(settings, native, gradients)
         self.trials: SliceTrials | None = None
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
