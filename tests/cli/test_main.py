@@ -69,13 +69,13 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("words", [
-    f"plan --model {CONFIGS}/plans/small.yaml --cluster {CONFIGS}/clusters/a100_ib.yaml --device "
-    f"{CONFIGS}/devices/h100.yaml --nodes 1 --ranks-per-node 2",
-    f"simulate all-to-all --cluster {CONFIGS}/clusters/a100_ib.yaml --ranks 16"])
+    "plan --model configs/plans/small.yaml --cluster configs/clusters/a100_ib.yaml --device "
+    "configs/devices/h100.yaml --nodes 1 --ranks-per-node 2",
+    "simulate all-to-all --cluster configs/clusters/a100_ib.yaml --ranks 16"])
 def test_planning_runs_without_torch(words: str) -> None:
     code = """
 import sys
@@ -84,7 +84,7 @@ assert main(sys.argv[1:]) == 0
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code, *words.split()], check=False,
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

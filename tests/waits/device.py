@@ -95,7 +95,7 @@ class _DeviceEvent:
     left since: then there is work behind it, which nothing waits for.
     """
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self.launched = EVENTS.launched()
 
     def synchronize(self) -> None:
@@ -119,6 +119,9 @@ class _Backend(backend_registration._DummyBackendModule):
 
     def current_device(self) -> int:
         return 0
+
+    def current_stream(self, device: Any = None) -> None:
+        """There is one queue."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()

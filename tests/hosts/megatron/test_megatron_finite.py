@@ -25,25 +25,25 @@ def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
     """Train with a NaN in the last rank's loss in the steps `bad` (1-based): whether each step
     changed parameters, and the error that ended training.
     """
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.hosts.megatron.trainer import arguments, loop, train
 
     args = arguments.parser().parse_args(argv)
     changed: list[bool] = []
-    forward_step, step = model.forward_step, train.Loop.step
+    forward_step, step = loop.forward_step, loop.Loop.step
 
     def with_nan(batches: Any, chunk: Any) -> Any:
         output, loss = forward_step(batches, chunk)
         poisoned = dist.get_rank() == dist.get_world_size() - 1 and len(changed) + 1 in bad
         return (output * float("nan") if poisoned else output), loss
 
-    def watched(loop: Any, *given: Any) -> Any:
-        before = [p.detach().clone() for p in loop.training.bare()[0].parameters()]
-        found = step(loop, *given)
-        after = list(loop.training.bare()[0].parameters())
+    def watched(self: Any, *given: Any) -> Any:
+        before = [p.detach().clone() for p in self.training.bare()[0].parameters()]
+        found = step(self, *given)
+        after = list(self.training.bare()[0].parameters())
         changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         return found
 
-    model.forward_step, train.Loop.step = with_nan, watched
+    loop.forward_step, loop.Loop.step = with_nan, watched
     error = ""
     train.start(args)
     try:
