@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -183,3 +185,21 @@ def _flipped(rank: int, wrong: bool) -> tuple[int, tuple[int, ...]] | None:
 def test_twins_are_compared_in_a_loop_of_ones_own(wrong: bool) -> None:
     found = run_gloo(3, _flipped, 1, wrong)
     assert found == [(2, (1,)) if wrong else None] * 3
+
+
+def test_a_stopped_rank_says_its_line_before_its_launcher_ends_it() -> None:
+    """One that has ended makes the launcher end the others (SIGTERM), however far they are."""
+    code = """
+import os, signal, time
+from moe_plugin.resilience.stopping import RUN, stops_in_one_line
+with stops_in_one_line():
+    RUN.resume(lambda: 3, None, None, "")
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped at step 3; nothing was to be saved\n")

@@ -78,7 +78,7 @@ def stops_in_one_line() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, _stop)
+    before, ended = signal.signal(signal.SIGINT, _stop), signal.getsignal(signal.SIGTERM)
     try:
         yield
     except BaseException:
@@ -87,15 +87,19 @@ def stops_in_one_line() -> Iterator[None]:
         _end()
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, ended)
 
 
 def _stop(*_: Any) -> None:
     if not RUN.stopped:  # further signals would interrupt the end
         RUN.stopped = True
+        # whoever started the ranks ends the others when one has ended: not before the line is said
+        signal.signal(signal.SIGTERM, lambda *_: _end())
         raise KeyboardInterrupt
 
 
 def _end() -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is said once
     first = not dist.get_rank() if dist.is_initialized() else first_process()
     if first:
         sys.stderr.write(f"{RUN.line()}\n")
