@@ -1,26 +1,24 @@
 """Replicas of hot experts that stand for several steps, and the rows that they get.
 
 Every n steps the loads of these steps say which experts have replicas on which ranks (EPLB's greedy
-placement, `replicas.host_replicas`), and SWARM's interleaved weighted round robin over the ranks'
-throughputs (Ryabinin et al. 2023) which share of an expert's rows each of its ranks computes. Until
-the next time every call's rows are cut in these shares. A call follows them as it follows any plan
-of `spill`: owners lend weights, and get the gradients back.
+placement, `replicas.host_replicas`), and interleaved weighted round robin over the ranks'
+throughputs (`peer_choice.Wiring`) which share of an expert's rows each of its ranks computes. Until
+the next time every call's rows are split into these shares. A call follows them as it follows any
+plan of `spill`: owners lend weights, and get the gradients back.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from moe_plugin.planner.peer_choice import Wiring
 from moe_plugin.planner.replicas import Loads, ReplicaMap, host_replicas
 from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan, round_shares, saves
 
 TASKS = 32  # of a rank: its share of all rows, in so many parts
-ALPHA = 0.1  # of averages of throughput: the weight of the newest value
 SLACK = 0.02  # of the busiest rank's time: less is not worth a replica
 Shares = Mapping[int, Mapping[int, float]]  # of an expert's rows by rank, for those with replicas
 
@@ -28,11 +26,11 @@ Shares = Mapping[int, Mapping[int, float]]  # of an expert's rows by rank, for t
 def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> Shares:
     """Shares of the rows of each replicated expert, by rank.
 
-    An expert's load is cut into tasks, which go one by one to the rank that is predicted to be free
-    first among those that have the expert. First what one rank alone can compute, then by falling
-    load: what is small fills up. As many replicas as possible, of the smallest loads, are left out
-    if the busiest rank takes no more than `SLACK` longer without them: their weights would travel
-    for little.
+    An expert's load is split into tasks, which go one by one to the rank that is predicted to be
+    free first among those that have the expert. First what one rank alone can compute, then by
+    falling load: what is small fills up. As many replicas as possible, of the smallest loads, are
+    left out if the busiest rank takes no more than `SLACK` longer without them: their weights would
+    travel for little.
 
     Args:
         loads: rows by expert, not all zero. speeds: rows per second of the ranks, any unit.
@@ -60,24 +58,19 @@ def _local(loads: Loads, speeds: Sequence[float]) -> int:
 
 
 def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence[float]) -> Shares:
-    ties = random.Random(0)  # of ranks that are free at the same time
-    free = [(0.0, ties.random()) for _ in speeds]  # when each rank is predicted to be free
-
-    def give(load: float, ranks: frozenset[int]) -> int:
-        rank = min(ranks, key=free.__getitem__)
-        free[rank] = free[rank][0] + load / speeds[rank], ties.random()
-        return rank
-
+    wiring, everyone = Wiring(), frozenset(range(len(speeds)))
+    for rank, speed in enumerate(speeds):
+        wiring.announce(rank, speed)
     fixed, task = Counter(), sum(loads) / (len(speeds) * TASKS)
     for expert, ranks in holders.items():
         if len(ranks) == 1:
             fixed[min(ranks)] += loads[expert]
     for rank, load in fixed.items():
-        give(load, frozenset({rank}))
+        wiring.choose(load, but=everyone - {rank})
     shares: dict[int, dict[int, float]] = {}
     for expert in sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (-loads[e], e)):
-        tasks = max(1, math.ceil(loads[expert] / task))
-        given = Counter(give(loads[expert] / tasks, holders[expert]) for _ in range(tasks))
+        tasks, others = max(1, math.ceil(loads[expert] / task)), everyone - holders[expert]
+        given = Counter(wiring.choose(loads[expert] / tasks, but=others) for _ in range(tasks))
         shares[expert] = {rank: given[rank] / tasks for rank in sorted(given)}
     return shares
 
@@ -89,24 +82,6 @@ def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
             rows[rank] += share * load
     return max(n / speed for n, speed in zip(rows, speeds, strict=True))
-
-
-@dataclass
-class Throughput:
-    """A moving average of tasks per second, without the bias of its start at zero."""
-
-    _average: float = 0.0
-    _weight: float = 0.0
-
-    def add(self, size: float, seconds: float) -> None:
-        """A task of `size` took `seconds` (> 0)."""
-        self._average += ALPHA * (size / seconds - self._average)
-        self._weight += ALPHA * (1 - self._weight)
-
-    @property
-    def value(self) -> float | None:
-        """Size per second; None: nothing was added."""
-        return self._average / self._weight if self._weight else None
 
 
 class StandingReplicas:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_plugin.planner.peer_choice import Throughput
 from moe_plugin.planner.replicas import host_replicas
 from moe_plugin.planner.spill import SpillCosts, round_shares
-from moe_plugin.planner.standing import TASKS, StandingReplicas, Throughput, wired_shares
+from moe_plugin.planner.standing import TASKS, StandingReplicas, wired_shares
 
 pytestmark = pytest.mark.fast
 

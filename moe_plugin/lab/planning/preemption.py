@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from moe_plugin.lab.planning.peer_choice import Wiring
+from moe_plugin.planner.peer_choice import Wiring
 
 
 @dataclass(frozen=True, kw_only=True)

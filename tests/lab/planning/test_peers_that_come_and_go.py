@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from moe_plugin.lab.planning.peer_choice import Wiring, butterfly_weights, speed_shares
 from moe_plugin.lab.planning.preemption import Preemptions, deliver
+from moe_plugin.planner.peer_choice import Wiring, butterfly_weights, speed_shares
 
 pytestmark = pytest.mark.fast
 

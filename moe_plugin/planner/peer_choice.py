@@ -15,9 +15,27 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_plugin.planner.spill import round_shares
-from moe_plugin.planner.standing import Throughput
 
+ALPHA = 0.1  # of averages of throughput: the weight of the newest value
 BACKWARD = 2.5  # size of a backward task where a forward task's is 1
+
+
+@dataclass
+class Throughput:
+    """A moving average of tasks per second, without the bias of its start at zero."""
+
+    _average: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, size: float, seconds: float) -> None:
+        """A task of `size` took `seconds` (> 0)."""
+        self._average += ALPHA * (size / seconds - self._average)
+        self._weight += ALPHA * (1 - self._weight)
+
+    @property
+    def value(self) -> float | None:
+        """Size per second; None: nothing was added."""
+        return self._average / self._weight if self._weight else None
 
 
 @dataclass(order=True)
