@@ -58,7 +58,7 @@ class Tier(ABC):
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
         """The same of several in the background; they must stay as they are, and are only held when
-        the ticket has been waited for, which raises `TierError` where there is no room.
+        the ticket has been waited for, which raises `TierError` without room.
         """
         held = [self._room(x) for x in tensors]
         pairs = list(zip(held, tensors, strict=True))

@@ -204,8 +204,8 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
         near.setdefault(nodes[device], []).append(device)
     hops = []
     for node in sorted({nodes[s] for s in each.senders} & set(near)):
-        beside = [s for s in each.senders if nodes[s] == node]
-        hops += [Hop(_least(beside, each.elements, load), receiver, index, (0, each.elements), 0)
+        same_node = [s for s in each.senders if nodes[s] == node]
+        hops += [Hop(_least(same_node, each.elements, load), receiver, index, (0, each.elements), 0)
                  for receiver in near.pop(node)]
     if not near:
         return hops

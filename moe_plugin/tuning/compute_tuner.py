@@ -119,7 +119,7 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
     measured once (see `experts.compute_selection`).
     """
     counts, (_, width, inner) = getattr(rows, "counts", rows), parameters.w_in_LDF.shape
-    # the first candidate on a CPU, whatever the others are, where it is not worth measuring
+    # the first candidate on a CPU, for any others, where it is not worth measuring
     if x.device.type == "cpu" and not isinstance(counts, DeviceCounts) and (
             2 * sum(counts.host) * width * inner < SMALL_LAYER) and (
             not torch.compiler.is_compiling()):

@@ -155,7 +155,7 @@ class StreamedBlock:
         """Wait until what `keep_gradients` started is done. `TierError`: there is no room."""
         if self._aside is not None:
             _, _, ticket = self._aside
-            ticket.synchronize()  # the optimizer in host memory is no work of the GPU's stream
+            ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory
 
     def _take_gradients(self) -> None:
         if self._aside is not None:

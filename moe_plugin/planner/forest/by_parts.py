@@ -42,34 +42,35 @@ class Parts:
 
 
 def find_parts(graph: Graph) -> Parts | None:
-    """The smallest equal parts with switches between them; None where there are none."""
-    beside: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
+    """The smallest equal parts with switches between them; None if absent."""
+    neighbours: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
     for source, target in graph.capacity:
-        beside[source].add(target)
-        beside[target].add(source)
+        neighbours[source].add(target)
+        neighbours[target].add(source)
     for size in range(1, graph.ranks // 2 + 1):
         if graph.ranks % size:
             continue
-        turned = _turned(graph, beside, size)
+        turned = _turned(graph, neighbours, size)
         between = frozenset(v for v, goal in enumerate(turned or ()) if v == goal)
         if turned and between:
             return Parts(size, graph.ranks // size, turned, between)
     return None
 
 
-def _turned(graph: Graph, beside: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
+def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
     """Where each node goes if rank i goes to rank i + size; None where a wire would change."""
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
-        # a switch goes to where all goes that is beside it; of several alike, to the first
+        # a switch goes where all of its neighbours go; of several alike, to the first
         goals: dict[frozenset[tuple[int, int, int]], list[int]] = {}
         for switch in left:
-            around = _around(graph, switch, {v: v for v in beside[switch] if v in turned})
+            around = _around(graph, switch, {v: v for v in neighbours[switch] if v in turned})
             goals.setdefault(around, []).append(switch)
         found: dict[int, int] = {}
         for switch in left:
-            around = _around(graph, switch, {v: turned[v] for v in beside[switch] if v in turned})
+            around = _around(graph, switch,
+                             {v: turned[v] for v in neighbours[switch] if v in turned})
             alike = goals.get(around)
             if around and alike:
                 found[switch] = alike.pop(alike.index(switch) if switch in alike else 0)
@@ -154,13 +155,13 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
     """From a rank of part 0 to switches between the parts: at once, or through one switch."""
-    beside: dict[int, list[int]] = defaultdict(list)
+    neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
-        beside[source].append(target)
-    once = [(place, v) for v in beside[place] if v in parts.between]
-    return once + [(place, v, far) for v in beside[place]
+        neighbours[source].append(target)
+    once = [(place, v) for v in neighbours[place] if v in parts.between]
+    return once + [(place, v, far) for v in neighbours[place]
                    if v >= counted.ranks and v not in parts.between
-                   for far in beside[v] if far in parts.between]
+                   for far in neighbours[v] if far in parts.between]
 
 
 # -- within a part
@@ -205,13 +206,13 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
     ranks as well; None where parts are joined without a switch.
     """
     members = list(range(parts.size))
-    beside: dict[int, list[int]] = defaultdict(list)
+    neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
         if source not in parts.between:
-            beside[source].append(target)
+            neighbours[source].append(target)
     index = {v: v for v in members}
     for node in members:  # grows as it goes
-        for other in beside[node]:
+        for other in neighbours[node]:
             if other not in index:
                 if other < counted.ranks:  # a rank of another part: not a graph alone
                     return None

@@ -305,12 +305,12 @@ def _check_connected(network: Network, where: str) -> None:
 
 def _reached(wires: Iterable[Wire], first: str) -> set[str]:
     """Nodes that wires lead to from one, itself included."""
-    beside: dict[str, list[str]] = defaultdict(list)
+    neighbours: dict[str, list[str]] = defaultdict(list)
     for wire in wires:
-        beside[wire.source].append(wire.target)
+        neighbours[wire.source].append(wire.target)
     reached, border = {first}, [first]
     while border:
-        fresh = set(beside[border.pop()]) - reached
+        fresh = set(neighbours[border.pop()]) - reached
         reached |= fresh
         border.extend(fresh)
     return reached

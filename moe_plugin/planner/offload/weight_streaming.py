@@ -41,7 +41,7 @@ class Layer:
         load_s: to bring its weights to the device; out_s: to bring its gradients from it.
         weight_bytes, gradient_bytes: on the device while its segment is there.
         kept_bytes: its input, kept from forward to backward; also what is sent where the model is
-            cut in front of it.
+            split in front of it.
         workspace_bytes: while it computes one micro-batch.
     """
 

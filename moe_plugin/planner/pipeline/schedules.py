@@ -1,7 +1,7 @@
 """What pipeline stages compute when, how long that takes, and what is alive: 1F1B, eager 1F1B
 (AlpaComm, arXiv 2211.05322) and TeraPipe's slices of sequences (arXiv 2102.07988).
 
-Stage i of n begins with n - i forward passes, then takes one backward and one forward in turns.
+Stage i of n begins with n - i forward passes, then takes one backward and one forward alternately.
 Where sequences are cut into S slices, a pass is one of a slice, S - 1 more come first, and backward
 passes of a micro-batch run in reverse order: a slice's keys and values get gradients from the
 slices after it. With few micro-batches that is TeraPipe's own order, all forward passes first.
@@ -9,8 +9,8 @@ slices after it. With few micro-batches that is TeraPipe's own order, all forwar
 Four ways to send what a stage has computed to the next:
 
 - paired: both stages wait until it is sent, which begins when both are there; what they send to
-  each other goes in turn, because gloo's request for the second travels on the connection behind
-  the data of the first (Megatron's 1F1B over gloo).
+  each other goes one after the other, because gloo's request for the second travels on the
+  connection behind the data of the first (Megatron's 1F1B over gloo).
 - blocking: the stage that sends waits until it is sent.
 - overlapped: the stage goes on; 1F1B consumes an activation right after it is made, so that the
   next stage waits for it.
@@ -193,7 +193,7 @@ class Pipeline:
     # -- paired: a transfer begins when its sender and its receiver have both called
 
     def _calls(self, stage: int) -> Iterator[Pass | set[Transfer]]:
-        """What a stage does in turn: a pass, or transfers that it waits for together. Between two
+        """What a stage does, in order: a pass, or transfers that it waits for together. Between two
         passes in turns it sends and receives in one call, else in two.
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage

@@ -1,4 +1,4 @@
-"""Training steps of several models in one set of ranks, in turn."""
+"""Training steps of several models in one set of ranks, alternately."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Clock:
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Train all sides, one step of each in turn; every rank calls it. now: the clock, seconds.
+    """Train all sides, alternating after each step; every rank calls it. now: the clock, seconds.
 
     Before it counts every side runs `warm_up` steps. One whose tuners have not settled then runs
     some more on its own, and begins again with the weights it had: what is timed has equal weights
