@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, List, Optional
@@ -82,7 +83,8 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
         if _traced(x) and not redirected and fp8 is None:
             lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (
                 counts.host, None)
-            return expert_ffn(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
+            made = expert_ffn if lengths[0] is None or counts.even else expert_ffn_uneven
+            return made(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
         call = _Call(RowGroups(counts, x.device), p.activation, p.precision, redirected, fp8)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
@@ -112,12 +114,11 @@ class _Call:
 
 # one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break.
 # Its arguments are tensors and numbers, so its backward pass makes the tables of tiles again
-@torch.library.custom_op("moe_plugin::expert_ffn", mutates_args=())
-def expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor],
-               position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
-               w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
-               b_out: Optional[Tensor], counts: Optional[Sequence[int]],
-               lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
+def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor],
+                position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
+                w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
+                b_out: Optional[Tensor], counts: Optional[Sequence[int]],
+                lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
     """[y, h, gate] of feed-forward experts, differentiable.
 
     Args:
@@ -177,10 +178,9 @@ def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | Non
     return torch.div(source_R, max(1, choices), rounding_mode="floor")
 
 
-@expert_ffn.register_fake
-def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any,
-      w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int] | None,
-      lengths_L: Any, activation: str, precision: str) -> list[Tensor]:
+def _fake(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any,
+          w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int] | None,
+          lengths_L: Any, activation: str, precision: str) -> list[Tensor]:
     rows = sum(counts) if lengths_L is None else (x if source_R is None else source_R).shape[0]
     h_RF = x.new_empty(rows, w_in.shape[2])
     return [
@@ -189,13 +189,12 @@ def _(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b
     ]
 
 
-@torch.library.custom_op("moe_plugin::expert_ffn_backward", mutates_args=())
-def expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
-                        source_R: Optional[Tensor], position_TK: Optional[Tensor], h_RF: Tensor,
-                        gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor,
-                        b_out: Optional[Tensor], counts: Optional[Sequence[int]],
-                        lengths_L: Optional[Tensor], activation: str, precision: str,
-                        needs: Sequence[bool]) -> List[Tensor]:
+def _expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
+                         source_R: Optional[Tensor], position_TK: Optional[Tensor], h_RF: Tensor,
+                         gate_RF: Tensor, w_in: Tensor, w_gate: Optional[Tensor], w_out: Tensor,
+                         b_out: Optional[Tensor], counts: Optional[Sequence[int]],
+                         lengths_L: Optional[Tensor], activation: str, precision: str,
+                         needs: Sequence[bool]) -> List[Tensor]:
     """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out, each in its tensor's shape.
 
     Args:
@@ -244,11 +243,10 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
     ]
 
 
-@expert_ffn_backward.register_fake
-def _(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, h_RF: Tensor,
-      gate_RF: Tensor, w_in: Tensor, w_gate: Any, w_out: Tensor, b_out: Any,
-      counts: Sequence[int] | None, lengths_L: Any, activation: str, precision: str,
-      needs: Sequence[bool]) -> list[Tensor]:
+def _fake_backward(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
+                   h_RF: Tensor, gate_RF: Tensor, w_in: Tensor, w_gate: Any, w_out: Tensor,
+                   b_out: Any, counts: Sequence[int] | None, lengths_L: Any, activation: str,
+                   precision: str, needs: Sequence[bool]) -> list[Tensor]:
     groups, width, inner = w_in.shape
     shapes = [
         tuple(x.shape), None, (groups, width, inner), (groups, inner), (groups, width, inner),
@@ -275,16 +273,35 @@ def _kept(operands: Sequence[Tensor | None], output: list[Tensor]) -> tuple[Tens
     return (x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate, w_out, b_out)
 
 
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _backward(backward: Any, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 4, 5, 6, 7, 8, 9)]
     *saved, lengths_L = ctx.saved_tensors
-    made = expert_ffn_backward(grads[0], *saved, ctx.counts, lengths_L, ctx.activation,
-                               ctx.precision, needed)
+    made = backward(grads[0], *saved, ctx.counts, lengths_L, ctx.activation, ctx.precision, needed)
     x, gates, *rest = [g if need else None for g, need in zip(made, needed, strict=True)]
     return x, gates, None, None, *rest, None, None, None, None
 
 
-expert_ffn.register_autograd(_backward, setup_context=_setup)
+def _operation(suffix: str, **options: Any) -> Any:
+    define = functools.partial(torch.library.custom_op, mutates_args=(), **options)
+    forward = define(f"moe_plugin::expert_ffn{suffix}", _expert_ffn)
+    backward = define(f"moe_plugin::expert_ffn_backward{suffix}", _expert_ffn_backward)
+    forward.register_fake(_fake)
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(functools.partial(_backward, backward), setup_context=_setup)
+    return forward
+
+
+def _not_captured() -> dict[str, Any]:
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    takes = "tags" in inspect.signature(torch.library.custom_op).parameters  # not in 2.6
+    return {"tags": (tag,)} if tag is not None and takes else {}
+
+
+expert_ffn = _operation("")
+# what the host knows it copies to the device from memory of a moment, which a replay cannot read:
+# torch.compile leaves it out of the CUDA graphs that mode reduce-overhead makes. Where torch has no
+# word for that, such a capture ends in the error of `machine.to_device`
+expert_ffn_uneven = _operation("_uneven", **_not_captured())
 
 
 class _Direct(torch.autograd.Function):

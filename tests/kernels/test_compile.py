@@ -4,15 +4,20 @@ torch operation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_plugin.kernels import strategies
 from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
 from moe_plugin.layer import MoELayer
+from moe_plugin.row_counts import DeviceCounts, RowCounts
 from tests.combinations import Cell, all_pairs, name_of
-from tests.experts.problems import make_layer, problem
+from tests.experts.problems import make_layer, parameters, problem
 from tests.kernels.problems import SHAPES, Shape
 
 
@@ -138,3 +143,25 @@ def test_opcheck(gated: bool, shape: Shape) -> None:
                       (x, gates, plan.source_R, plan.position_TK, *p.values(), None, lengths_L,
                        "gelu", "fp8")):
         assert set(torch.library.opcheck(expert_ffn, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(("counts", "left_out"), [
+    (lambda _: RowCounts([3, 4]), True), (lambda _: RowCounts([4, 4]), False),
+    (lambda lengths_L: DeviceCounts(lengths_L, 8), False)], ids=["uneven", "even", "of the device"])
+def test_what_no_cuda_graph_may_hold_is_left_out_of_them(
+        counts: Callable[[torch.Tensor], RowCounts], left_out: bool) -> None:
+    """By the tag that torch.compile looks for in mode reduce-overhead; in backward, too."""
+    _, _, p, _ = problem(Shape(8, 4, 2, 1, 6), True, True, True, torch.float32)
+
+    def grad(rows_RD: torch.Tensor, lengths_L: torch.Tensor,
+             *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        known = parameters(dict(zip(p, values, strict=True)), "relu")
+        return torch.autograd.grad(
+            strategies.get("kernels")(rows_RD, counts(lengths_L), known).sum(), rows_RD)
+
+    lengths_L = torch.tensor([3, 4])
+    rows_RD = torch.randn(counts(lengths_L).total, 4, requires_grad=True)
+    graph = make_fx(grad, tracing_mode="fake")(rows_RD, lengths_L, *p.values())
+    tags = [node.target.tags for node in graph.graph.nodes if "expert_ffn" in str(node.target)]
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    assert [tag in each for each in tags] == [left_out and tag is not None] * 2
