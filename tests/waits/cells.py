@@ -33,7 +33,8 @@ from tests.kernels.compiled_or_not import compiled
 from tests.oracle import Case, make_inputs, make_parameters
 from tests.routing.references import reference_of
 from tests.waits import stand_ins
-from tests.waits.device import EVENTS, CountingDevice, Event, OnDevice, inner, register
+from tests.waits.device import CountingDevice, OnDevice, inner, register
+from tests.waits.events import EVENTS, Event
 from tests.waits.matrix import config_of, matrix
 from tests.waits.ranks import CountingComm
 

@@ -4,20 +4,22 @@
 around one on the CPU: operations run there, tensors of the two devices do not mix, autograd works.
 Inside `CountingDevice(events)` every step for which the host of a GPU would wait is noted, with the
 lines that led to it. Registering a backend is for the whole process: do it in one of its own.
+
+What executes operations is a `Machine`: the CPU, at once. `tests.streams` has one with streams.
 """
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.waits.events import EVENTS
 
 NAME = "counting"
 # operations after which a GPU's host knows a value, or a size that depends on values
@@ -30,64 +32,81 @@ READS = {
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MASKS = (torch.bool, torch.uint8)
 _CREATES = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
-_OURS = ("/moe_plugin/", "/kernels/")
 
 
 @dataclass(frozen=True)
-class Event:
-    """What happened, in the order of the host.
-
-    kind: `read` (device to host), `pageable` (host to device from memory that is not pinned),
-    `exchange` (rows are on their way), `hosts` (the hosts of the ranks wait for each other; no
-    device does). what: the operation. where: the project's lines that led to it.
+class Call:
+    """An operation of torch. args, kwargs: its arguments, tensors of the device among them; kwargs
+    name the CPU where they named the device. waits: the host of a GPU waits for it. launched: the
+    device does it, not the host; gives: its results are on the device.
     """
 
-    kind: str
-    what: str
-    where: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    waits: bool
+    launched: bool
+    gives: bool
+
+    @property
+    def name(self) -> str:
+        return self.func._schema.name
 
 
-@dataclass
-class Events:
-    """A list that is written to while `on`."""
+class Machine:
+    """What executes operations: the CPU, at once.
 
-    seen: list[Event] = field(default_factory=list)
-    on: bool = False
+    Attributes: `names`: types of torch devices that mean this one.
+    """
 
-    def note(self, kind: str, what: str) -> None:
-        """Add one event, if it is wanted."""
-        if self.on:
-            lines = [(code.co_filename, line) for frame, line in traceback.walk_stack(None)
-                     if any(ours in (code := frame.f_code).co_filename for ours in _OURS)
-                     and "/tests/" not in code.co_filename]
-            self.seen.append(Event(kind, what, " < ".join(
-                f"{'/'.join(path.split('/')[-2:])}:{line}" for path, line in lines[:4])))
+    names: tuple[str, ...] = (NAME,)
 
-    def launched(self) -> int:
-        """Exchanges of rows so far."""
-        return sum(event.kind == "exchange" for event in self.seen)
+    def run(self, call: Call) -> Any:
+        """Execute an operation, on this device or on the host; its result in tensors of the CPU."""
+        return call.func(*inner(call.args), **inner(call.kwargs))
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[list[Event]]:
-        """The events of what runs inside."""
-        self.seen, self.on = [], True
-        try:
-            yield self.seen
-        finally:
-            self.on = False
+    def launch(self, name: str, function: Callable[..., Any], *args: Any,
+               also: Sequence[torch.Tensor] = (),
+               writes: Sequence[torch.Tensor] | None = None) -> Any:
+        """Execute `function` of tensors on the CPU as one kernel; its result as it returns it.
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is noted inside."""
-        before, self.on = self.on, False
-        try:
-            yield
-        finally:
-            self.on = before
+        also: tensors that it takes besides `args`. writes: those of all that it writes; None: those
+        whose version says so.
+        """
+        with EVENTS.paused():
+            return function(*args)
+
+    def made(self, x: OnDevice) -> None:
+        """A tensor of the device was made, of `x.inner`."""
+
+    def called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What is to be passed to a function of torch's interface, before it is called."""
+        return args, kwargs
+
+    def pin(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory."""
+        x = x.clone()
+        x.pinned = True  # of torch's own objects, which alone are asked
+        return x
+
+    def is_pinned(self, x: torch.Tensor) -> bool:
+        return getattr(x, "pinned", False)
 
 
-# of this process, as backward runs in a thread of the device
-EVENTS = Events()
+class _Present:
+    """The machine of this process."""
+
+    machine = Machine()
+
+
+def machine() -> Machine:
+    """What executes operations in this process."""
+    return _Present.machine
+
+
+def use_machine(made: Machine) -> None:
+    """Execute all that follows in this process by another machine."""
+    _Present.machine = made
 
 
 class _DeviceEvent:
@@ -149,6 +168,7 @@ class OnDevice(torch.Tensor):
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
             dtype=inner.dtype, device=torch.device(NAME, 0), requires_grad=requires_grad)
         made.inner = inner
+        machine().made(made)
         return made
 
     def tolist(self) -> Any:
@@ -186,47 +206,40 @@ def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Tensors in lists, tuples and mappings."""
     found: list[torch.Tensor] = []
     _each(value, found.append)
     return found
 
 
-def _is_pinned(x: torch.Tensor) -> bool:
-    return getattr(x, "pinned", False)  # set by `_HostCalls`, on torch's own objects
-
-
-def _pinned(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
-    x.pinned = True
-    return x
-
-
-def _note(name: str, args: Any, kwargs: Any, here: list[OnDevice],
-          host: list[torch.Tensor]) -> None:
+def _waits(name: str, args: Any, kwargs: Any, here: list[OnDevice],
+           host: list[torch.Tensor]) -> tuple[str, str] | None:
+    """For what a GPU's host waits: kind and description of an event; None: it does not."""
     waits = not (kwargs.get("non_blocking") or (name == "aten::copy_" and True in args[2:]))
     if name in ("aten::copy_", "aten::_to_copy"):
         source = args[0] if name == "aten::_to_copy" else args[1]
         to_device = _to(kwargs, NAME) if name == "aten::_to_copy" else isinstance(args[0], OnDevice)
         if isinstance(source, OnDevice):
             if not to_device and (name == "aten::copy_" or _to(kwargs, "cpu")):
-                target_pinned = name == "aten::copy_" and _is_pinned(args[0])
+                target_pinned = name == "aten::copy_" and machine().is_pinned(args[0])
                 if waits or not target_pinned:
-                    EVENTS.note("read", name)
-        elif to_device and not (_is_pinned(source) and not waits):
-            EVENTS.note("pageable", name)
-        return
+                    return "read", name
+        elif to_device and not (machine().is_pinned(source) and not waits):
+            return "pageable", name
+        return None
     if here and name in INDEXED:
-        _note_index(name, args[0], _tensors(args[1]), _tensors(args[2:3]))
-    elif here and any(x.dim() > 0 for x in host):
+        return _index_waits(name, args[0], tensors_of(args[1]), tensors_of(args[2:3]))
+    if here and any(x.dim() > 0 for x in host):
         raise _mixed(name, host)
     if here and (name in READS or (name == "aten::repeat_interleave"
                                    and kwargs.get("output_size") is None)):
-        EVENTS.note("read", name)
+        return "read", name
+    return None
 
 
-def _note_index(name: str, indexed: torch.Tensor, indices: list[torch.Tensor],
-                values: list[torch.Tensor]) -> None:
+def _index_waits(name: str, indexed: torch.Tensor, indices: list[torch.Tensor],
+                 values: list[torch.Tensor]) -> tuple[str, str] | None:
     """An index by tensors, which is read or written (`values`).
 
     What is on the host is copied as `to(device)` does it: from pinned memory the host waits, too.
@@ -237,10 +250,9 @@ def _note_index(name: str, indexed: torch.Tensor, indices: list[torch.Tensor],
         raise _mixed(name, [indexed, *on_host])
     if any(x.dim() > 0 for x in values if not isinstance(x, OnDevice)):
         raise _mixed(name, on_host)
-    if on_host:
-        EVENTS.note("pageable", f"{name} by what is on the host")
     if any(isinstance(x, OnDevice) and x.dtype in _MASKS for x in indices):
-        EVENTS.note("read", f"{name} by a mask")
+        return "read", f"{name} by a mask"
+    return ("pageable", f"{name} by what is on the host") if on_host else None
 
 
 def _mixed(name: str, host: list[torch.Tensor]) -> RuntimeError:
@@ -249,7 +261,7 @@ def _mixed(name: str, host: list[torch.Tensor]) -> RuntimeError:
 
 def _note_number(indexed: Any, index: Any, value: Any) -> None:
     """torch makes a tensor on the host of a Python number that is written to a GPU by an index."""
-    numbers = [x for x in _tensors(index if isinstance(index, tuple) else (index,))
+    numbers = [x for x in tensors_of(index if isinstance(index, tuple) else (index,))
                if x.dim() > 0 and x.dtype not in _MASKS]
     if isinstance(indexed, OnDevice) and isinstance(value, (int, float)) and numbers:
         EVENTS.note("pageable", "a number written by an index")
@@ -257,21 +269,26 @@ def _note_number(indexed: Any, index: Any, value: Any) -> None:
 
 def _to(kwargs: Any, kind: str) -> bool:
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type == kind
+    kinds = machine().names if kind == NAME else (kind,)
+    return device is not None and torch.device(device).type in kinds
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
-    tensors = _tensors((args, kwargs))
+    tensors = tensors_of((args, kwargs))
     here = [x for x in tensors if isinstance(x, OnDevice)]
-    _note(name, args, kwargs, here, [x for x in tensors if not isinstance(x, OnDevice)])
+    waits = _waits(name, args, kwargs, here, [x for x in tensors if not isinstance(x, OnDevice)])
+    if waits is not None:
+        EVENTS.note(*waits)
     to_host = _to(kwargs, "cpu")
     if "device" in kwargs and kwargs["device"] is not None:
         on_device, kwargs = _to(kwargs, NAME), {**kwargs, "device": torch.device("cpu")}
     else:
         on_device = False
-    out = func(*inner(args), **inner(kwargs))
-    if name == "aten::_local_scalar_dense" or to_host or not (on_device or here):
+    launched = bool(on_device or here)
+    gives = launched and not (name == "aten::_local_scalar_dense" or to_host)
+    out = machine().run(Call(func, args, kwargs, waits is not None, launched, gives))
+    if not gives:
         return out
     if name == "aten::copy_" and not isinstance(args[0], OnDevice):
         return args[0]
@@ -284,21 +301,23 @@ class _HostCalls(TorchFunctionMode):
     """What goes past torch's dispatcher: tensors made of Python numbers, and pinned memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        args, kwargs = machine().called(func, args, dict(kwargs or {}))
         if func in _CREATES:
             return self._create(func, args, kwargs)
+        if func is torch.Tensor.is_pinned:
+            return machine().is_pinned(args[0])
         if func is torch.Tensor.pin_memory:
-            return _pinned(args[0])
+            return machine().pin(args[0])
         if func is torch.Tensor.__setitem__:
             _note_number(*args)
         if kwargs.pop("pin_memory", False):
-            return _pinned(func(*args, **kwargs))
+            return machine().pin(func(*args, **kwargs))
         return func(*args, **kwargs)
 
     def _create(self, func: Any, args: Any, kwargs: Any) -> Any:
         like = args[0] if func is torch.Tensor.new_tensor else None
         device = kwargs.get("device", None if like is None else like.device)
-        if device is None or torch.device(device).type != NAME:
+        if device is None or torch.device(device).type not in machine().names:
             return func(*args, **kwargs)
         kwargs |= {"device": "cpu"}
         if like is not None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.comm.base import Messages
-from tests.waits.device import EVENTS, NAME, inner, outer
+from tests.waits.device import inner, machine, outer
+from tests.waits.events import EVENTS
 
 
 class HostComm(TorchComm):
@@ -57,7 +58,7 @@ class CountingComm(Comm):
 
     @property
     def device(self) -> torch.device:
-        return torch.device(NAME, 0)
+        return torch.device(machine().names[-1], 0)
 
     @property
     def hosts(self) -> Comm:
@@ -82,7 +83,8 @@ class CountingComm(Comm):
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
         if any(x.is_floating_point() for _, x in sends):
             EVENTS.note("exchange", "send_receive")
-        self.group.send_receive(inner(list(sends)), inner(list(recvs)))
+        machine().launch("send_receive", self.group.send_receive, inner(list(sends)),
+                         inner(list(recvs)), writes=inner([x for _, x in recvs]))
 
     def subgroup(self, ranks: Sequence[int]) -> CountingComm | None:
         made = self.group.subgroup(ranks)
@@ -92,8 +94,8 @@ class CountingComm(Comm):
         self.group.barrier()
 
     def _run(self, name: str, x: Tensor, *args: object) -> Tensor:
-        if x.device.type != NAME:
+        if x.device.type not in machine().names:
             raise self.error(f"{name} of a tensor on {x.device}: must be on {self.device}")
         if x.is_floating_point():
             EVENTS.note("exchange", name)
-        return outer(getattr(self.group, name)(x.inner, *args))
+        return outer(machine().launch(name, getattr(self.group, name), x.inner, *args, writes=()))

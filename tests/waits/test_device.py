@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.preloaded import Server
-from tests.waits.device import EVENTS, CountingDevice, inner, register
+from tests.waits.device import CountingDevice, inner, register
+from tests.waits.events import EVENTS
 
 READ, PAGEABLE = ["read"], ["pageable"]
 

@@ -18,7 +18,7 @@ from tests.combinations import Cell, name_of
 from tests.preloaded import Server
 from tests.waits import page
 from tests.waits.cells import Seen, auctions
-from tests.waits.device import Event
+from tests.waits.events import Event
 from tests.waits.matrix import BASE_READS, matrix, reads, reads_late, waits_of_hosts
 from tests.waits.run import measured
 from tests.waits.statements import STATEMENTS
