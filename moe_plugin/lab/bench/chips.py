@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_plugin.kernels.gpu.tilings import Chip
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -18,8 +20,9 @@ class GPU:
         most_registers: of a thread.
         shared, shared_block: bytes a multiprocessor, a block.
         warps: a multiprocessor at most.
-        tflops: dense bf16.
-        tbytes: memory bandwidth, TB/s. Rates are the vendor's.
+        tflops: dense bf16 with float32 sums.
+        tbytes: memory bandwidth, TB/s. Rates are those of the vendor's data sheet.
+        fp8: it has e4m3fn.
     """
 
     name: str
@@ -35,11 +38,12 @@ class GPU:
     warps: int
     tflops: float
     tbytes: float
+    fp8: bool = True
 
     @property
-    def ridge(self) -> float:
-        """FLOP per byte from which on arithmetic is the bound, not memory."""
-        return self.tflops / self.tbytes
+    def chip(self) -> Chip:
+        """As the rules of tiles see it."""
+        return Chip(self.kind, self.processors)
 
     def blocks(self, registers: int, shared: int, warps: int) -> int:
         """Blocks that one multiprocessor runs at once, from the resources of one."""
@@ -59,11 +63,17 @@ class GPU:
 _KIB = 1024
 GPUS = {
     "sm_80": GPU("A100 80 GB", "ampere", "cuda", 80, 32, 108, 65536, 255, 164 * _KIB, 163 * _KIB,
-                 64, 312.0, 2.04),
+                 64, 312.0, 2.04, fp8=False),
+    "sm_89": GPU("L40S", "ampere", "cuda", 89, 32, 142, 65536, 255, 100 * _KIB, 99 * _KIB, 48,
+                 362.0, 0.864),
     "sm_90": GPU("H200", "hopper", "cuda", 90, 32, 132, 65536, 255, 228 * _KIB, 227 * _KIB, 64,
                  989.0, 4.8),
     "sm_100": GPU("B200", "hopper", "cuda", 100, 32, 148, 65536, 255, 228 * _KIB, 227 * _KIB, 64,
                   2250.0, 8.0),
+    "sm_120": GPU("RTX 5090", "ampere", "cuda", 120, 32, 170, 65536, 255, 100 * _KIB, 99 * _KIB,
+                  48, 209.5, 1.79),
     "gfx942": GPU("MI300X", "amd", "hip", "gfx942", 64, 304, 512, 512, 64 * _KIB, 64 * _KIB, 32,
-                  1307.0, 5.3),
+                  1307.0, 5.3, fp8=False),
+    "gfx950": GPU("MI355X", "amd", "hip", "gfx950", 64, 256, 512, 512, 160 * _KIB, 160 * _KIB, 32,
+                  2516.0, 8.0),
 }

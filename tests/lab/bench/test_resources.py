@@ -1,30 +1,79 @@
-"""Every Triton kernel compiles for each target without a GPU, and needs no more of it than it may;
-the products use the instructions that the target has for them.
+"""Every launch of the layer is recorded without a GPU, compiles for each target, and needs no more
+of it than it may; the products use the instructions that the target has for them.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from moe_plugin.kernels import gpu, kernels
-from moe_plugin.kernels.triton_ops import MODULES
+from moe_plugin.kernels import RowGroups, gpu, kernels
 from moe_plugin.lab.bench.chips import GPUS
-from moe_plugin.lab.bench.resources import Case, Resources, cases, compile_for, compiled
+from moe_plugin.lab.bench.launches import META, Launch, recorded, step
+from moe_plugin.lab.bench.resources import Resources, compile_for, compiled
+from moe_plugin.lab.bench.studies import resources
+from moe_plugin.lab.bench.studies.layers import LAYERS
+from tests.kernels.interpreted import DTYPES
+from tests.kernels.problems import SHAPES, arguments
 
 pytest.importorskip("triton", reason="triton is not installed")
+FINE = LAYERS["cuda"][1]
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}
-# in the fast suite: the products as a layer of many rows launches them, on the GPU with most
-# instructions of its own
-FAST = ("first", "first gated", "second", "input grad gated", "act backward gated",
-        "weight grad in", "weight grad out, added", "tiles")
+# weight gradients scale an operand in their loop, and so have it in registers
+KNOWN = {"weight_kernel": ("left operand through registers", "1 of 3 stages", "2 of 3 stages")}
 
 
-def machine_code(case: Case, target: str) -> str:
+@functools.cache
+def launches(target: str, *kernels_: str) -> list[Launch]:
+    """Those of the benchmark's second layer."""
+    calls = recorded(step(FINE), GPUS[target].chip).calls
+    found = list(dict.fromkeys(call.launch for call in calls))
+    return [launch for launch in found if not kernels_ or launch.kernel in kernels_]
+
+
+def check(launch: Launch, target: str) -> Resources:
+    """Compile within the rules."""
+    r, gpu = compile_for(launch, target), GPUS[target]
+    assert [why for why in r.failed(gpu)
+            if not why.startswith(KNOWN.get(launch.kernel, ()))] == [], r
+    assert r.blocks >= 1, r
+    product = "product" in launch.kernel or launch.kernel in ("act_backward_kernel",
+                                                               "weight_kernel")
+    # NVIDIA's matrix units multiply no float32 as it is; AMD's do
+    exact = ("PRECISION", "ieee") in launch.constants and gpu.backend == "cuda" and (
+        "*fp32" in dict(launch.types).get("x", dict(launch.types).get("grad", "")))
+    assert bool(r.matrix) == (product and not exact), r
+    assert not r.matrix or r.matrix == MATRIX.get(target, r.matrix), r
+    return r
+
+
+@pytest.mark.parametrize("kernel", ["product", "act_backward", "weight", ""])
+def test_every_launch_of_a_layer_on_hopper(kernel: str) -> None:
+    """Products, and all others."""
+    for launch in launches("sm_90"):
+        name = launch.kernel.removesuffix("_kernel")
+        if name == kernel or not kernel and name not in ("product", "act_backward", "weight"):
+            r = check(launch, "sm_90")
+            assert r.copies == any(of.startswith("tensordesc") for _, of in launch.types)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_other_targets(target: str) -> None:
+    """The product with most operands."""
+    check(launches(target, "product_kernel")[0], target)
+
+
+def machine_code(launch: Launch, target: str) -> str:
     """The instructions of a compiled kernel, by the disassembler that comes with Triton.
 
     Raises: FileNotFoundError: it is not there.
@@ -34,42 +83,9 @@ def machine_code(case: Case, target: str) -> str:
     tool = Path(compiler.__file__).parent / "bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
-        path.write_bytes(compiled(case, target).asm["cubin"])
+        path.write_bytes(compiled(launch, target).asm["cubin"])
         return subprocess.run([tool, "-sass", path], capture_output=True, text=True,
                               check=True).stdout
-
-
-def check(case: Case, target: str) -> Resources:
-    """Compile within bounds."""
-    r, gpu = compile_for(case, target), GPUS[target]
-    assert r.registers <= gpu.most_registers and r.shared <= gpu.shared_block, r
-    assert r.spilled == 0, r
-    assert r.blocks >= 1, r
-    assert r.matrix == (MATRIX[target] if case.product else ""), r
-    assert r.copies == case.copies, r
-    return r
-
-
-def named(target: str) -> dict[str, Case]:
-    """The cases of a target by label."""
-    return {case.label: case for case in cases(target)}
-
-
-@pytest.mark.parametrize("label", FAST)
-def test_hopper(label: str) -> None:
-    check(named("sm_90")[label], "sm_90")
-
-
-@pytest.mark.parametrize("label", ["softmax top k of 8, backward", "top k of 64, backward"])
-def test_router_on_hopper(label: str) -> None:
-    """Where the assembler spills to run more programs at once, if nothing bounds the registers."""
-    check(named("sm_90")[label], "sm_90")
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-def test_other_targets(target: str) -> None:
-    """The largest product."""
-    check(named(target)["first gated"], target)
 
 
 def test_machine_code_of_hopper() -> None:
@@ -77,7 +93,7 @@ def test_machine_code_of_hopper() -> None:
     memory.
     """
     try:
-        found = machine_code(named("sm_90")["second"], "sm_90")
+        found = machine_code(launches("sm_90", "product_kernel")[1], "sm_90")
     except FileNotFoundError:
         pytest.skip("this Triton brings no disassembler")
     assert "HGMMA" in found and "UTMALDG" in found
@@ -87,14 +103,41 @@ def test_machine_code_of_hopper() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(GPUS))
 def test_everything(target: str) -> None:
-    for case in cases(target):
-        check(case, target)
+    for launch in resources.launches(target):
+        check(launch, target)
 
 
-def test_every_triton_module_is_compiled() -> None:
-    modules = {m for name in MODULES.values()
-               for m in (("grouped_gemm", "weight_grads") if name == "expert_matmul" else (name,))}
-    assert {c.module for c in cases("sm_90")} >= modules
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [e.name for e in kernels if "triton" in e.value.names()])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_everything_of_the_exactness_problems(name: str, target: str) -> None:
+    """What their arguments are compiled to on a GPU, with its tiles, not the interpreter's."""
+    for launch in dict.fromkeys(_exact(name, target)):
+        check(launch, target)
+
+
+def _exact(name: str, target: str) -> Iterator[Launch]:
+    kernel = kernels.get(name).implementation("triton")
+    for shape in SHAPES.values():
+        for dtype in DTYPES[:1] if name.startswith("route_") else DTYPES:
+            for args in arguments(name, shape, dtype):
+                there = [_moved(value) for value in args]
+                calls = recorded(lambda: kernel(*there), GPUS[target].chip).calls  # noqa: B023
+                yield from (call.launch for call in calls)
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, RowGroups):
+        return replace(value, device=META)
+    return value.to(META) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("name", ["take_rows", "expert_matmul_gated"])
+def test_arguments_of_the_exactness_problems_are_compiled_for(name: str) -> None:
+    """A width of 17 or 33 is no multiple of 16, an address inside a table is none of 16 bytes."""
+    found = list(_exact(name, "sm_90"))
+    assert len(set(found)) >= 8
+    assert any(not {"width", "wide", "stride_k", "height"} & set(one.aligned) for one in found)
 
 
 def test_every_kernel_is_compiled() -> None:
@@ -102,16 +145,68 @@ def test_every_kernel_is_compiled() -> None:
     folder = Path(gpu.__file__).parent
     launched = {name for path in folder.glob("*.py")
                 for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
-    assert launched and {c.kernel for c in cases("sm_90")} >= launched
+    assert launched and {launch.kernel for launch in resources.launches("sm_90")} >= launched
 
 
-@pytest.mark.parametrize("target", list(GPUS))
-def test_the_page_has_every_kernel(target: str) -> None:
-    page = Path(__file__).parents[3] / "docs" / "benchmarks" / "data" / f"resources_{target}.md"
-    lines = page.read_text(encoding="utf-8").splitlines()
-    rows = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
-    assert rows[2:] == [case.label for case in cases(target)], (
-        "out of date; run: moe-plugin bench resources")
+def test_a_recorded_launch_has_the_sizes_of_the_layer() -> None:
+    found = recorded(step(FINE), GPUS["sm_90"].chip)
+    first = next(call for call in found.calls if call.launch.kernel == "product_kernel")
+    p = FINE
+    assert first.shapes["x"] == (p.tokens, p.model_dim)
+    assert first.shapes["w"] == (p.experts, p.model_dim, p.hidden_dim)
+    assert first.shapes["out"] == (p.rows, p.hidden_dim)
+    weights = 2 * p.experts * p.model_dim * p.hidden_dim
+    rows = p.tokens * p.model_dim + 3 * p.rows * p.hidden_dim
+    tables = first.bytes - 2 * (weights + rows)
+    assert 8 * p.rows <= tables < 9 * p.rows, "tokens of the rows, and small tables"
+    assert first.programs == GPUS["sm_90"].processors
+    assert ("K", p.model_dim) in first.launch.constants and "wide" in first.launch.aligned
+    assert ("stride_n", 1) in first.launch.constants
+
+
+def test_rules() -> None:
+    gpu = GPUS["sm_90"]
+    good = Resources("", 128, 0, 1 << 17, 1, 0.1, "wgmma", True, 3, 3, (0, 8))
+    assert list(good.failed(gpu)) == []
+    for change, why in (
+            ({"spilled": 8}, "8 bytes spilled"), ({"registers": 256}, "256 registers: at most 255"),
+            ({"shared": 1 << 18}, "262144 bytes of shared memory: at most 232448"),
+            ({"buffers": 2}, "2 of 3 stages have a buffer"),
+            ({"through_registers": (2, 8)}, "left operand through registers in 2 of 8 wgmma")):
+        assert list(replace(good, **change).failed(gpu)) == [why]
+    assert list(replace(good, matrix="mma.sync", buffers=2).failed(gpu)) == []
+
+
+def test_a_compiler_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = dict.fromkeys(launches("sm_90", "top_k_kernel", "rank_kernel", "tile_kernel"), "x")
+
+    def fail(launch: Launch, target: str) -> Resources:
+        if launch.kernel == "rank_kernel":
+            os._exit(1)
+        if launch.kernel == "tile_kernel":
+            raise RuntimeError("first line\nno such instruction")
+        return Resources(launch.label, 1, 0, 0, 1, 1.0, "", False)
+
+    monkeypatch.setattr(resources, "compile_for", fail)
+    found = list(resources.rows("sm_90", wanted, 2))
+    assert [one["label"] for one in found] == [launch.label for launch in wanted]
+    said = {one["label"].split()[0]: one["failed"] for one in found}
+    assert said == {"top_k": [], "tile": ["does not compile: no such instruction"],
+                    "rank": ["does not compile: the compiler ended its process"]}
+
+
+def test_versions_are_merged() -> None:
+    def run(version: str, target: str, *failed: list[str]) -> dict[str, Any]:
+        rows = [{"label": f"k{n}", "from": "x", "failed": why} for n, why in enumerate(failed)]
+        return {"versions": {version: {target: {"number": len(rows), "rows": rows}}}}
+
+    found = resources.merge(run("3.9.0", "sm_90", []), run("3.10.0", "sm_90", [], ["bad"]))
+    found = resources.merge(found, run("3.4.0", "sm_80", ["bad"], []))
+    assert list(found["versions"]) == ["3.4.0", "3.9.0", "3.10.0"]
+    assert [len(one["rows"]) for targets in found["versions"].values()
+            for one in targets.values()] == [1, 0, 2]
+    page = "\n".join(resources.body(found))
+    assert re.search(r"k1 +\| bad +\| sm_90: 3.10.0", page), page
 
 
 def test_every_operation_has_a_triton_kernel() -> None:

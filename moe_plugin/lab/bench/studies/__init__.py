@@ -21,8 +21,8 @@ STUDIES = {study.name: study for study in (
           module="layers.Scaling"),
     Study("gpu", "layers and operations on one GPU, on one page",
           module="layers.OneGPU"),
-    Study("resources", "registers, occupancy and instructions of the kernels on four GPUs, "
-          "compiled without one", ("triton",)),
+    Study("resources", "every launch of the layer compiled for seven GPUs, without one: registers, "
+          "occupancy, instructions, broken rules", ("triton",)),
     Study("adam", "the optimizer's share of a step, as the host has it and fused"),
     Study("activations", "steps that keep, recompute, swap, or choose by block: time and memory"),
     Study("weights", "a model larger than its memory limit, trained in one process",
