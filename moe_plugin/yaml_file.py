@@ -7,16 +7,12 @@ import io
 from pathlib import Path
 from typing import Any
 
-import yaml
-from yaml import YAMLError
-
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
 
 # more than any file of settings needs: characters, nested brackets, values once aliases stand for
 # what they name
 MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES = 4_000_000, 50, 1_000_000
-_SCANNER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _NAMES = {dict: "mapping", list: "list"}
 
 
@@ -49,6 +45,7 @@ def read_yaml(path: str | Path, what: str = "config file",
     """
     from omegaconf import OmegaConf  # slow to import, and many programs read no YAML
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     where, path = f"{what} {short(str(path))}", bundled(path)
     check_input(path, what, remedy)
@@ -77,9 +74,12 @@ def _check_size(text: str) -> None:
     """`ValueError` where a text would become too much: a few aliases can multiply to any size."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
+    import yaml
+
+    scanner = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     named: dict[str, int] = {}  # values below each anchor
     open_values: list[tuple[str | None, int]] = []  # anchor and values so far of each open bracket
-    for event in yaml.parse(text, Loader=_SCANNER):
+    for event in yaml.parse(text, Loader=scanner):
         if isinstance(event, yaml.CollectionStartEvent):
             open_values.append((event.anchor, 0))
             if len(open_values) > MAX_DEPTH:

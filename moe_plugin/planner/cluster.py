@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from moe_plugin.messages import short
 from moe_plugin.planner.files import load_record
 
@@ -109,5 +107,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def dump_cluster(cluster: Cluster, comment: str = "") -> str:
     """The text of a cluster file, with a comment at its top."""
+    import yaml  # which programs that read and write no file do without
+
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     return head + yaml.safe_dump(dataclasses.asdict(cluster), sort_keys=False)

@@ -191,7 +191,7 @@ def test_a_compiler_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPat
     found = list(resources.rows("sm_90", wanted, 2))
     assert [one["label"] for one in found] == [launch.label for launch in wanted]
     said = {one["label"].split()[0]: one["failed"] for one in found}
-    assert said == {"top_k": [], "tile": ["does not compile: no such instruction"],
+    assert said == {"top_k": [], "tile": ["does not compile: 'no such instruction'"],
                     "rank": ["does not compile: the compiler ended its process"]}
 
 
