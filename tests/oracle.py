@@ -217,14 +217,23 @@ class Answer:
     dropped: list[int]
 
 
-def objective(output: Tensor, loss: dict[str, Tensor], seed: int) -> Tensor:
+def objective(output: Tensor, loss: dict[str, Tensor], seed: int,
+              direction: Tensor | None = None) -> Tensor:
     """A scalar with a different gradient for every element, plus the losses with different weights.
+
+    direction: `direction_of` the output and the seed, on the output's device; None: made here.
     """
-    g = torch.Generator().manual_seed(1000 + seed)
-    direction = torch.randn(output.shape, generator=g, dtype=torch.float64).to(output.dtype)
+    if direction is None:
+        direction = direction_of(output, seed)
     total = (output * direction
              ).sum() + (output.float()**2 if output.dtype != torch.float64 else output**2).sum() / 2
     return total + sum(0.1 * (i + 1) * loss[name] for i, name in enumerate(sorted(loss)))
+
+
+def direction_of(output: Tensor, seed: int) -> Tensor:
+    """A weight of each element of an output of this shape and dtype, on the CPU."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(output.shape, generator=g, dtype=torch.float64).to(output.dtype)
 
 
 def dense(case: Case, parameters: dict[str, Tensor], xs: list[Tensor],

@@ -22,8 +22,9 @@ All is called under one lock. Tensors in a launch are those on the CPU behind th
 pinned ones of the host: a queued launch may hold them, as a block is freed when no tensor of the
 *device* refers to it any more.
 
-Not modelled: more than one GPU; streams of autograd's own (backward runs on the main stream, as
-nothing in the package runs autograd on another one); graphs; what happens inside a kernel.
+Not modelled: tensors on more than one GPU; streams of autograd's own (backward runs on the main
+stream, as nothing in the package runs autograd on another one); graphs; what happens inside a
+kernel.
 """
 
 from __future__ import annotations
@@ -40,27 +41,46 @@ import torch
 from tests.streams.gpu import CUDA, Cuda, Event, Stream, cuda
 from tests.streams.seen import Executor, HostThread, Observer, Signal
 from tests.waits import device
-from tests.waits.device import CountingDevice, OnDevice
+from tests.waits.device import CountingDevice, HostCalls, OnDevice
 
 
-def install(executor: Executor | None = None, *observers: Observer) -> Cuda:
-    """Make the counting device a fake GPU for the rest of this process."""
+def install(executor: Executor | None = None, *observers: Observer,
+            at: torch.device = CUDA) -> Cuda:
+    """Make the counting device a fake GPU for the rest of this process.
+
+    at: the GPU that tensors are on; current is cuda:0.
+    """
     device.register()
-    gpu = Cuda(executor or Executor(), observers)
+    gpu = Cuda(executor or Executor(), observers, at)
     device.use_machine(gpu)
-    Stream()  # the main one
+    Stream(at)  # the main one
     for name, value in _of_torch(gpu).items():
         setattr(torch.cuda, name, value)
     for name, value in {
-            "is_cuda": property(lambda x: True), "device": property(lambda x: CUDA),
+            "is_cuda": property(lambda x: True), "device": property(lambda x: at),
+            "get_device": lambda x: at.index,
             "untyped_storage": lambda x: x.inner.untyped_storage(), "set_": _set,
-            "data_ptr": lambda x: x.inner.data_ptr(), "record_stream": _record_stream}.items():
+            "data_ptr": lambda x: x.inner.data_ptr(), "tolist": lambda x: x.cpu().tolist(),
+            "record_stream": _record_stream}.items():
         setattr(OnDevice, name, value)
+    torch.autograd._engine_run_backward = _seen_in_backward(torch.autograd._engine_run_backward)
     for module in [*sys.modules.values()]:
         if getattr(module, "ThreadPoolExecutor", None) is futures.ThreadPoolExecutor and (
                 module.__name__.startswith("moe_plugin.")):
             module.ThreadPoolExecutor = Threads
     return gpu
+
+
+def _seen_in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls of torch's interface are seen in backward, too: torch leaves the mode that sees them
+    where it calls it for `backward`.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with HostCalls():
+            return run(*args, **kwargs)
+
+    return call
 
 
 class Threads(futures.ThreadPoolExecutor):
@@ -105,9 +125,9 @@ def _of_torch(gpu: Cuda) -> dict[str, Any]:
         cudaHostUnregister=gpu.unregister_memory)
     return {
         "Stream": Stream, "Event": Event, "stream": gpu.using, "synchronize": gpu.synchronize,
-        "current_stream": lambda device=None: gpu.current,
-        "default_stream": lambda device=None: gpu.streams[0], "current_device": lambda: 0,
-        "_exchange_device": lambda index: 0, "_maybe_exchange_device": lambda index: 0,
+        "current_stream": gpu.current_of, "default_stream": gpu.first_of,
+        "current_device": lambda: gpu.current_device, "set_device": gpu.swap_device,
+        "_exchange_device": gpu.swap_device, "_maybe_exchange_device": gpu.swap_device,
         "is_current_stream_capturing": lambda: False, "cudart": lambda: runtime,
         "get_device_properties": lambda device=None: chip,
         "get_device_name": lambda device=None: chip.name,
@@ -122,6 +142,8 @@ def _record_stream(x: OnDevice, stream: Stream) -> None:
 
 
 def _set(x: OnDevice, storage: Any, offset: int = 0, size: Any = (), stride: Any = None) -> Any:
-    at = torch.empty(0, dtype=x.dtype)
-    return OnDevice(at.set_(storage, offset, size) if stride is None
-                    else at.set_(storage, offset, size, stride))
+    with cuda().unseen():
+        at = torch.empty(0, dtype=x.dtype)
+        at = (at.set_(storage, offset, size) if stride is None
+              else at.set_(storage, offset, size, stride))
+    return OnDevice(at)

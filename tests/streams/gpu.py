@@ -18,9 +18,9 @@ from tests.waits import device
 from tests.waits.device import Call, Machine, OnDevice, inner, tensors_of
 from tests.waits.events import EVENTS, project_lines
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)  # the device of all tensors, if `install` is not told another
 # they give memory, and launch nothing
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
+EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
           "aten::new_empty_strided", "aten::empty_permuted"}
 
 
@@ -29,7 +29,8 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         cuda().streams.append(self)
-        self.device, self.priority, self.cuda_stream = CUDA, priority, len(cuda().streams) - 1
+        self.device = torch.device("cuda", cuda().index_of(device))
+        self.priority, self.cuda_stream = priority, len(cuda().streams) - 1
         self.name = f"stream {self.cuda_stream}" if self.cuda_stream else "the main stream"
         self.events = self.reached = 0  # recorded, and that the host has waited for
 
@@ -63,13 +64,13 @@ class Event:
         self.number = 0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.stream = stream or cuda().current
+        self.stream = stream or cuda().current_of(cuda().current_device)
         self.stream.events += 1
         self.number = self.stream.events
         cuda().tell("recorded", self, cuda().host)
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or cuda().current).wait_event(self)
+        (stream or cuda().current_of(cuda().current_device)).wait_event(self)
 
     def query(self) -> bool:
         return self.stream is None or cuda().executor.passed(self)
@@ -89,15 +90,17 @@ class _Held:
 class Cuda(Machine):
     """The fake GPU of a process.
 
-    Attributes: `executor`, `observers`; `streams`: all, the main one first; `program`: the thread
-    that launches, and autograd's, which it waits for.
+    Attributes: `executor`, `observers`; `device`: of all tensors; `streams`: all, the main one of
+    that device first; `program`: the thread that launches, and autograd's, which it waits for.
     """
 
     names = (device.NAME, "cuda")
 
-    def __init__(self, executor: Executor, observers: Sequence[Observer]) -> None:
-        self.executor, self.observers = executor, list(observers)
+    def __init__(self, executor: Executor, observers: Sequence[Observer],
+                 at: torch.device) -> None:
+        self.executor, self.observers, self._device = executor, list(observers), at
         self.streams: list[Stream] = []
+        self._first: dict[int, Stream] = {}  # of other devices
         self.program = HostThread("the host")
         self._lock, self._thread = threading.RLock(), threading.local()
         self._known: dict[int, tuple[Block, Any]] = {}  # by storage, with what says that it lives
@@ -114,24 +117,70 @@ class Cuda(Machine):
     def host(self, value: HostThread) -> None:
         self._thread.host = value
 
+    # devices and streams
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def current_device(self) -> int:
+        """Index of this thread's current device: 0, if it chose no other. Autograd's thread for a
+        device has that.
+        """
+        of_autograd = threading.current_thread().name.startswith("Dummy")
+        return getattr(self._thread, "device", self.device.index if of_autograd else 0)
+
+    def swap_device(self, index: int) -> int:
+        """Make a device this thread's current one, unless below 0; the index of that before."""
+        before = self.current_device
+        if index >= 0:
+            self._thread.device = index
+        return before
+
+    def index_of(self, device: Any) -> int:
+        """Index of a device; without a number it is this thread's current one."""
+        if isinstance(device, int):
+            return device
+        index = None if device is None else torch.device(device).index
+        return self.current_device if index is None else index
+
     @property
     def current(self) -> Stream:
-        """This thread's current stream."""
-        return getattr(self._thread, "stream", self.streams[0])
+        """This thread's current stream of the device that tensors are on."""
+        return self.current_of(self.device.index)
+
+    def current_of(self, device: Any = None) -> Stream:
+        """This thread's current stream of a device."""
+        index = self.index_of(device)
+        chosen: Stream | None = getattr(self._thread, "streams", {}).get(index)
+        return chosen or self.first_of(index)
+
+    def first_of(self, device: Any = None) -> Stream:
+        """The stream that a device begins with."""
+        index = self.index_of(device)
+        if index == self.device.index:
+            return self.streams[0]
+        if index not in self._first:
+            self._first[index] = Stream(index)
+        return self._first[index]
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """A stream as this thread's current one."""
-        before, self._thread.stream = self.current, stream
+        """A stream as this thread's current one, and its device."""
+        index = stream.device.index
+        before, device = self.current_of(index), self.swap_device(index)
+        self._thread.streams = getattr(self._thread, "streams", {}) | {index: stream}
         try:
             yield
         finally:
-            self._thread.stream = before
+            self._thread.streams = self._thread.streams | {index: before}
+            self.swap_device(device)
 
     def tell(self, name: str, *args: Any) -> None:
         """Call a method of all observers."""
         with self._lock:
-            self._tell_freed()
+            self.tell_freed()
             for observer in self.observers:
                 getattr(observer, name)(*args)
 
@@ -160,12 +209,16 @@ class Cuda(Machine):
             call.gives)
 
     def launch(self, name: str, function: Callable[..., Any], *args: Any,
-               also: Sequence[Tensor] = (), writes: Sequence[Tensor] | None = None) -> Any:
+               also: Sequence[Tensor] = (), writes: Sequence[Tensor] | None = None,
+               like: Any = None) -> Any:
         tensors = [*tensors_of(list(args)), *also]
         versions = [x._version for x in tensors] if writes is None else None
         launch = Launch(name, function, args, {}, self.current, self.host, False, "",
-                        tensors, list(writes or ()))
+                        tensors, list(writes or ()), like=like)
         return self._execute(launch, True, versions)
+
+    def kernel(self, name: str, args: Sequence[Any]) -> None:
+        self.tell("kernel", name, args, self.current_device)
 
     def touched(self, x: Tensor) -> None:
         """The host reads and writes a tensor's memory by other means than torch."""
@@ -199,15 +252,22 @@ class Cuda(Machine):
     def _does_something(launch: Launch, new: list[Tensor]) -> bool:
         if launch.stream is None:
             return bool(launch.reads or launch.writes)
-        return launch.name not in _EMPTY and bool(new or launch.writes or launch.waits)
+        return launch.name not in EMPTY and bool(new or launch.writes or launch.waits)
 
     def _compute(self, launch: Launch) -> Any:
+        with self.unseen():
+            return self.executor.execute(launch)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What this thread computes inside is no launch."""
+        before = getattr(self._thread, "inside", False)
         self._thread.inside = True
         try:
             with EVENTS.paused():
-                return self.executor.execute(launch)
+                yield
         finally:
-            self._thread.inside = False
+            self._thread.inside = before
 
     # memory
 
@@ -235,7 +295,7 @@ class Cuda(Machine):
         held = known[1]() if known is not None and known[0].kind == "device" else None
         if held is None:
             stream = self.current if launch is None else launch.stream
-            block = Block("device", storage.nbytes(), stream, project_lines())
+            block = Block("device", storage.nbytes(), stream, project_lines(), storage._cdata)
             held = _Held()
             self._known[storage._cdata] = block, weakref.ref(held)
             end = weakref.finalize(held, self._end, storage._cdata, block)
@@ -246,7 +306,7 @@ class Cuda(Machine):
     def _end(self, storage: int, block: Block) -> None:
         self._freed.append((storage, block, self.host))  # told later: it may be any thread
 
-    def _tell_freed(self) -> None:
+    def tell_freed(self) -> None:
         for storage, (block, lives) in list(self._known.items()) if self._on_host() else ():
             if block.kind != "device" and lives.expired():
                 self._freed.append((storage, block, self.host))
@@ -270,7 +330,7 @@ class Cuda(Machine):
         storage = x.untyped_storage()
         if storage.nbytes():
             with self._lock:
-                self._tell_freed()
+                self.tell_freed()
                 block = Block("pinned", storage.nbytes(), None, project_lines())
                 self._known[storage._cdata] = block, StorageWeakRef(storage)
                 self._pinned += 1
@@ -306,6 +366,9 @@ def _counting(value: Any) -> Any:
     """The counting device in place of a GPU's name."""
     if isinstance(value, torch.device) and value.type == "cuda" or (
             isinstance(value, str) and value.startswith("cuda")):
+        if cuda().index_of(value) != cuda().device.index:
+            raise AssertionError(f"{value} is cuda:{cuda().index_of(value)} here; tensors are on "
+                                 f"{cuda().device}")
         return torch.device(device.NAME, 0)
     return value
 

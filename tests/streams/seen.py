@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class Block:
     nbytes: int
     stream: Stream | None
     where: str
+    storage: int = 0  # as torch tells storages apart, while they live
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class Launch:
     reads: list[Tensor] = field(default_factory=list)
     writes: list[Tensor] = field(default_factory=list)
     made: list[Tensor] = field(default_factory=list)
+    like: Any = None  # tensors of the device in which results may come
 
     def run(self) -> Any:
         """Compute it; its result in tensors on the CPU."""
@@ -76,6 +78,11 @@ class Observer:
 
     def launched(self, launch: Launch) -> None:
         """A launch was given to its stream, or the host has done it."""
+
+    def kernel(self, name: str, args: Sequence[Any], current: int) -> None:
+        """A kernel of Triton is launched; current: index of the thread's current device. What it
+        computes is a launch of its own.
+        """
 
     def allocated(self, block: Block) -> None:
         """Memory was given out."""

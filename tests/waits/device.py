@@ -56,10 +56,14 @@ class Call:
 class Machine:
     """What executes operations: the CPU, at once.
 
-    Attributes: `names`: types of torch devices that mean this one.
+    Attributes: `names`: types of torch devices that mean this one. `device`: as tensors name it.
     """
 
     names: tuple[str, ...] = (NAME,)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(NAME, 0)
 
     def run(self, call: Call) -> Any:
         """Execute an operation, on this device or on the host; its result in tensors of the CPU."""
@@ -67,7 +71,7 @@ class Machine:
 
     def launch(self, name: str, function: Callable[..., Any], *args: Any,
                also: Sequence[torch.Tensor] = (),
-               writes: Sequence[torch.Tensor] | None = None) -> Any:
+               writes: Sequence[torch.Tensor] | None = None, like: Any = None) -> Any:
         """Execute `function` of tensors on the CPU as one kernel; its result as it returns it.
 
         also: tensors that it takes besides `args`. writes: those of all that it writes; None: those
@@ -75,6 +79,9 @@ class Machine:
         """
         with EVENTS.paused():
             return function(*args)
+
+    def kernel(self, name: str, args: Sequence[Any]) -> None:
+        """A kernel of Triton is launched with these arguments."""
 
     def made(self, x: OnDevice) -> None:
         """A tensor of the device was made, of `x.inner`."""
@@ -185,31 +192,31 @@ class OnDevice(torch.Tensor):
 
 def inner(value: Any) -> Any:
     """Tensors of the device in lists, tuples and mappings as those on the CPU that they wrap."""
-    return _each(value, lambda x: x.inner if isinstance(x, OnDevice) else x)
+    return mapped(value, lambda x: x.inner if isinstance(x, OnDevice) else x)
 
 
 def outer(value: Any) -> Any:
     """Tensors on the CPU in lists, tuples and mappings as tensors of the device."""
-    return _each(value, OnDevice)
+    return mapped(value, OnDevice)
 
 
-def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """torch's `tree_map` takes a third of the time of the tests that use this device."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (list, tuple):
-        return type(value)([_each(each, change) for each in value])
+        return type(value)([mapped(each, change) for each in value])
     if type(value) is dict:
-        return {name: _each(each, change) for name, each in value.items()}
+        return {name: mapped(each, change) for name, each in value.items()}
     if isinstance(value, tuple) and "_fields" in vars(type(value)):  # with names
-        return type(value)(*(_each(each, change) for each in value))
+        return type(value)(*(mapped(each, change) for each in value))
     return value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Tensors in lists, tuples and mappings."""
     found: list[torch.Tensor] = []
-    _each(value, found.append)
+    mapped(value, found.append)
     return found
 
 
@@ -294,10 +301,10 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     # an operation in place returns its argument
     known = {id(x.inner): x for x in here}
-    return _each(out, lambda x: known[id(x)] if id(x) in known else OnDevice(x))
+    return mapped(out, lambda x: known[id(x)] if id(x) in known else OnDevice(x))
 
 
-class _HostCalls(TorchFunctionMode):
+class HostCalls(TorchFunctionMode):
     """What goes past torch's dispatcher: tensors made of Python numbers, and pinned memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -334,7 +341,7 @@ class CountingDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         register()
-        self.calls = _HostCalls()
+        self.calls = HostCalls()
 
     def __enter__(self) -> CountingDevice:
         self.calls.__enter__()

@@ -58,6 +58,15 @@ before its auction and every {LOOK} rounds, whether all tokens have an expert: R
 1 + R / {LOOK} looks, rounded up, at most {MOST_ROUNDS // LOOK}. The tests count R on a host, and
 as many reads of the device.
 """
+_WITHOUT_A_GPU = """
+## What else is tested without a GPU
+
+The same device with the streams and events of a GPU (`tests/streams`) shows that
+
+* all that a layer launches, records and copies is on the GPU of its tensors, whichever is current;
+* layers that a CUDA graph can capture do nothing in a faked capture that a capture forbids, and all
+  their streams come back.
+"""
 
 
 def text() -> str:
@@ -78,7 +87,7 @@ def text() -> str:
         "## By router", "", "In the router itself, in training, with losses and without.", "",
         *_table("`router.name`", lambda cell: f"`{cell['router']}`", lambda cell: "waits", routers,
                 lambda cell: f"{BASE_READS} + looks" if cell["router"] == "base" else 0),
-        _AUCTION,
+        _AUCTION, _WITHOUT_A_GPU,
     ])
 
 

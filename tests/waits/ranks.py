@@ -58,7 +58,7 @@ class CountingComm(Comm):
 
     @property
     def device(self) -> torch.device:
-        return torch.device(machine().names[-1], 0)
+        return machine().device
 
     @property
     def hosts(self) -> Comm:

@@ -1,0 +1,211 @@
+"""Programs whose tensors are on cuda:1 while cuda:0 is current, and what must not happen there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import triton  # noqa: F401  (ranks are forked from a process that has imported it)
+from torch import Tensor, nn
+
+from moe_plugin import MoELayer, TorchComm, machine
+from moe_plugin.comm import Comm, LocalComm, Topology
+from moe_plugin.comm.watchdog import TimeoutWatch
+from moe_plugin.config import from_dict
+from moe_plugin.memory.activations import swap
+from moe_plugin.memory.activations.auto import manage
+from moe_plugin.memory.copier import Copier
+from moe_plugin.memory.tiers import HostTier
+from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.tuning import compute_times, timer
+from tests.streams.fake import install
+from tests.streams.gpu import Cuda, Event, Stream
+from tests.streams.seen import HostThread, Launch, Observer
+from tests.waits import stand_ins
+from tests.waits.device import CountingDevice, OnDevice, tensors_of
+from tests.waits.ranks import CountingComm
+
+AT = torch.device("cuda", 1)
+WIDTH = 8
+
+
+class OnItsDevice(Observer):
+    """Notes what is on another device than its tensors. seen: how much was looked at, by kind."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.seen: dict[str, int] = {}
+
+    def _look(self, kind: str, what: str, device: Any) -> None:
+        self.seen[kind] = self.seen.get(kind, 0) + 1
+        if torch.device(device) != AT:
+            self.wrong.append(f"{kind}: {what} on {device}")
+
+    def launched(self, launch: Launch) -> None:
+        if launch.stream is not None:
+            self._look("launch", f"{launch.name} ({launch.where})", launch.stream.device)
+
+    def kernel(self, name: str, args: Sequence[Any], current: int) -> None:
+        if any(isinstance(x, OnDevice) for x in tensors_of(list(args))):
+            self._look("kernel", name, f"cuda:{current}")
+
+    def recorded(self, event: Event, host: HostThread) -> None:
+        self._look("event", "an event", event.stream.device)
+
+    def stream_waits(self, stream: Stream, event: Event, host: HostThread) -> None:
+        self._look("wait", "a wait", stream.device)
+
+    def host_waits(self, event: Event, host: HostThread) -> None:
+        self._look("wait", "a wait of the host", event.stream.device)
+
+
+def layer_of(comm: Comm, dispatch: dict[str, Any], **parallel: Any) -> MoELayer:
+    """A layer on the second device."""
+    return MoELayer(from_dict({
+        "model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 2},
+        "experts": {"kind": "gated_ffn", "hidden_dim": 8, "compute": "kernels"},
+        "dispatch": dispatch, "parallel": {"mode": "fixed", "r": 1, **parallel}}),
+        comm, dtype=torch.float32, device=AT)
+
+
+def train(layer: nn.Module) -> None:
+    """Forward and backward."""
+    x_TD = torch.randn(6, WIDTH).to(AT).requires_grad_()
+    layer(x_TD).output.square().sum().backward()
+
+
+def layers(comm: Comm) -> None:
+    """Dispatchers, with exchanges in pieces where there are ranks; pages on the device and on the
+    host.
+    """
+    for dispatch in ({"name": "ragged"}, {"name": "padded", "capacity_factor": 1.0},
+                     {"name": "bounded", "stash_mib": 1.0, "stash_host_mib": 1.0}):
+        train(layer_of(comm, dispatch, d=2, d_backward=3))
+
+
+def copies(comm: Comm) -> None:
+    """A copy out and one in, by a copier that is told of no number."""
+    x_N = torch.ones(4).to(AT)
+    with torch.cuda.device(AT):
+        copier, host_N = Copier("cuda"), torch.empty(4, pin_memory=True)
+        copier.start([(host_N, x_N)]).synchronize()
+    copier.start_call(lambda: x_N.copy_(host_N, non_blocking=True), 16).wait()
+    copier.close()
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return x_TD + self.b(torch.relu(self.a(x_TD)))
+
+
+def swapped(comm: Comm) -> None:
+    """Activations that wait in memory of the host."""
+    blocks = [Block().to(AT) for _ in range(3)]
+    with patch.object(swap, "_plain", lambda x: isinstance(x, OnDevice) and x.numel() > 0):
+        activations = manage(blocks, ["swap", "recompute", "swap"], smallest=1)
+        x_TD = torch.randn(6, WIDTH).to(AT).requires_grad_()
+        for block in blocks:
+            x_TD = block(x_TD)
+        x_TD.square().sum().backward()
+        activations.after_step()
+        activations.release()
+        activations.swapper.copier.close()
+
+
+def streamed(comm: Comm) -> None:
+    """Weights and optimizer in memory of the host."""
+    trainer = StreamedTrainer([Block] * 3, lambda y, target: (y - target).square().mean(),
+                              partial(torch.optim.SGD, lr=0.1), HostTier(AT), device=AT)
+    trainer.step([(torch.randn(3, WIDTH).to(AT), torch.randn(3, WIDTH).to(AT))])
+    trainer.close()
+
+
+def timed(comm: Comm) -> None:
+    """Timers of a call, of a strategy, of collectives."""
+    clock, x_N = timer.CallTimer(AT), torch.ones(4).to(AT).requires_grad_()
+    clock.start()
+    clock.stopped(clock.started(x_N * 2, None)).sum().backward()
+    assert clock.over and clock.seconds() > 0
+    compute_times.timed(lambda: x_N + 1, AT)()
+    watch = TimeoutWatch(ModuleType("a group"), 60, "", str)
+    watch.add("a collective", AT)
+
+
+PROGRAMS: dict[str, Callable[[Comm], None]] = {
+    each.__name__: each for each in (layers, copies, swapped, streamed, timed)}
+
+
+def _careless_event(device: torch.device, timing: bool = True) -> Any:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _careless_stream(of: type[Stream]) -> Callable[..., Stream]:
+    return lambda *device: of()
+
+
+@contextlib.contextmanager
+def without(what: str) -> Iterator[None]:
+    """Inside, one of what cares for the device is missing."""
+    with contextlib.ExitStack() as inside:
+        if what == "the guard of kernels":
+            inside.enter_context(patch.object(torch.cuda, "device_of", contextlib.nullcontext))
+        if what == "the device of events":
+            for module in (machine, timer, compute_times):
+                inside.enter_context(patch.object(module, "record_event", _careless_event))
+        if what == "the device of streams":
+            inside.enter_context(patch.object(torch.cuda, "Stream", _careless_stream(Stream)))
+        if what == "the number of a copier's device":
+            inside.enter_context(patch.object(Copier, "_settle_device", lambda copier: None))
+        yield
+
+
+FAULTS = ("the guard of kernels", "the device of events", "the device of streams",
+          "the number of a copier's device")
+
+
+def run(world: int, folder: str) -> dict[str, tuple[list[str], dict[str, int]]]:
+    """By program, and by what is missing from all of them: what was wrong, and what was seen."""
+    torch.set_num_threads(1)
+    looks = OnItsDevice()
+    gpu = install(None, looks, at=AT)
+    stand_ins.install()
+    comm: Comm = LocalComm()
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=world,
+                                rank=int(os.environ["RANK"]), timeout=timedelta(seconds=60))
+        group = TorchComm(timeout_s=60)
+        group.prepare(Topology.uniform(world, 2))
+        comm = CountingComm(group)
+    names = PROGRAMS if world == 1 else ["layers"]
+    found = {name: _looked(looks, gpu, [name], comm) for name in names}
+    for fault in FAULTS:
+        comm.state.stream = None
+        with without(fault):
+            found[fault] = _looked(looks, gpu, names, comm)
+    return found
+
+
+def _looked(looks: OnItsDevice, gpu: Cuda, names: Sequence[str],
+            comm: Comm) -> tuple[list[str], dict[str, int]]:
+    looks.wrong, looks.seen = [], {}
+    with CountingDevice():
+        for name in names:
+            PROGRAMS[name](comm)
+    assert gpu.current_device == 0, "the current device is as before"
+    return looks.wrong, looks.seen

@@ -1,0 +1,26 @@
+"""What a layer and its surroundings launch is on the device of its tensors, not the current one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.preloaded import Server
+from tests.streams.second_device import FAULTS, PROGRAMS, run
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_is_on_the_device_of_its_tensors(world: int, tmp_path: Any) -> None:
+    done = Server("tests.streams.second_device").run(world, run, world, str(tmp_path))
+    assert done.code == 0, done.log
+    for found in done.results:
+        wrong = {name: what for name, (what, _) in found.items() if name in PROGRAMS and what}
+        assert not wrong
+        seen = {kind for name, (_, counts) in found.items() if name in PROGRAMS for kind in counts}
+        assert seen == {"launch", "kernel", "event", "wait"}
+        # exchanges in pieces record no event by themselves, and copy nothing to the host
+        faults = FAULTS if world == 1 else ("the guard of kernels", "the device of streams")
+        assert [fault for fault in faults if not found[fault][0]] == []
