@@ -19,8 +19,10 @@ def stable_order(key_N: Tensor, below: int) -> Tensor:
     if (key_N.device.type != "cpu" or below > 1 << 15 or torch.compiler.is_compiling()
             or transformed()):
         return torch.argsort(key_N, stable=True)
-    import numpy as np  # which a layer on a GPU does without
-
+    try:
+        import numpy as np
+    except ModuleNotFoundError:  # torch runs without it
+        return torch.argsort(key_N, stable=True)
     return torch.from_numpy(np.argsort(key_N.to(torch.int16).numpy(), kind="stable"))
 
 

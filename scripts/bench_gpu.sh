@@ -1,19 +1,52 @@
 #!/usr/bin/env bash
-# On a machine with one GPU and nothing but Python, torch and Triton: the kernels' checks there, then the layer, every installed peer
-# and every operation. One page, OUT/gpu.md, in under 8 minutes.
+# On a machine with one GPU and nothing but Python, torch and Triton: the layer, the checks of the
+# kernels, every operation and every installed peer. A step is a process of its own with a limit;
+# what it prints is kept in OUT/gpu_logs. A step that fails or takes too long ends nothing but
+# itself, and the page, OUT/gpu.md, is written anew after each.
 #
-#   bash scripts/bench_gpu.sh [OUT]        OUT: where the page and its JSON go (default: docs/benchmarks)
-set -euo pipefail
+#   bash scripts/bench_gpu.sh [OUT [OPTION ...]]
+#
+# OUT: folder of the page and its JSON (default: docs/benchmarks).
+# OPTION: of `moe-plugin bench gpu`.
+set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 OUT=${1:-docs/benchmarks}
-mkdir -p "$OUT"
-CHECKS=$(mktemp)
-trap 'rm -f "$CHECKS"' EXIT
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+OPTIONS=("${@:2}")
+export LOGS="$OUT/gpu_logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+python3 -c 'import importlib.util as u, sys
+missing = [name for name in ("torch", "triton") if u.find_spec(name) is None]
+sys.exit(missing and "bench_gpu.sh needs " + " and ".join(missing))' || exit 2
+mkdir -p "$LOGS" || exit 2
+: > "$LOGS/steps.txt"
+
+step() { # NAME SECONDS COMMAND ...
+    local name=$1 limit=$2 status=0 said=passed
+    timeout -k 10 "$limit" "${@:3}" > "$LOGS/$name.log" 2>&1 || status=$?
+    case $status in
+        0) ;;
+        124 | 137) said="over its limit of $limit s" ;;
+        *) said="failed with status $status" ;;
+    esac
+    echo "$name: $said" | tee -a "$LOGS/steps.txt"
+    return "$status"
+}
+export -f step
+
+page() { # PART SECONDS: measure a part of the page, and write the page
+    step "$1" "$2" python3 -m moe_plugin.cli.main bench gpu --parts "$1" --rounds 10 \
+        --attempts 1 --out "$OUT" "${OPTIONS[@]}" ||
+        python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
+}
+
+for n in 0 1 2; do page "layer_$n" 180; done
 WORKERS=$(($(getconf _NPROCESSORS_ONLN) / 2))
 [ "$WORKERS" -ge 1 ] || WORKERS=1
 [ "$WORKERS" -le 8 ] || WORKERS=8
 # compiling takes the time, not the GPU: one process an operation
-python3 -m tests.kernels.on_gpu --list |
-    timeout 240 xargs -P "$WORKERS" -n 1 python3 -m tests.kernels.on_gpu --quick | tee "$CHECKS"
-timeout 240 python3 -m moe_plugin.cli.main bench gpu --device cuda --rounds 10 --attempts 1 --checks "$CHECKS" --out "$OUT"
+step checks 60 python3 -m tests.kernels.on_gpu --list
+grep -x '[a-z0-9_]*' "$LOGS/checks.log" | xargs -P "$WORKERS" -I{} bash -c \
+    'step check_{} 240 python3 -m tests.kernels.on_gpu --quick {}'
+for n in 0 1 2; do page "operations_$n" 180; done
+for n in 0 1 2; do page "peers_$n" 300; done
+python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
+! grep -qv ': passed$' "$LOGS/steps.txt"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def moved(value: Any) -> Any:
     return value.to(GPU) if isinstance(value, Tensor) else value
 
 
+# argument that lies in pinned memory of the host: pages of `dispatch.stash_host_mib`
+PINNED = {"write_pages": 3, "read_pages": 2}
+
+
+def there(name: str, args: Sequence[Any]) -> list[Any]:
+    """Arguments of their own on the GPU, pages of the host in pinned memory."""
+    host = PINNED.get(name)
+    return [a.cpu().clone().pin_memory() if number == host else moved(a)
+            for number, a in enumerate(fresh(tuple(args)))]
+
+
 def operations() -> list[str]:
     """Those with a Triton implementation."""
     return [e.name for e in kernels if "triton" in e.value.names()]
@@ -47,17 +59,37 @@ def check_kernels(names: list[str], quick: bool) -> None:
     shapes = {label: s for label, s in SHAPES.items() if not quick or label in QUICK}
     for name in names:
         kernel, done = kernels.get(name), 0
+        refused: dict[str, int] = {}
         for label, shape in {**shapes, "large": LARGE}.items():
             for dtype in (torch.float32,) if name.startswith("route_") else TOLERANCE:
                 for number, args in enumerate(arguments(name, shape, dtype)):
-                    on_gpu = [moved(a) for a in args]
-                    assert kernel.choose(*on_gpu) == "triton", kernel.why_not("triton", *on_gpu)
-                    got, again = kernel(*fresh(on_gpu)), kernel(*fresh(on_gpu))
+                    on_gpu = there(name, args)
+                    why = kernel.why_not("triton", *on_gpu)
+                    if why is not None:
+                        refused[why] = refused.get(why, 0) + 1
+                        continue
+                    mine, again = there(name, args), kernel(*there(name, args))
+                    got = kernel(*mine)
                     what = f"{name}, {label}, {dtype}, arguments {number}"
-                    check_result(name, got, on_gpu, dtype, what)
+                    if name in PINNED:  # torch's operations take no tensors of two devices
+                        check_result(name, got.cpu(), list(args), dtype, what)
+                    else:
+                        check_result(name, got, on_gpu, dtype, what)
                     check_same(got, again, what)
+                    if name == "write_pages":
+                        check_pages(mine[3], args, what)
                     done += 1
-        print(name, done, flush=True)
+        print(name, done, *(f"refused: {why} ({n} times)" for why, n in refused.items()),
+              flush=True)
+
+
+def check_pages(host_SP: Tensor, args: Sequence[Any], what: str) -> None:
+    """What was written to the host's pages, which no operation returns."""
+    torch.cuda.synchronize()
+    want = fresh(tuple(args))
+    kernels.get("write_pages").implementation("torch")(*want)
+    # the last slot is the reference's own, for runs that have none
+    assert torch.equal(host_SP[:-1], want[3][:-1]), f"{what}: pages on the host"
 
 
 def make_layer(**config: Any) -> MoELayer:

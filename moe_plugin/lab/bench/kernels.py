@@ -19,6 +19,7 @@ from moe_plugin.kernels.router import Rule
 from moe_plugin.lab.bench.measure import Times, interleaved, versions
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
 from moe_plugin.lab.bench.report import columns
+from moe_plugin.messages import short
 from moe_plugin.planner.units import show_time
 
 
@@ -56,13 +57,15 @@ class KernelResult:
 class KernelReport:
     """All operations of one problem.
 
-    copy_gbytes_per_s counts bytes read and written; gemm_tflops: of one large matmul.
+    copy_gbytes_per_s counts bytes read and written; gemm_tflops: of one large matmul. refused: why
+    an operation, or its Triton implementation on a GPU, was not measured.
     """
 
     problem: Problem
     copy_gbytes_per_s: float
     gemm_tflops: float
     results: list[KernelResult]
+    refused: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -85,22 +88,43 @@ def parts(found: Mapping[str, Any]) -> list[str]:
             **{head: lambda r, of=of: show_time(r[of] / 1e3) for head, of in (
                 ("median", "median_ms"), ("minimum", "min_ms"), ("bound", "bound_ms"))},
             "of bound": "{share_of_bound:.0%}", "GB/s": "{gbytes_per_s:.1f}",
-            "TFLOP/s": "{tflops:.3f}"})]
+            "TFLOP/s": "{tflops:.3f}"}),
+        *(f"* {name} refused: {why}" for name, why in found.get("refused", {}).items())]
 
 
 def run(problem: Problem, rounds: int = 15) -> KernelReport:
     """Measure every operation's implementations that can run here."""
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)
-    results = []
-    for work in work_list(problem):
-        kernel = kernels.get(work.operation)
-        names = [n for n in kernel.names() if kernel.why_not(n, *work.args) is None]
-        calls = [_call(kernel.implementation(n), work.args) for n in names]
-        bound = max(work.bytes * copy_s, work.flops / gemm_flops)
-        for name, times in zip(names, interleaved(calls, device, rounds), strict=True):
-            results.append(_result(work, name, name == kernel.choose(*work.args), times, bound))
-    return KernelReport(problem, 1e-9 / copy_s, gemm_flops / 1e12, results)
+    results: list[KernelResult] = []
+    refused: dict[str, str] = {}
+    works = work_list(problem)
+    name = "all"
+    while True:  # one operation that fails leaves the others
+        try:
+            work = next(works, None)
+            if work is None:
+                break
+            name = work.operation
+            bound = max(work.bytes * copy_s, work.flops / gemm_flops)
+            results += _measured(work, device, rounds, bound, refused)
+        except Exception as error:  # of a compiler, or of the GPU
+            if device.type == "cpu":
+                raise
+            refused[name] = short(f"{type(error).__name__}: {error}", 200)
+    return KernelReport(problem, 1e-9 / copy_s, gemm_flops / 1e12, results, refused)
+
+
+def _measured(work: Work, device: torch.device, rounds: int, bound: float,
+              refused: dict[str, str]) -> list[KernelResult]:
+    kernel = kernels.get(work.operation)
+    why = {name: kernel.why_not(name, *work.args) for name in kernel.names()}
+    if device.type != "cpu" and why.get("triton"):
+        refused[f"{work.operation} in Triton"] = str(why["triton"])
+    names = [name for name, reason in why.items() if reason is None]
+    calls = [_call(kernel.implementation(name), work.args) for name in names]
+    return [_result(work, name, name == kernel.choose(*work.args), times, bound)
+            for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:

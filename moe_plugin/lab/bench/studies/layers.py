@@ -167,26 +167,70 @@ class AllOperations(OneProblemsOperations):
 
 
 class OneGPU:
-    """Layers with every installed peer, and operations, on one GPU and one page."""
+    """Layers, alone and with every installed peer, and operations, on one GPU and one page. Each
+    part may be measured in a process of its own: `bash scripts/bench_gpu.sh` does so.
+    """
 
     TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
-    OPTIONS = AllLayers.OPTIONS | {"checks": Option("", "a file whose text the page shows, too")}
+    OPTIONS = AllLayers.OPTIONS
 
     @staticmethod
-    def measure(args: argparse.Namespace) -> dict[str, Any]:
-        return {"layers": AllLayers.measure(args), "operations": AllOperations.measure(args),
-                "checks": Path(args.checks).read_text("utf-8").strip() if args.checks else ""}
+    def layer(number: int, args: argparse.Namespace) -> dict[str, Any]:
+        return layer.run(_numbered(number, args), [], args.rounds).as_dict()
 
     @staticmethod
-    def body(found: dict[str, Any]) -> Iterator[str]:
-        yield said(found["layers"][0]["versions"])
-        for one in found["layers"]:
-            yield from layer.parts(one)
-        for one in found["operations"]:
-            yield from kernels.parts(one)
-        if found["checks"]:
-            yield "Checked on the same GPU before:"
-            yield f"```text\n{found['checks']}\n```"
+    def peers(number: int, args: argparse.Namespace) -> dict[str, Any]:
+        return quietest(_numbered(number, args), args).as_dict()
+
+    @staticmethod
+    def operations(number: int, args: argparse.Namespace) -> dict[str, Any]:
+        return kernels.run(_numbered(number, args), args.rounds).as_dict()
+
+    @staticmethod
+    def steps(args: argparse.Namespace) -> list[dict[str, str]]:
+        """What the script says of its steps, with the last lines of those that failed."""
+        logs = Path(args.out or ".") / "gpu_logs"
+        told = logs / "steps.txt"
+        lines = told.read_text("utf-8").splitlines() if told.exists() else []
+        return [{"said": line, "end": "" if line.endswith(": passed") else _end(
+            logs / f"{line.partition(':')[0]}.log")} for line in sorted(lines)]
+
+    @staticmethod
+    def write_layer(found: dict[str, Any]) -> list[str]:
+        return [said(found["versions"]), *layer.parts(found)]
+
+    @staticmethod
+    def write_operations(found: dict[str, Any]) -> list[str]:
+        return [said(found["versions"]), *kernels.parts(found)]
+
+    @staticmethod
+    def write_steps(found: list[dict[str, str]]) -> Iterator[str]:
+        yield "Steps of the script, each a process with a limit, and what was checked."
+        yield "\n".join(["```text", *(one["said"] for one in found), "```"])
+        for one in found:
+            if one["end"]:
+                yield f"The end of what it printed: {one['said']}"
+                yield f"```text\n{one['end']}\n```"
+
+
+def _numbered(number: int, args: argparse.Namespace) -> Problem:
+    every = problems(args)
+    return every[min(number, len(every) - 1)]
+
+
+def _end(path: Path) -> str:
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line[:200].replace("`", "'") for line in lines[-12:])
+
+
+OneGPU.PARTS = {  # type: ignore[attr-defined]
+    **{f"{name}_{n}": (partial(measure, n), write) for name, measure, write in (
+        ("layer", OneGPU.layer, OneGPU.write_layer), ("peers", OneGPU.peers, OneGPU.write_layer),
+        ("operations", OneGPU.operations, OneGPU.write_operations)) for n in range(3)},
+    "steps": (OneGPU.steps, OneGPU.write_steps)}
 
 
 class Scaling:
