@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -14,27 +13,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import triton  # noqa: F401  (ranks are forked from a process that has imported it)
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe_plugin import MoELayer, TorchComm, machine
+from moe_plugin import TorchComm, machine
 from moe_plugin.comm import Comm, LocalComm, Topology
 from moe_plugin.comm.watchdog import TimeoutWatch
-from moe_plugin.config import from_dict
-from moe_plugin.memory.activations import swap
-from moe_plugin.memory.activations.auto import manage
 from moe_plugin.memory.copier import Copier
-from moe_plugin.memory.tiers import HostTier
-from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.tuning import compute_times, timer
 from tests.streams.fake import install
 from tests.streams.gpu import Cuda, Event, Stream
+from tests.streams.programs import ALONE
 from tests.streams.seen import HostThread, Launch, Observer
 from tests.waits import stand_ins
 from tests.waits.device import CountingDevice, OnDevice, tensors_of
 from tests.waits.ranks import CountingComm
 
 AT = torch.device("cuda", 1)
-WIDTH = 8
 
 
 class OnItsDevice(Observer):
@@ -67,74 +61,7 @@ class OnItsDevice(Observer):
         self._look("wait", "a wait of the host", event.stream.device)
 
 
-def layer_of(comm: Comm, dispatch: dict[str, Any], **parallel: Any) -> MoELayer:
-    """A layer on the second device."""
-    return MoELayer(from_dict({
-        "model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 2},
-        "experts": {"kind": "gated_ffn", "hidden_dim": 8, "compute": "kernels"},
-        "dispatch": dispatch, "parallel": {"mode": "fixed", "r": 1, **parallel}}),
-        comm, dtype=torch.float32, device=AT)
-
-
-def train(layer: nn.Module) -> None:
-    """Forward and backward."""
-    x_TD = torch.randn(6, WIDTH).to(AT).requires_grad_()
-    layer(x_TD).output.square().sum().backward()
-
-
-def layers(comm: Comm) -> None:
-    """Dispatchers, with exchanges in pieces where there are ranks; pages on the device and on the
-    host.
-    """
-    for dispatch in ({"name": "ragged"}, {"name": "padded", "capacity_factor": 1.0},
-                     {"name": "bounded", "stash_mib": 1.0, "stash_host_mib": 1.0}):
-        train(layer_of(comm, dispatch, d=2, d_backward=3))
-
-
-def copies(comm: Comm) -> None:
-    """A copy out and one in, by a copier that is told of no number."""
-    x_N = torch.ones(4).to(AT)
-    with torch.cuda.device(AT):
-        copier, host_N = Copier("cuda"), torch.empty(4, pin_memory=True)
-        copier.start([(host_N, x_N)]).synchronize()
-    copier.start_call(lambda: x_N.copy_(host_N, non_blocking=True), 16).wait()
-    copier.close()
-
-
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return x_TD + self.b(torch.relu(self.a(x_TD)))
-
-
-def swapped(comm: Comm) -> None:
-    """Activations that wait in memory of the host."""
-    blocks = [Block().to(AT) for _ in range(3)]
-    with patch.object(swap, "_plain", lambda x: isinstance(x, OnDevice) and x.numel() > 0):
-        activations = manage(blocks, ["swap", "recompute", "swap"], smallest=1)
-        x_TD = torch.randn(6, WIDTH).to(AT).requires_grad_()
-        for block in blocks:
-            x_TD = block(x_TD)
-        x_TD.square().sum().backward()
-        activations.after_step()
-        activations.release()
-        activations.swapper.copier.close()
-
-
-def streamed(comm: Comm) -> None:
-    """Weights and optimizer in memory of the host."""
-    trainer = StreamedTrainer([Block] * 3, lambda y, target: (y - target).square().mean(),
-                              partial(torch.optim.SGD, lr=0.1), HostTier(AT), device=AT)
-    trainer.step([(torch.randn(3, WIDTH).to(AT), torch.randn(3, WIDTH).to(AT))])
-    trainer.close()
-
-
-def timed(comm: Comm) -> None:
+def timed(comm: Comm) -> list[Tensor]:
     """Timers of a call, of a strategy, of collectives."""
     clock, x_N = timer.CallTimer(AT), torch.ones(4).to(AT).requires_grad_()
     clock.start()
@@ -143,10 +70,10 @@ def timed(comm: Comm) -> None:
     compute_times.timed(lambda: x_N + 1, AT)()
     watch = TimeoutWatch(ModuleType("a group"), 60, "", str)
     watch.add("a collective", AT)
+    return []
 
 
-PROGRAMS: dict[str, Callable[[Comm], None]] = {
-    each.__name__: each for each in (layers, copies, swapped, streamed, timed)}
+PROGRAMS: dict[str, Callable[[Comm], list[Tensor]]] = {**ALONE, "timed": timed}
 
 
 def _careless_event(device: torch.device, timing: bool = True) -> Any:

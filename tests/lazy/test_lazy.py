@@ -1,0 +1,69 @@
+"""Numbers do not depend on the order in which a GPU does what its streams and events leave open.
+
+A fake GPU computes later, in an order drawn from a seed (`later.py`): output, input gradient and
+all parameter gradients equal the dense reference under each, and copies bring what they should. A
+wait or a record that is left out is found as wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.combinations import name_of
+from tests.exactness import cells, harness
+from tests.lazy.matrix import cells_of_world
+from tests.lazy.ranks import FAULTS, OF_RANKS, alone, run
+from tests.preloaded import Server
+from tests.streams.programs import ALONE
+
+pytest.importorskip("triton", reason="triton is not installed")
+FEW, ALL = range(2), range(20)
+
+
+def held_to_the_reference(world: int, seeds: Sequence[int], folder: str) -> None:
+    done = Server("tests.lazy.ranks").run(world, run, world, seeds, OF_RANKS, folder,
+                                          timeout_s=1500)
+    assert done.code == 0, done.log
+    found, matrix = [*zip(*done.results, strict=True)], cells_of_world(world)
+    for cell, ranks in zip(matrix, found, strict=False):
+        name = name_of(cell)
+        assert not [each for each in ranks if isinstance(each, str)], f"{name}\n{ranks}"
+        assert not [seed for _, wrong in ranks for seed in wrong], name
+        with harness.naming(name):
+            case = cells.case_of(cell)
+            harness.compare(case, [result for result, _ in ranks], harness.reference(case), 1e-4,
+                            1e-5)
+    assert len(found) == len(matrix) + len(OF_RANKS)
+    for fault, ranks in zip(OF_RANKS, found[len(matrix):], strict=True):
+        assert any(isinstance(each, str) or each[1] for each in ranks), fault
+
+
+def test_ranks_under_some_seeds(tmp_path: Any) -> None:
+    held_to_the_reference(2, FEW, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_under_all_seeds(world: int, tmp_path: Any) -> None:
+    held_to_the_reference(world, ALL, str(tmp_path))
+
+
+def in_programs(seeds: Sequence[int]) -> None:
+    done = Server("tests.lazy.ranks").run(1, alone, seeds, tuple(FAULTS), timeout_s=1500)
+    assert done.code == 0, done.log
+    (found,) = done.results
+    assert {name: wrong for name, (_, wrong) in found.items() if name in ALONE and wrong} == {}
+    assert all(found[name][0] for name in ALONE)
+    assert [fault for fault in FAULTS if not found[fault][1]] == []
+
+
+def test_copies_activations_and_weights_under_some_seeds() -> None:
+    in_programs(FEW)
+
+
+@pytest.mark.slow
+def test_copies_activations_and_weights_under_all_seeds() -> None:
+    in_programs(ALL)
