@@ -101,11 +101,15 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
     It is exactly as large as asked (torch's own pinned memory is rounded up to a power of two), and
     given back when no tensor refers to it and the device has done all that it was given before:
-    torch's allocator knows of copies that use pinned memory, but not of Triton's kernels.
+    torch's allocator knows of copies that use pinned memory, but not of Triton's kernels. What
+    lives for a part of a step is torch's own pinned memory, which is kept for the next time.
 
+    device: a GPU; without a number, the caller's current one.
     Raises:
         RuntimeError: the memory cannot be registered, with CUDA's reason.
     """
+    if device.index is None:  # it is given back in any thread, where another may be current
+        device = torch.device(device.type, torch.cuda.current_device())
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
     owner = (ctypes.c_char * len(memory)).from_buffer(memory)
     bytes_N = torch.frombuffer(owner, dtype=torch.uint8)
@@ -125,7 +129,13 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
     # its argument keeps the memory until then; the process's end gives all back
     weakref.finalize(owner, give_back, memory).atexit = False
-    return bytes_N[:math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+    return bytes_N[:math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
+
+
+def pinned_copy(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of x in a `pinned_buffer`."""
+    with torch.no_grad():
+        return pinned_buffer(x.shape, x.dtype, device).copy_(x)
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_plugin.machine import pinned_buffer
+
 ALIGNMENT = 256  # bytes; products of matrices may round otherwise at other alignments
 
 
@@ -52,13 +54,19 @@ class FlatLayout:
                 view.copy_(x)
 
 
-def aligned_buffer(nbytes: int, device: torch.device | str, pinned: bool = False) -> Tensor:
-    """[nbytes] of uint8, not initialised, whose first byte is aligned."""
-    if torch.device(device).type == "cpu" and not pinned and nbytes:
+def aligned_buffer(nbytes: int, device: torch.device | str,
+                   pinned_for: torch.device | None = None) -> Tensor:
+    """[nbytes] of uint8, not initialised, whose first byte is aligned.
+
+    pinned_for: a GPU that reaches this host memory; None: none does.
+    """
+    if pinned_for is not None:
+        return pinned_buffer((nbytes,), torch.uint8, pinned_for)
+    if torch.device(device).type == "cpu" and nbytes:
         # not from the heap, where a small neighbour would keep a large buffer's memory
         pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=torch.uint8)
-    raw_N = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
+    raw_N = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw_N.data_ptr() % ALIGNMENT
     return raw_N[skip:skip + nbytes]
 

@@ -112,14 +112,18 @@ class Tier(ABC):
 
 
 class HostTier(Tier):
-    """Host memory, pinned where the device is a GPU.
+    """Host memory, pinned where the device is a GPU: by torch, which keeps it for the next tensor
+    of about its size. What lives as long as a model has a `machine.pinned_buffer` instead.
 
     Args:
         device: from and to which tensors are copied.
+
+    Attributes: `pinned_for`, the GPU that reaches it; None: there is none.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.pinned = torch.device(device).type == "cuda"
+        device = torch.device(device)
+        self.pinned_for = device if device.type == "cuda" else None
 
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
@@ -146,7 +150,7 @@ class HostTier(Tier):
 
     def _room(self, x: Tensor) -> TierTensor:
         try:
-            room = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.pinned)
+            room = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.pinned_for is not None)
         except RuntimeError as error:
             raise TierError(
                 errno.ENOMEM, f"{x.numel() * x.element_size()} bytes do not fit host memory "

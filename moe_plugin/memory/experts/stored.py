@@ -18,7 +18,7 @@ from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
-from moe_plugin.machine import to_device, user_cache
+from moe_plugin.machine import pinned_copy, to_device, user_cache
 from moe_plugin.memory.experts.cache import CacheSpec
 from moe_plugin.memory.experts.files import ExpertFile, given_file, own_file
 from moe_plugin.memory.experts.rows import counts_of, order_of, parts, reordered, with_counts
@@ -218,7 +218,7 @@ class StoredExperts(Experts):
     def _adopt(self, name: str, value: Tensor) -> None:
         """Make a tensor in host memory the parameter of this name, here and in the template."""
         if self._probe.device.type == "cuda" and not value.is_pinned():
-            value = value.pin_memory()
+            value = pinned_copy(value, self._probe.device)
         old = self._parameters.get(name)
         parameter = mark_expert(nn.Parameter(value, old is None or old.requires_grad))
         self.register_parameter(name, parameter)
@@ -234,7 +234,7 @@ class StoredExperts(Experts):
             elif value.dtype != self.dtype or self._probe.is_cuda != probe.is_cuda:
                 value.data = value.data.to(self.dtype)
                 if self._probe.is_cuda and not value.is_pinned():
-                    value.data = value.data.pin_memory()
+                    value.data = pinned_copy(value.data, self._probe.device)
                 if value.grad is not None:
                     value.grad = value.grad.to(self.dtype)
         if isinstance(self.store.weights, HostWeights):

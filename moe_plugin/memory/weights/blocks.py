@@ -64,7 +64,7 @@ class StreamedBlock:
     def _leave_device(self, tier: Tier) -> None:
         self._weights = TierBuffer(tier)
         in_host = isinstance(tier, HostTier)
-        flat_N = aligned_buffer(self.layout.nbytes, "cpu", in_host and tier.pinned)
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu", tier.pinned_for if in_host else None)
         self.layout.fill(flat_N, self.params)
         if in_host:
             self._weights.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
