@@ -1,5 +1,5 @@
 """What a call keeps for its backward pass, in bytes, counted from what autograd saves; the table of
-docs/kernels.md.
+docs/activations.md.
 """
 
 from __future__ import annotations
