@@ -10,8 +10,10 @@ from moe_plugin.dispatch.base import (
     dispatchers,
 )
 from moe_plugin.dispatch.bounded import BoundedDispatcher
-from moe_plugin.dispatch.deepep import DeepEPDispatcher
+from moe_plugin.dispatch.deepep import DeepEPDispatcher, ElasticDeepEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
+from moe_plugin.dispatch.hybridep import HybridEPDispatcher
+from moe_plugin.dispatch.nccl_ep import NCCLDispatcher
 from moe_plugin.dispatch.padded import PaddedDispatcher, ParmS2Dispatcher
 from moe_plugin.dispatch.ragged import RaggedDispatcher
 from moe_plugin.dispatch.row_pages import PagedStash
@@ -20,7 +22,8 @@ from moe_plugin.dispatch.token_entry import TokenEntry
 
 __all__ = [
     "AllGatherDispatcher", "BoundedDispatcher", "DeepEPDispatcher", "DispatchContext",
-    "DispatchTraits", "Dispatcher", "ExchangeDispatcher", "IndexSliceDispatcher",
-    "PaddedDispatcher", "PagedStash", "ParmS2Dispatcher", "RaggedDispatcher", "Sent", "TokenEntry",
-    "check_settings", "dispatchers",
+    "DispatchTraits", "Dispatcher", "ElasticDeepEPDispatcher", "ExchangeDispatcher",
+    "HybridEPDispatcher", "IndexSliceDispatcher", "NCCLDispatcher", "PaddedDispatcher",
+    "PagedStash", "ParmS2Dispatcher", "RaggedDispatcher", "Sent", "TokenEntry", "check_settings",
+    "dispatchers",
 ]

@@ -178,9 +178,6 @@ _CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never dr
 
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
-    if traits.supports_pieces and traits.single_layout:
-        raise ValueError(
-            f"dispatcher {name!r} declares supports_pieces and single_layout: must be one of them")
     for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
         if traits.spills and getattr(traits, other):
             raise ValueError(f"dispatcher {name!r} declares spills and {other}: must be one of "

@@ -32,15 +32,6 @@ def test_other_classes_are_refused() -> None:
         dispatchers.register("other")(torch.nn.Linear)
 
 
-def test_traits_that_contradict_each_other_are_refused() -> None:
-    class Both(RaggedDispatcher):
-        traits = DispatchTraits(supports_pieces=True, single_layout=True)
-
-    with pytest.raises(ValueError, match="'both' declares supports_pieces and single_layout"):
-        dispatchers.register("both")(Both)
-    assert "both" not in dispatchers
-
-
 @pytest.mark.parametrize("other", ["fixed_slots", "shares_tokens", "single_layout", "bounded"])
 def test_rows_that_spill_are_exact(other: str) -> None:
     class Both(RaggedDispatcher):

@@ -1,8 +1,11 @@
-"""Dispatcher `deepep` over a stand-in with DeepEP's published interface; refusals without it."""
+"""Dispatchers that send tokens, over stand-ins with their packages' published interfaces; refusals
+without these.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +15,41 @@ import torch
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.dispatch import deepep, dispatchers
+from moe_plugin.dispatch import dispatchers, token_exchange
 from tests.combinations import Cell, all_pairs, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells
 from tests.exactness.harness import RankResult, compare, naming, reference, run_rank
 
 FAKE = str(Path(__file__).parents[1] / "fake_deepep")
-CELLS = {
-    2: all_pairs({
-        "dispatch": ["deepep"],
+NAMES = ["deepep", "deepep_v2", "hybridep", "nccl_ep"]
+
+
+def _cells(dispatch: str) -> list[Cell]:
+    traits = dispatchers.get(dispatch).traits
+    return all_pairs({
+        "dispatch": [dispatch],
         "size": [cells.Size(2, 1), cells.Size(2, 8), cells.Size(2, 4, 2)],
-        "pieces": [(1, 0)], "cut": deepep.DeepEPDispatcher.traits.piece_axes,
-        "factor": [None, 0.5, 0.0], "tokens": ["uneven", "padding", "none"],
+        "pieces": [(1, 0), (2, 0), (1, 3)] if traits.supports_pieces else [(1, 0)],
+        "cut": traits.piece_axes,
+        "factor": [None, 0.5, 0.0], "tokens": ["uneven", "padding", "few", "none"],
         "k": [1, 2, 4], "kind": ["ffn", "gated_ffn"], "compute": ["auto"],
         "all_to_all": ["linear"], "collectives": ["native"], "bias": [True, False],
         "activation": ["gelu"],
         "score": ["softmax"], "normalize": ["before_drop"], "prioritized": [False],
         "weights_first": [False, True], "dropout": [0.0],
-    }),
-}
+    })
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(FAKE)
-    monkeypatch.setattr(deepep, "DEVICES", ("cpu",))
-    monkeypatch.setattr(deepep, "DTYPES", (torch.bfloat16, torch.float64))
+    monkeypatch.setattr(token_exchange, "DEVICES", ("cpu",))
+    monkeypatch.setattr(token_exchange, "DTYPES", (torch.bfloat16, torch.float64))
     yield
-    sys.modules.pop("deep_ep", None)
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("deep_ep", "nccl", "tokens_by_rank"):
+            del sys.modules[name]
 
 
 def _run_cells(some: list[Cell]) -> list[RankResult]:
@@ -52,8 +61,10 @@ def _run_cells(some: list[Cell]) -> list[RankResult]:
 
 
 @pytest.mark.distributed
-def test_cells(installed: None) -> None:
-    some = CELLS[2]
+@pytest.mark.parametrize("dispatch", NAMES)
+def test_cells(dispatch: str, installed: None) -> None:
+    """What is sent without being waited for is NaN in the stand-ins until somebody waits."""
+    some = _cells(dispatch)
     by_rank = run_gloo(2, _run_cells, some)
     for index, cell in enumerate(some):
         with naming(name_of(cell)):
@@ -88,19 +99,79 @@ def test_layers_share_a_buffer_and_gradients_travel_by_it(installed: None) -> No
     assert sum(rows for *_, rows in results) == 2 * 6 * 2  # top-2 of both ranks' tokens
 
 
-def test_without_the_package_it_is_refused_with_the_remedy() -> None:
-    assert "deepep" not in dispatchers.names()
-    config: Any = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": "deepep"}})
-    with pytest.raises(ValueError, match="deepep.*not installed; install DeepEP.*'ragged'"):
+@pytest.mark.parametrize(("dispatch", "remedy"), [
+    ("deepep", "package deep_ep is not installed; install DeepEP 1.x"),
+    ("deepep_v2", "package deep_ep is not installed; install DeepEP 2.1"),
+    ("hybridep", "package deep_ep is not installed; install HybridEP"),
+    ("nccl_ep", "package nccl is .*; install nccl4py 0.3.1 or newer")])
+def test_without_the_package_it_is_refused_with_the_remedy(dispatch: str, remedy: str) -> None:
+    assert dispatch not in dispatchers.names()
+    config: Any = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": dispatch}})
+    with pytest.raises(ValueError, match=f"{dispatch}.*{remedy}.*'ragged'"):
         MoELayer(config, LocalComm())
 
 
-def test_what_it_does_not_take_is_named(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "deepep" in dispatchers.names()
-    config = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": "deepep"}})
+def test_versions_are_told_apart_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                   ) -> None:
+    package = tmp_path / "deep_ep"
+    (package / "buffers").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('needs a GPU')")
+    (package / "buffers" / "elastic.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "deepep_v2" in dispatchers.names() and "deepep" not in dispatchers.names()
+    config: Any = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": "hybridep"}})
+    with pytest.raises(ValueError, match="deep_ep is of another version or branch: no hybrid_ep"):
+        MoELayer(config, LocalComm())
+
+
+@pytest.mark.parametrize("dispatch", NAMES)
+def test_what_it_does_not_take_is_named(dispatch: str, installed: None,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": dispatch}})
     with pytest.raises(ValueError, match="must be a torch.distributed group"):
         run_simulated(2, lambda comm: MoELayer(config, comm))
-    monkeypatch.setattr(deepep, "DEVICES", ("cuda",))
-    dispatcher = object.__new__(deepep.DeepEPDispatcher)
+    monkeypatch.setattr(token_exchange, "DEVICES", ("cuda",))
+    dispatcher = object.__new__(dispatchers.get(dispatch))
     with pytest.raises(ValueError, match="float32 on cpu: must be torch.bfloat16 on cuda"):
         dispatcher.dispatch(torch.zeros(2, 16), None, None)
+
+
+def _refused(dispatch: str) -> str:
+    config = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": dispatch},
+                        "parallel": {"d": 2}})
+    try:
+        MoELayer(config, TorchComm(), dtype=torch.bfloat16)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_pieces_are_refused_where_nothing_could_overlap(installed: None) -> None:
+    for dispatch in ("hybridep", "nccl_ep"):
+        [said, _] = run_gloo(2, _refused, dispatch)
+        assert f"dispatch.name='{dispatch}', which cannot split its rows into pieces" in said
+    assert run_gloo(2, _refused, "deepep_v2") == ["", ""]
+
+
+def _buffers_of(dispatch: str) -> tuple[int, int]:
+    """(buffers after three calls, of which the second has most tokens; handles that were made)"""
+    import nccl.ep
+    from deep_ep import ElasticBuffer
+
+    groups: list[Any] = []
+    create = nccl.ep.Group.create
+    nccl.ep.Group.create = lambda *a: groups.append(create(*a)) or groups[-1]
+    config = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": dispatch}})
+    comm = TorchComm()
+    layer = MoELayer(config, comm, dtype=torch.bfloat16)
+    for tokens in (6, 100 * comm.rank, 70):
+        x = torch.randn(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).output.sum().backward()
+    return len(ElasticBuffer.made) + len(groups), sum(group.handles for group in groups)
+
+
+@pytest.mark.distributed
+def test_buffers_grow_on_all_ranks_and_handles_serve_again(installed: None) -> None:
+    assert run_gloo(2, _buffers_of, "deepep_v2") == [(2, 0)] * 2
+    assert run_gloo(2, _buffers_of, "nccl_ep") == [(2, 2)] * 2

@@ -144,7 +144,7 @@ def check(layer: Any) -> None:
              not config.experts.weights_first),
             ("parallel.replicas", config.parallel.replicas, 1, config.parallel.replicas == 1),
             ("dispatch.name", config.dispatch.name, "'ragged' or 'padded'",
-             traits.supports_pieces and not traits.bounded),
+             traits.supports_pieces and not (traits.bounded or traits.single_layout)),
             ("sequence_parallel", False, True, native.sequence_parallel or not split),
             ("router.pre_gate", config.router.pre_gate, 0, not config.router.pre_gate),
             ("router.name", config.router.name, "a router that reads no token ids",
