@@ -157,7 +157,7 @@ def exchange_of(kind: type[TokenExchange], comm: Comm, size: Size) -> TokenExcha
     return made[key]
 
 
-class TokenPlan(DispatchPlan):
+class TokenExchangePlan(DispatchPlan):
     """What travels. Unlike other plans' its sizes are known only when rows have arrived.
 
     Args:
@@ -181,8 +181,8 @@ class TokenPlan(DispatchPlan):
 class _SentTokens(Sent):
     """Pieces of tokens; see `Sent`."""
 
-    def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None, plan: TokenPlan,
-                 exchange: TokenExchange) -> None:
+    def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None,
+                 plan: TokenExchangePlan, exchange: TokenExchange) -> None:
         super().__init__(arriving, anchor)
         self.plan, self.exchange = plan, exchange
         self.waits: list[Wait] = []
@@ -206,7 +206,7 @@ class TokenDispatcher(Dispatcher):
                 f"dispatch.name={self.name!r} does not fit the group {self.placement.comm.name!r}: "
                 "must be a torch.distributed group; use 'ragged'")
 
-    def plan(self, kept: KeptRouting) -> TokenPlan:
+    def plan(self, kept: KeptRouting) -> TokenExchangePlan:
         """See `Dispatcher`. One all-reduce of a number, which the host reads, where the package
         asks for the most tokens of any rank.
         """
@@ -215,9 +215,9 @@ class TokenDispatcher(Dispatcher):
         if self.exchange.agrees:
             tokens = torch.tensor([ids_TK.shape[0]]).to(ids_TK.device)
             most = int(self.placement.comm.all_reduce(tokens, "max"))
-        return TokenPlan(ids_TK.contiguous(), weights_TK.float(), most)
+        return TokenExchangePlan(ids_TK.contiguous(), weights_TK.float(), most)
 
-    def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
+    def dispatch(self, x_TD: Tensor, plan: TokenExchangePlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`. Raises: ValueError: not bf16 on a GPU."""
         if x_TD.dtype not in DTYPES or x_TD.device.type not in DEVICES:
             raise ValueError(
@@ -235,7 +235,8 @@ class TokenDispatcher(Dispatcher):
                 for x, ids, weights in parts]
         return _SentTokens(self._arriving(sent, plan), anchor, plan, exchange)
 
-    def _arriving(self, sent: list[tuple[Tensor, ...]], plan: TokenPlan) -> Iterator[ExpertRows]:
+    def _arriving(self, sent: list[tuple[Tensor, ...]],
+                  plan: TokenExchangePlan) -> Iterator[ExpertRows]:
         for (x_RD, weights_RK, ids_RK), arrival in zip(sent, plan.arrivals, strict=True):
             arrival.wait()
             order_N, _ = sort_by_expert(ids_RK, self.placement.local)
@@ -244,7 +245,7 @@ class TokenDispatcher(Dispatcher):
             yield ExpertRows(x_RD, RowPlan(source_R, positions(source_R, ids_RK), weights_RK,
                                            counts))
 
-    def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
+    def combine(self, sent: Sent, plan: TokenExchangePlan) -> Tensor:
         for wait in sent.waits:  # type: ignore[attr-defined]
             wait()
         return torch.cat(sent.results) if len(sent.results) > 1 else sent.results[0]
@@ -255,7 +256,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
-                ids_TK: Tensor, plan: TokenPlan, exchange: TokenExchange,
+                ids_TK: Tensor, plan: TokenExchangePlan, exchange: TokenExchange,
                 experts: int) -> tuple[Tensor, ...]:
         arrival = exchange.send(x_TD.contiguous(), ids_TK, weights_TK.contiguous(), experts)
         plan.arrivals.append(arrival)

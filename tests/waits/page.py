@@ -46,8 +46,9 @@ Not in the tables: Experts that are modules of a user (`MoELayer(experts=...)`) 
 rows on the host: one wait on one rank, too. So does `grouped` where it passes rows to `loop` (on a
 GPU: other dtypes than bfloat16, widths that are not multiples of 16 bytes, autocast).
 
-Not measured: `deepep`, whose package needs a GPU: the sizes arrive with the rows, so the host waits
-once in each call, in `dispatch`, after rows have left; in backward it does not. The first call of a
+Not measured: `deepep`, `deepep_v2`, `hybridep` and `nccl_ep`, whose packages need a GPU: the sizes
+arrive with the rows, so the host waits in each call, in `dispatch`, after rows have left ([how
+often](token_packages.md)); in backward it does not wait. The first call of a
 layer agrees on more, and trials of `auto` (layouts, exchanges) wait to measure. A CPU has nothing
 to wait for, and takes counts as they are.
 """

@@ -54,8 +54,11 @@ PACKAGES = (
     Package("apex", "apex", "fused layer norm and Adam of the hosts", gpu=True,
             command=f"APEX_CPP_EXT=1 APEX_CUDA_EXT=1 {PIP} --no-build-isolation "
                     "git+https://github.com/NVIDIA/apex"),
-    Package("deep_ep", "deep_ep", "dispatch.name=deepep", gpu=True,
+    Package("deep_ep", "deep_ep", "dispatch.name=deepep (2.1: deepep_v2; branch hybrid-ep: "
+            "hybridep)", gpu=True,
             command=f"{PIP} --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@v1.2.1"),
+    Package("nccl4py", "nccl", "dispatch.name=nccl_ep", gpu=True,
+            command=f"{PIP} 'nccl4py[cu13]'"),
     Package("pytest", "pytest", "the tests"),
 )
 _BY_NAME = {p.name: p for p in PACKAGES}
