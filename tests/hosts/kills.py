@@ -124,9 +124,9 @@ def _started(launcher: subprocess.Popen, dead: set[int]) -> bool:
 
 
 def until(done: Callable[[], bool], job: Job, launcher: subprocess.Popen | None,
-          poll_s: float = 0.002) -> None:
+          poll_s: float = 0.02) -> None:
     """Wait for it; an `AssertionError` with the end of the log if the launcher ends first, or after
-    `WAIT_S`.
+    `WAIT_S`. To look takes milliseconds of a core that the ranks need.
     """
     deadline = time.monotonic() + WAIT_S
     while not done():

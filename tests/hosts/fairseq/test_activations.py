@@ -26,18 +26,16 @@ def test_the_log_is_that_of_keeping(corpus: Corpus, tmp_path: Path) -> None:
     assert len(kept) == 5
     swap = f"--moe-activation-path {tmp_path} --moe-activation-smallest 0"
     stats = f"--moe-stats-jsonl {tmp_path}/stats/stats.jsonl --moe-stats-interval 1"
-    assert train(f"--moe-activations swap {swap} --ddp-backend legacy_ddp {stats}") == kept
+    assert train(f"--moe-activations recompute,swap {swap} --ddp-backend legacy_ddp {stats}"
+                 ) == kept
     copied = read_run(tmp_path / "stats").copies["activations"]
     assert copied and all(record.bytes > 0 for record in copied)
-    assert train(f"--moe-activations auto --moe-activation-memory 1MiB {swap} "
-                 f"--moe-activation-profile {profile}") == kept
-    assert [block.name for block in load_profile(profile).blocks] == [
-        "decoder.layers.0", "decoder.layers.1"]
-    assert train(f"--moe-activations recompute,swap {swap}") == kept
     # its first step swaps, two recompute, and the others do as planned
     pre_gates = "--moe-freq 1 --moe-pre-gate 1"
-    assert train(f"{pre_gates} --moe-activations auto --moe-activation-memory 1MiB {swap}"
-                 ) == train(pre_gates)
+    assert train(f"{pre_gates} --moe-activations auto --moe-activation-memory 1MiB {swap} "
+                 f"--moe-activation-profile {profile}") == train(pre_gates)
+    assert [block.name for block in load_profile(profile).blocks] == [
+        "decoder.layers.0", "decoder.layers.1"]
 
 
 def test_what_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path) -> None:
