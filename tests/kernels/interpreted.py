@@ -4,7 +4,7 @@ reference, on CPU tensors.
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--all] [operation ...]
 
 Without `--all` an operation that has many lists of arguments meets each of them in one dtype a
-shape, so that every two of list, dtype and shape meet.
+shape, so that every two of list, dtype and shape meet; those of `PARTS` each list in every dtype.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from moe_plugin.kernels import kernels
 from tests.kernels.problems import SHAPES, arguments, fresh, words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# of the most lists, every so manieth of the shapes and dtypes: three lists differ in one argument
+PARTS = {"expert_weight_grad_add": 9, "route_top_k_backward": 9}
 TWICE = ("plain", "dropped choices")
 AS_THEY_ARE = ("dequantize_fp8", "expert_matmul_fp8")  # their result's dtype is an argument
 # the interpreter truncates when it rounds to bfloat16, so a value may be one step off
@@ -81,20 +83,20 @@ def compare(got: Any, want: Any, tolerance: float, what: str) -> None:
 
 
 def problems(name: str, whole: bool) -> Iterator[tuple[str, torch.dtype, int, list[Any]]]:
-    """(label of a shape, dtype, number of a list of arguments, that list): all, or a third of the
-    lists that every shape and dtype has, where these are many.
+    """(label of a shape, dtype, number of a list of arguments, that list): all, or of every list a
+    part of the shapes and dtypes that have it, where lists are many.
     """
     fixed = name.startswith("route_") or name in ("running_count", "tile_table")
     lists = {(label, dtype): list(arguments(name, shape, dtype))
              for label, shape in SHAPES.items() for dtype in (DTYPES[:1] if fixed else DTYPES)}
-    shared = min(map(len, lists.values()))
-    if shared < (20 if fixed else 3):
-        whole = True
-    for (label, dtype), some in lists.items():
-        first = list(SHAPES).index(label) + DTYPES.index(dtype)
-        for number, args in enumerate(some):
-            if whole or number >= shared or (first + number) % 3 == 0:
-                yield label, dtype, number, args
+    whole = whole or min(map(len, lists.values())) < (20 if fixed else 3)
+    for number in range(max(map(len, lists.values()))):
+        having = [key for key, some in lists.items() if number < len(some)]
+        labels, part = list(dict(having)), min(PARTS.get(name, 3), len(having))
+        for label, dtype in having:
+            place = labels.index(label) + DTYPES.index(dtype)
+            if whole or (place + number) % part == 0:
+                yield label, dtype, number, lists[label, dtype][number]
 
 
 def check(name: str, whole: bool) -> int:

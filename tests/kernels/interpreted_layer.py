@@ -81,19 +81,19 @@ def tables() -> None:
         return compute(lengths_L, height, total, least)
 
     groups.tile_table = counted
-    for dispatch in ({"name": "ragged"}, {"name": "padded", "capacity_factor": 1.0},
-                     {"name": "bounded"}):
-        for experts in ({"kind": "gated_ffn"}, {"precision": "fp8"}):
-            layer = make_layer(dispatch=dispatch, experts={
-                "hidden_dim": 24, "compute": "kernels", **experts})
-            made.clear()
-            y = layer(torch.randn(60, 16, requires_grad=True)).output
-            forward = list(made)
-            for _ in range(2):  # the second pass, through the graph that is kept, finds all of them
-                y.sum().backward(retain_graph=True)
-            over_rows = [each for each in made if each[1] == 0]
-            assert len(forward) == 1 and over_rows == forward, (dispatch, experts, made)
-            assert len(set(made)) == len(made) > 1, (dispatch, experts, made)
+    gated, fp8 = {"kind": "gated_ffn"}, {"precision": "fp8"}
+    for dispatch, experts in (({"name": "ragged"}, gated), ({"name": "bounded"}, fp8),
+                              ({"name": "padded", "capacity_factor": 1.0}, gated)):
+        layer = make_layer(dispatch=dispatch, experts={
+            "hidden_dim": 24, "compute": "kernels", **experts})
+        made.clear()
+        y = layer(torch.randn(60, 16, requires_grad=True)).output
+        forward = list(made)
+        for _ in range(2):  # the second pass, through the graph that is kept, finds all of them
+            y.sum().backward(retain_graph=True)
+        over_rows = [each for each in made if each[1] == 0]
+        assert len(forward) == 1 and over_rows == forward, (dispatch, experts, made)
+        assert len(set(made)) == len(made) > 1, (dispatch, experts, made)
     groups.tile_table = compute
     print("tables: once")
 
