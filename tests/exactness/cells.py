@@ -6,6 +6,7 @@ expert kind.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def cells_of(dispatch: str, sizes: Sequence[tuple[int, int, int | None]] = tuple
     """
     traits = traits_of(dispatch)
     more = {"replicas": ["all"]} if traits.shares_tokens else {}
-    cells = _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more, fewer)
+    cells = worth_their_time(_pairs(_settings(dispatch, layouts(dispatch, sizes)) | more, fewer))
     return cells + _paged_cells(dispatch, sizes, fewer) if traits.bounded else cells
 
 
@@ -100,7 +101,7 @@ def _paged_cells(dispatch: str, sizes: Sequence[tuple[int, int, int | None]],
     """All pairs of the settings that go with pages, in every other layout."""
     some = [size for size in layouts(dispatch, sizes) if size.r != 0][::2]
     paged = {"compute": list(KEEPS_ROWS), "dropout": [0.0], "stash_mib": [8.0]}
-    return _pairs(_settings(dispatch, some) | paged, fewer)
+    return worth_their_time(_pairs(_settings(dispatch, some) | paged, fewer))
 
 
 # ranks, experts, shards: alone, together, cut
@@ -157,12 +158,39 @@ def parm_cells(dispatch: str,
     more = {"replicas": [2, 4]}
     if not traits.splits_slots:  # a capacity would be that of a part of the tokens
         exact = {"factor": [0.0] if traits.fixed_slots else [None, 0.0], "schedule": ["s1"]}
-        cells += _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more | exact, fewer)
+        cells += worth_their_time(
+            _pairs(_settings(dispatch, layouts(dispatch, sizes)) | more | exact, fewer))
     if traits.fixed_slots:
         one_layout = [Size(*size) for size in sizes]
         slots = {"pieces": PIECES, "schedule": ["s2"]}
         cells += _pairs(_settings(dispatch, one_layout) | more | slots, fewer)
     return cells
+
+
+def worth_their_time(cells: list[Cell]) -> list[Cell]:
+    """Without cells of eight ranks, which took half of the time, in layouts that fewer ranks have,
+    too. Those stay that hold two values, of other settings than the layout, which no other has.
+    """
+    kept = [cell for cell in cells if not _has_smaller(cell["size"])]
+    met = {pair for cell in kept for pair in _pairs_in(cell)}
+    for cell in cells:
+        if _has_smaller(cell["size"]) and not met.issuperset(_pairs_in(cell)):
+            kept.append(cell)
+            met.update(_pairs_in(cell))
+    return kept
+
+
+def _has_smaller(size: Size) -> bool:
+    """Whether up to four ranks have such a layout: not experts of which ranks that share one hold a
+    part each. Expert parallelism alone stays, too.
+    """
+    shards = size.shards or max(1, size.world // size.experts)
+    return size.world == 8 and not (size.r is None or 1 < size.r < shards or size.r == shards == 1)
+
+
+def _pairs_in(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
+    values = [(name, value) for name, value in cell.items() if name != "size"]
+    return set(itertools.combinations(values, 2))
 
 
 def _pairs(settings: dict[str, Sequence[Any]], fewer: dict[str, Sequence[Any]]) -> list[Cell]:
