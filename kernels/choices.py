@@ -39,18 +39,28 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False
-    bins = experts if complete else experts + 1
-    if not complete:
-        ids_TK = ids_TK % bins  # -1 falls in the last bin
-    load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
     if ids_TK.device.type == "cpu" and not torch.compiler.is_compiling():
+        bins = experts if complete else experts + 1
+        if not complete:
+            ids_TK = ids_TK % bins  # -1 falls in the last bin
+        load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
         load_KB.scatter_(1, ids_TK.t(), 1, reduce="add")
-    else:  # the other form has no deterministic implementation on a GPU
-        bin_TK = ids_TK + torch.arange(0, load_KB.numel(), bins, device=ids_TK.device)
-        bin_N = bin_TK.reshape(-1)
-        load_KB = load_KB.view(-1).index_add_(0, bin_N, torch.ones_like(bin_N)).view_as(load_KB)
-    load_KE = load_KB if complete else load_KB[:, :experts]
+        load_KE = load_KB if complete else load_KB[:, :experts]
+    else:  # that form has no deterministic implementation on a GPU
+        load_KE = choice_load(ids_TK, experts)
     return load_KE if per_choice else load_KE.sum(0)
+
+
+@op
+def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
+    """Load of each expert by choice, int64 [K, E]; ids_TK: int64 [T, K] in -1..E-1."""
+    bins = experts + 1
+    load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
+    # -1 falls in the last bin
+    bin_TK = ids_TK % bins + torch.arange(0, load_KB.numel(), bins, device=ids_TK.device)
+    bin_N = bin_TK.reshape(-1)
+    load_KB = load_KB.view(-1).index_add_(0, bin_N, torch.ones_like(bin_N)).view_as(load_KB)
+    return load_KB[:, :experts]
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
@@ -75,6 +85,30 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     place_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
     rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, place_N)
     return rank_N.masked_fill_(ids_N < 0, -1), start_E.diff()
+
+
+def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
+    """The choice in each slot, int64 [slots]; -1: empty. position_TK: int64 [T, K]."""
+    # choices without a slot write into one extra slot, which is removed: no data-dependent shape
+    index_N = torch.where(position_TK < 0, slots, position_TK).reshape(-1)
+    source_V = torch.full((slots + 1,), -1, dtype=torch.int64, device=position_TK.device)
+    choice_N = torch.arange(index_N.numel(), device=position_TK.device)
+    return source_V.scatter_(0, index_N, choice_N)[:slots]
+
+
+@op
+def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(source_N, position_TK, count_E), int64: which choice lies in each row, expert after expert
+    and in the choices' order; the row of each choice; the rows of each expert.
+
+    ids_TK: int64 [T, K] in -1..E-1; a choice of -1 has position -1, and rows behind the others,
+    which have source -1.
+    """
+    number_N, count_E = running_count.implementation("torch")(ids_TK.reshape(-1), experts)
+    start_E = count_E.cumsum(0) - count_E
+    row_TK = start_E[ids_TK.clamp(min=0)] + number_N.view(ids_TK.shape)
+    position_TK = torch.where(ids_TK >= 0, row_TK, -1)
+    return slot_sources(position_TK, ids_TK.numel()), position_TK, count_E
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:

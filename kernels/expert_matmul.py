@@ -30,11 +30,6 @@ def _rows(x: Tensor, token_R: Tensor | None) -> Tensor:
     return x.index_select(0, token_R.clamp(min=0)).masked_fill_((token_R < 0)[:, None], 0)
 
 
-def _scaled(grad: Tensor, token_R: Tensor | None, scale_R: Tensor | None) -> Tensor:
-    rows_RO = _rows(grad, token_R)
-    return rows_RO if scale_R is None else (rows_RO * scale_R[:, None]).to(grad.dtype)
-
-
 @op
 def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
@@ -111,18 +106,19 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Back through the second matmul and the activation: (grad h, grad gate or None, a, dots).
+    """Back through the second matmul and the activation: (grad h, grad gate or None, scale a,
+    dots).
 
     u = grad rows w^T; s = scale * u; a as in the forward operations. Plain: grad h = s act'(h).
-    Gated: grad h = s act(gate), grad gate = s h act'(gate). dots[r] = <u[r], a[r]>: the gate
-    weight's gradient, without keeping output rows.
+    Gated: grad h = s act(gate), grad gate = s h act'(gate). scale a: by grad rows it makes the
+    gradient of w. dots[r] = <u[r], a[r]>: the gate weight's, without keeping output rows.
 
     Args:
         grad: gradient of rows or tokens of width D.
         w_LFD: [L, F, D].
         h_RF, gate_RF: [R, F].
         scale_R: float32 [R] (float64 for float64 inputs). Returns [R, F] three times, and dots
-            [R] in scale's dtype.
+            [C, R] in scale's dtype: summed over any C parts; of filler any values.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -142,21 +138,20 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
     grad_h_RF = grad_inner_RF if gate_RF is None else s_RF * a_RF
     after_RF = a_RF if gate_RF is None else a_RF * h_RF
     dtype = accumulate_dtype(u_RF.dtype)
-    dots_R = (u_RF.to(dtype) * after_RF.to(dtype)).sum(1)
-    return grad_h_RF, None if gate_RF is None else grad_inner_RF, after_RF, dots_R
+    dots_1R = (u_RF.to(dtype) * after_RF.to(dtype)).sum(1)[None]
+    if scale_R is not None:
+        after_RF = (after_RF * scale_R[:, None]).to(u_RF.dtype)
+    return grad_h_RF, None if gate_RF is None else grad_inner_RF, after_RF, dots_1R
 
 
 @op
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
-                       grad_token_R: Tensor | None, scale_R: Tensor | None,
-                       precision: str) -> Tensor:
-    """rows^T (scale * grad rows) by group, [L, I, O] in x's dtype; zeros for a group without rows.
+                       grad_token_R: Tensor | None, precision: str) -> Tensor:
+    """rows^T grad rows by group, [L, I, O] in x's dtype; zeros for a group without rows.
 
-    Args:
-        x, grad: rows or tokens of widths I and O, each with its own token of each row.
-        scale_R: float32 [R] (float64 for float64 inputs).
+    x, grad: rows or tokens of widths I and O, each with its own token of each row.
     """
-    rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
+    rows_RI, grad_RO = _rows(x, x_token_R), _rows(grad, grad_token_R)
     out_LIO = x.new_empty(groups.number, rows_RI.shape[1], grad_RO.shape[1])
     for group, span in groups.spans():
         torch.mm(rows_RI[span].t(), grad_RO[span], out=out_LIO[group])
@@ -165,20 +160,36 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
 
 @op
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
-                           grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
+                           grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """`expert_weight_grad` added to `into_LIO`, which is returned.
 
     into_LIO: [L, I, O], may have another dtype (float32 with bfloat16 rows). The gradient of all
     experts is never stored anywhere else.
     """
-    rows_RI, grad_RO = _rows(x, x_token_R), _scaled(grad, grad_token_R, scale_R)
+    rows_RI, grad_RO = _rows(x, x_token_R), _rows(grad, grad_token_R)
     for group, span in groups.spans():
         if into_LIO.dtype == rows_RI.dtype:
             into_LIO[group].addmm_(rows_RI[span].t(), grad_RO[span])
         else:
             into_LIO[group] += torch.mm(rows_RI[span].t(), grad_RO[span])
     return into_LIO
+
+
+@op
+def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups: RowGroups,
+                            x_token_R: Tensor | None, precision: str,
+                            into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """`expert_weight_grad` of both gradients of the same rows of x, or with `into` those added
+    there.
+
+    grad_RO, also_RO: [R, O] rows, of a gated expert's two first products.
+    """
+    grads, args = (grad_RO, also_RO), (groups, x_token_R, None, precision)
+    if into is None:
+        return tuple(expert_weight_grad.implementation("torch")(x, g, *args) for g in grads)
+    return tuple(expert_weight_grad_add.implementation("torch")(x, g, *args, each)
+                 for g, each in zip(grads, into, strict=True))
 
 
 @op
@@ -190,5 +201,7 @@ def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
         grad: rows or tokens of width O.
         scale_R: float32 [R] (float64 for float64 inputs).
     """
-    grad_RO = _scaled(grad, token_R, scale_R)
+    grad_RO = _rows(grad, token_R)
+    if scale_R is not None:
+        grad_RO = (grad_RO * scale_R[:, None]).to(grad.dtype)
     return torch.stack([grad_RO[span].sum(0) for _, span in groups.spans()])

@@ -51,11 +51,13 @@ def most_tiles(groups: int, height: int, total: int) -> int:
 class RowGroups:
     """Tables of row counts on one device; no copy from the device to the host.
 
-    Rows after those of the last group (filler, see `DeviceCounts`) are in no group.
+    Rows after those of the last group (filler, see `DeviceCounts`) are in no group. beside: other
+    kernels, those of an exchange, run at the same time as products over these rows.
     """
 
     counts: RowCounts
     device: torch.device
+    beside: bool = False
     _tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False)
 
@@ -77,7 +79,7 @@ class RowGroups:
     @cached_property
     def ends_L(self) -> Tensor:
         """Row after the last of each group, int32 [L] on the device."""
-        return self.lengths_L.cumsum(0).to(torch.int32)
+        return self.lengths_L.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def group_R(self) -> Tensor:

@@ -34,19 +34,21 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 
 
 @op
-def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int) -> Tensor:
-    """The first `length` elements of what a record holds, [length]; zeros without a slot.
+def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
+               enough: Tensor) -> Tensor:
+    """The first `length` elements of what a record holds, [length]; any values without a slot.
 
     Args:
         record_M: int64 [M], length <= M P.
-        pages_SP, host_SP: see the module.
+        pages_SP, host_SP: see the module; floating point.
+        enough: bool scalar on the device; where it is false, all elements are NaN.
     """
     here_M, there_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, here_M)
     if host_SP.shape[0] > 1:
         on_host_M1 = (record_M >= pages_SP.shape[0] - 1)[:, None]
         x_MP = torch.where(on_host_M1, host_SP.index_select(0, there_M), x_MP)
-    return torch.where(record_M[:, None] < 0, 0, x_MP).view(-1)[:length]
+    return x_MP.view(-1)[:length].masked_fill_(~enough, torch.nan)
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:

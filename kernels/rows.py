@@ -262,6 +262,18 @@ class _Permute(torch.autograd.Function):
         return grad_RD.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+@op
+def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
+    """Sums over c of values[c, index], of index's shape, in the values' dtype; 0 where it is -1.
+
+    values_CN: [C, N], summed in order. index: int64. With it numbers go from choices to rows
+    (`RowPlan.source_R`) and back (`position_TK`).
+    """
+    if values_CN.shape[1] == 0:
+        return values_CN.new_zeros(index.shape)
+    return values_CN.sum(0)[index.clamp(min=0)].masked_fill(index < 0, 0)
+
+
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
     """Values of choices by row, [R] in their dtype; 0 for an empty slot."""
     if values_TK.numel() == 0:

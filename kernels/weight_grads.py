@@ -31,13 +31,10 @@ from moe_plugin.kernels.workspace import Workspace
 class _Sum:
     """One weight's gradient.
 
-    Attributes:
-        calls: whose backward has run.
-        experts: with a value so far.
+    experts: those with a value so far.
     """
 
     grad_LIO: Tensor
-    calls: int = 0
     experts: set[int] = field(default_factory=set)
 
 
@@ -50,6 +47,7 @@ class GradSums:
 
     calls: int = 0
     _sums: dict[str, _Sum] = field(default_factory=dict)
+    _ended: dict[str, int] = field(default_factory=dict)  # calls whose backward has run
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
         """The gradient of weight `name` [L, I, O], and the experts whose values are already in it.
@@ -62,14 +60,29 @@ class GradSums:
         """What a call's backward returns: the sum [L, I, O] from the last one, None from the
         others.
         """
-        found = self._sums[name]
-        found.calls += 1
-        if found.calls < self.calls:
+        if not self.last(name):
             return None
-        del self._sums[name]  # the graph may be kept for another pass
+        found = self._sums.pop(name)  # the graph may be kept for another pass
         for expert in set(range(found.grad_LIO.shape[0])) - found.experts:
             found.grad_LIO[expert].zero_()
         return found.grad_LIO
+
+    def so_far(self, name: str) -> Tensor | None:
+        """The gradient of weight `name` [L, I, O] by the calls before; None: there is none yet."""
+        return self._sums[name].grad_LIO if name in self._sums else None
+
+    def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
+        """A new gradient of all experts, or `so_far` with a call's added; returns what `end` does.
+        """
+        if name not in self._sums:
+            self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
+        return self.end(name)
+
+    def last(self, name: str) -> bool:
+        """Count a call whose backward has added to weight `name`; whether no other is to come."""
+        ended = self._ended.get(name, 0) + 1
+        self._ended[name] = ended % max(1, self.calls)
+        return ended >= self.calls
 
 
 class WeightGrad:
@@ -131,10 +144,13 @@ class MainGrad:
     """Where a backward pass adds the gradient of one weight, instead of returning a tensor.
 
     Attributes:
+        sums, name: see `WeightGrad`.
         parameter: [L, I, O], with `main_grad` of that shape.
         memory: for temporaries.
     """
 
+    sums: GradSums
+    name: str
     parameter: Tensor
     memory: Workspace
 
@@ -162,8 +178,8 @@ class MainGrad:
         target_IO.add_(multiply(a_IN, b_NO, made_IO))
 
     def result(self) -> Tensor | None:
-        """What backward returns, see `placeholder_grad`."""
-        return placeholder_grad(self.parameter)
+        """What backward returns: of the last call that shares `sums`, see `placeholder_grad`."""
+        return placeholder_grad(self.parameter) if self.sums.last(self.name) else None
 
 
 def placeholder_grad(parameter: Tensor) -> Tensor | None:

@@ -328,7 +328,7 @@ class _Backward:
     def _make_grads(self, weights: dict[str, Tensor | None], needs: list[bool]) -> None:
         call = self.call
         self.grads: dict[str, MainGrad | WeightGrad] = {
-            name: MainGrad(call.main_grad_weights[name], call.memory)
+            name: MainGrad(call.sums, name, call.main_grad_weights[name], call.memory)
             if name in call.main_grad_weights else WeightGrad(call.sums, name, w, call.memory)
             for (name, w), need in zip(weights.items(), needs[::2], strict=True) if need
         }

@@ -31,13 +31,14 @@ from moe_plugin.kernels.expert_matmul import (
     expert_matmul_sum,
     expert_weight_grad,
     expert_weight_grad_add,
+    expert_weight_grad_pair,
 )
 from moe_plugin.kernels.fp8 import Fp8Call, fp8_call
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rows import at_choices, at_rows, sum_rows
+from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
-from moe_plugin.kernels.weight_grads import WEIGHTS, placeholder_grad
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, placeholder_grad
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
@@ -73,6 +74,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
     (x, *tensors), redirected = p.operands(x)
+    autocast = torch.is_autocast_enabled(x.device.type)
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
@@ -85,7 +87,15 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
                 counts.host, None)
             made = expert_ffn if lengths[0] is None or counts.even else expert_ffn_uneven
             return made(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
-        call = _Call(RowGroups(counts, x.device), p.activation, p.precision, redirected, fp8)
+        # under autocast each call has its own cast of the weights, and so gradients of its own
+        own = p.sums is None or autocast
+        sums = GradSums() if own else p.sums
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in
+                                           (x, maps[0], *tensors)):
+            sums.calls += 1
+        # the pieces' exchanges run beside the products
+        groups = RowGroups(counts, x.device, beside=p.sums is not None)
+        call = _Call(groups, p.activation, p.precision, redirected, sums, fp8)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
             return _Stashed.apply(keep, call, x, *maps, *tensors)
@@ -101,14 +111,15 @@ def _traced(x: Tensor) -> bool:
 class _Call:
     """What the forward and the backward pass of a call share, apart from tensors.
 
-    groups: with the tables of tiles, which forward makes and backward uses again. main_grad_weights
-    and fp8: as in `FFNParameters` and `fp8_call`.
+    groups: with the tables of tiles, which forward makes and backward uses again. The others: as in
+    `FFNParameters` and `fp8_call`.
     """
 
     groups: RowGroups
     activation: str
     precision: str
     main_grad_weights: Mapping[str, Tensor]
+    sums: GradSums
     fp8: Fp8Call | None
 
 
@@ -202,8 +213,8 @@ def _expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
         needs: which of the eight gradients are wanted; the others have no elements.
     """
     made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
-                      position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation,
-                      precision, needs, {})
+                      position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation, precision,
+                      needs, {}, GradSums(1))
     return [x.new_empty(0) if g is None else g for g in made]
 
 
@@ -211,36 +222,77 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                source_R: Tensor | None, position_TK: Tensor | None, h_RF: Tensor, gate_RF: Tensor,
                w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
                activation: str, precision: str, needs: Sequence[bool],
-               main_grad_weights: Mapping[str, Tensor],
+               main_grad_weights: Mapping[str, Tensor], sums: GradSums,
                fp8: Fp8Call | None = None) -> list[Tensor | None]:
-    """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`."""
+    """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`, and of
+    calls that share `sums` the last one returns the weights'.
+    """
     w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
     token_R = _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
-    scale_R = None if gates_TK is None else at_rows(gates_TK.to(accumulate_dtype(grad_y.dtype)),
-                                                    source_R)
-    g_h, g_gate, a_RF, dots_R = _products(precision).act_backward(
+    scale_R = None
+    if gates_TK is not None:
+        gates_N = gates_TK.reshape(-1).to(accumulate_dtype(grad_y.dtype))
+        scale_R = take_values(gates_N[None], source_R)
+    g_h, g_gate, scaled_RF, dots_CR = _products(precision).act_backward(
         grad_y, groups, w_out, h_RF, gate, scale_R, token_R, activation, precision)
-    exact = "ieee" if precision == "fp8" else precision
-
-    def weight(name: str, x: Tensor, grad: Tensor, *tokens_scale: Tensor | None) -> Tensor | None:
-        if name not in main_grad_weights:
-            return expert_weight_grad(x, grad, groups, *tokens_scale, exact)
-        expert_weight_grad_add(x, grad, groups, *tokens_scale, exact,
-                               main_grad_weights[name].main_grad)  # type: ignore[attr-defined]
-        return placeholder_grad(main_grad_weights[name])
-
+    weights = _WeightGrads(groups, "ieee" if precision == "fp8" else precision, main_grad_weights,
+                           sums)
+    grad_in, grad_gate = weights.first(x, token_R, g_h if needs[2] else None,
+                                       g_gate if needs[4] else None)
     return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK, precision) if needs[0] else None,
-        _grad_gates(groups, dots_R, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype)
+        _grad_gates(groups, dots_CR, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype)
         if needs[1] else None,
-        weight("w_in_LDF", x, g_h, token_R, None, None) if needs[2] else None,
+        grad_in,
         expert_bias_grad(g_h, groups, None, None) if needs[3] else None,
-        weight("w_gate_LDF", x, g_gate, token_R, None, None) if needs[4] else None,
+        grad_gate,
         expert_bias_grad(g_gate, groups, None, None) if needs[5] else None,
-        weight("w_out_LFD", a_RF, grad_y, None, token_R, scale_R) if needs[6] else None,
+        weights.one("w_out_LFD", scaled_RF, grad_y, None, token_R) if needs[6] else None,
         expert_bias_grad(grad_y, groups, token_R, scale_R) if needs[7] else None,
     ]
+
+
+@dataclass(frozen=True)
+class _WeightGrads:
+    """The weights' gradients of one call: added where there are others, or new; what each method
+    returns goes to autograd. The attributes: see `_Call`.
+    """
+
+    groups: RowGroups
+    precision: str
+    main_grad_weights: Mapping[str, Tensor]
+    sums: GradSums
+
+    def first(self, x: Tensor, token_R: Tensor | None, g_h: Tensor | None,
+              g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Of w_in and w_gate, in one product where both are wanted and both added, or both new."""
+        into = self._into("w_in_LDF"), self._into("w_gate_LDF")
+        if g_h is None or g_gate is None or (into[0] is None) != (into[1] is None):
+            return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),
+                    None if g_gate is None else self.one("w_gate_LDF", x, g_gate, token_R, None))
+        made = expert_weight_grad_pair(x, g_h, g_gate, self.groups, token_R, self.precision,
+                                       None if into[0] is None else into)
+        return self._given("w_in_LDF", made[0]), self._given("w_gate_LDF", made[1])
+
+    def one(self, name: str, x: Tensor, grad: Tensor, x_token_R: Tensor | None,
+            grad_token_R: Tensor | None) -> Tensor | None:
+        """Of one weight."""
+        into_LIO, operands = self._into(name), (x, grad, self.groups, x_token_R, grad_token_R,
+                                                self.precision)
+        if into_LIO is None:
+            return self._given(name, expert_weight_grad(*operands))
+        return self._given(name, expert_weight_grad_add(*operands, into_LIO))
+
+    def _into(self, name: str) -> Tensor | None:
+        if name in self.main_grad_weights:
+            return self.main_grad_weights[name].main_grad  # type: ignore[attr-defined]
+        return self.sums.so_far(name)
+
+    def _given(self, name: str, grad_LIO: Tensor) -> Tensor | None:
+        if name not in self.main_grad_weights:
+            return self.sums.give(name, grad_LIO)
+        return placeholder_grad(self.main_grad_weights[name]) if self.sums.last(name) else None
 
 
 def _fake_backward(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
@@ -323,8 +375,9 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
-        x, gates, *rest = _gradients(call.groups, grad_y, *ctx.saved_tensors, call.activation,
-                                     call.precision, needed, call.main_grad_weights, call.fp8)
+        x, gates, *rest = _gradients(
+            call.groups, grad_y, *ctx.saved_tensors, call.activation, call.precision, needed,
+            call.main_grad_weights, call.sums, call.fp8)
         if call.fp8 is not None:
             call.fp8.spent()
         return None, x, gates, None, None, *rest
@@ -387,10 +440,10 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
     return rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, None)
 
 
-def _grad_gates(groups: RowGroups, dots_R: Tensor, grad_y: Tensor, b_out: Tensor | None,
+def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
     """<gradient of y, output row> of each choice: <u, a> from the kernel, plus the bias's part."""
-    if b_out is not None and grad_y.shape[0] and dots_R.numel():
-        share_TL = grad_y.to(dots_R.dtype) @ b_out.to(dots_R.dtype).t()
-        dots_R = dots_R + share_TL[token_R.clamp(min=0), groups.group_R]
-    return at_choices(dots_R, position_TK)
+    if b_out is not None and grad_y.shape[0] and dots_CR.numel():
+        share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()
+        dots_CR = torch.cat([dots_CR, share_TL[token_R.clamp(min=0), groups.group_R][None]])
+    return take_values(dots_CR, position_TK)

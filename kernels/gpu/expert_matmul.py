@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from moe_plugin.kernels.groups import RowGroups
 _SMALL = Tiling(64, 64, 64, 4, 1)
 _SMALL_WEIGHT = Tiling(64, 64, 16, 4, 1)
 _LEAST_PART = 32 if INTERPRETED else LEAST_PART
-JOINED = 1024  # values of a program that adds parts
+JOINED, JOINING = 1024, 16  # values that a program adds parts of at once; programs a processor
 
 
 def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
@@ -112,7 +113,7 @@ class _Product:
     def grid(self) -> tuple[int]:
         """As many programs as run at once, or as there is work for."""
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
-        return (programs(self.chip, self.tiling, work),)
+        return (programs(self.chip, self.tiling, work, self.groups),)
 
     def run(self, out: Tensor, pair: str = "none", act: str = "none", bias: Tensor | None = None,
             after: Tensor | None = None, v: Tensor | None = None, y: Tensor | None = None,
@@ -135,8 +136,14 @@ class _Product:
             w.shape[2], *w.stride(), BIAS=bias is not None, PAIR=pair, ACT=act, **self.constants)
 
 
-def programs(chip: Chip, tiling: Tiling, work: int) -> int:
-    """Programs for `work` tiles: those that run at once, if there are so many tiles."""
+def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
+    """Programs for `work` tiles: those that run at once, if there are so many tiles.
+
+    Beside other kernels one a tile: those that run at once would each wait for their own tiles
+    where another kernel has a processor, and it for all of theirs.
+    """
+    if groups.beside:
+        return max(1, work)
     return max(1, min(work, chip.processors * tiling.programs))
 
 
@@ -149,66 +156,90 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
     wide, rows = w_LFD.shape[1], groups.total
     grad_h, after = torch.empty_like(h_RF), torch.empty_like(h_RF)
     grad_gate = None if gate_RF is None else torch.empty_like(h_RF)
-    dots = torch.zeros(triton.cdiv(wide, p.tiling.columns), rows, dtype=torch.float32,
-                       device=grad.device)
+    dots_CR = torch.empty(triton.cdiv(wide, p.tiling.columns), rows, dtype=torch.float32,
+                          device=grad.device)
     if rows:
         gg.act_backward_kernel[p.grid](
             p.x, p.rows(p.x), pointer(token_R, grad), pointer(scale_R, grad), p.w, p.w_tiles,
             h_RF.contiguous(), pointer(gate_RF, grad), grad_h, pointer(grad_gate, grad_h), after,
-            dots, *p.table, groups.ends_L, wide, rows, *p.w.stride(), SCALED=scale_R is not None,
+            dots_CR, *p.table, groups.ends_L, wide, rows, *p.w.stride(), SCALED=scale_R is not None,
             ACT=activation, GATED=gate_RF is not None, **p.constants)
-    return grad_h, grad_gate, after, dots.sum(0)
+    return grad_h, grad_gate, after, dots_CR
 
 
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
-                       grad_token_R: Tensor | None, scale_R: Tensor | None,
-                       precision: str) -> Tensor:
+                       grad_token_R: Tensor | None, precision: str) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     out_LIO = x.new_empty(groups.number, x.shape[1], grad.shape[1])
-    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, precision, out_LIO, False)
+    _weight_grads(x, (grad,), groups, x_token_R, grad_token_R, precision, (out_LIO,), False)
     return out_LIO
 
 
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
-                           grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
+                           grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """See `moe_plugin.kernels.expert_matmul`."""
     if not into_LIO.is_contiguous():
         return into_LIO.add_(
-            expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, precision))
-    _weight_grad(x, grad, groups, x_token_R, grad_token_R, scale_R, precision, into_LIO, True)
+            expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, precision))
+    _weight_grads(x, (grad,), groups, x_token_R, grad_token_R, precision, (into_LIO,), True)
     return into_LIO
 
 
-def _weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
-                 grad_token_R: Tensor | None, scale_R: Tensor | None, precision: str,
-                 out_LIO: Tensor, add: bool) -> None:
-    x, grad, chip = x.contiguous(), grad.contiguous(), chip_of(x.device)
-    inner, outer = x.shape[1], grad.shape[1]
-    t = _SMALL_WEIGHT if INTERPRETED else weight_tiling(chip, x.dtype, add, precision)
+def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups: RowGroups,
+                            x_token_R: Tensor | None, precision: str,
+                            into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """See `moe_plugin.kernels.expert_matmul`."""
+    if into is None:
+        out_LIO = x.new_empty(groups.number, x.shape[1], grad_RO.shape[1])
+        outs = out_LIO, torch.empty_like(out_LIO)
+    elif all(each.is_contiguous() for each in into) and into[0].dtype == into[1].dtype:
+        outs = into
+    else:
+        return tuple(expert_weight_grad_add(x, grad, groups, x_token_R, None, precision, each)
+                     for grad, each in zip((grad_RO, also_RO), into, strict=True))
+    _weight_grads(x, (grad_RO, also_RO), groups, x_token_R, None, precision, outs,
+                  into is not None)
+    return outs
+
+
+def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
+                  grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
+                  add: bool) -> None:
+    """Of one or two gradients of the same rows, which a tile then loads once."""
+    x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
+    pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
+    gathers = x_token_R is not None or grad_token_R is not None
+    t = _SMALL_WEIGHT if INTERPRETED else weight_tiling(chip, x.dtype, gathers, precision,
+                                                        len(grads))
     tiles = triton.cdiv(inner, t.rows) * triton.cdiv(outer, t.columns)
     height = rows_of_a_part(chip, t, tiles, groups.total, _LEAST_PART)
-    parts, table, work = x, (x, x, x), groups.number * tiles
+    parts, table, work = [x] * len(grads), (x, x, x), groups.number * tiles
     if height is not None:
         slots = 2 * (groups.total // height + 1)
-        parts = torch.empty(slots, inner, outer, dtype=torch.float32, device=x.device)
+        parts = torch.empty(len(grads), slots, inner, outer, dtype=torch.float32,
+                            device=x.device).unbind(0)
         table = groups.tiles(height, least=1)
         work = table[0].numel() * tiles
     copies = copies_tiles(x, chip.copies_tiles)
     x_tiles = row_tiles(x, (t.depth, t.rows)) if copies and x_token_R is None else None
-    grad_tiles = row_tiles(grad, (t.depth, t.columns)) if copies and grad_token_R is None else None
-    wg.weight_kernel[(programs(chip, t, work),)](
-        x, x_tiles, grad, grad_tiles, pointer(x_token_R, x), pointer(grad_token_R, x),
-        pointer(scale_R, x), out_LIO, parts, *table, groups.ends_L, groups.lengths_L,
-        0 if height is None else height, groups.number, I=inner, O=outer,
-        X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None,
-        SCALED=scale_R is not None, UPCAST=needs_upcast(x.dtype), PRECISION=precision, ADD=add,
-        CUT=height is not None, WHILE=INTERPRETED, BI=t.rows, BO=t.columns, BR=t.depth,
-        num_warps=t.warps, num_stages=t.stages)
+    grad_tiles = [row_tiles(g, (t.depth, t.columns)) if copies and grad_token_R is None else None
+                  for g in grads]
+    ends_L, lengths_L, bounds = groups.ends_L, groups.lengths_L, 0 if height is None else height
+    wg.weight_kernel[(programs(chip, t, work, groups),)](
+        x, x_tiles, grads[0], grad_tiles[0], grads[-1], grad_tiles[-1] if pair else None,
+        pointer(x_token_R, x), pointer(grad_token_R, x), outs[0], outs[-1], parts[0], parts[-1],
+        *table, ends_L, lengths_L, bounds, groups.number, I=inner, O=outer,
+        X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None, PAIR=pair,
+        UPCAST=needs_upcast(x.dtype), PRECISION=precision, ADD=add, CUT=height is not None,
+        WHILE=INTERPRETED, BI=t.rows, BO=t.columns, BR=t.depth, num_warps=t.warps,
+        num_stages=t.stages)
     if height is not None:
-        wg.join_kernel[triton.cdiv(inner * outer, JOINED),
-                       groups.number](parts, out_LIO, groups.ends_L, groups.lengths_L, height,
-                                      inner * outer, add, JOINED)
+        # no more groups than this have more than `height` rows
+        blocks = groups.total // height * triton.cdiv(inner * outer, JOINED)
+        wg.join_kernel[(max(1, min(blocks, chip.processors * JOINING)),)](
+            parts[0], parts[-1], outs[0], outs[-1], ends_L, lengths_L, height, inner * outer,
+            groups.number, pair, add, JOINED, triton.next_power_of_2(groups.number))
 
 
 def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,

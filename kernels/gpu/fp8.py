@@ -202,7 +202,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
         x_tiles = row_tiles(codes, (t.rows, t.depth)) if token_R is None else None
     table = groups.tiles(t.rows)
     work = table[0].numel() * triton.cdiv(wide, BLOCK)
-    fp8_product_kernel[(programs(chip, t, work),)](
+    fp8_product_kernel[(programs(chip, t, work, groups),)](
         codes, x_tiles, scales, pointer(token_R, codes), codes_LIO, w_tiles, scales_LHW,
         pointer(b_LO, codes), out_RO, *table, groups.ends_L, wide, *codes_LIO.stride(), K=inner,
         GATHER=token_R is not None, BIAS=b_LO is not None, UPCAST=INTERPRETED, WHILE=INTERPRETED,

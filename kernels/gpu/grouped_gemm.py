@@ -224,7 +224,9 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 @triton.jit
 def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside, wide,
                     ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Store BC columns of the gradients and of the recomputed value; the row dots with u."""
+    """Store BC columns of the gradients and of scale times the recomputed value, which are all that
+    the last weight's gradient reads; the row dots of u with that value.
+    """
     n = column + tl.arange(0, BC)
     # offsets inside the tile take 32 bits; 64 would spill
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
@@ -244,7 +246,8 @@ def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile,
         value = activate(mine, ACT)
         grad_inner = s * activation_grad(mine, ACT)
         tl.store(grad_h + tile + where, grad_inner.to(grad_h.dtype.element_ty), mask=written)
-    tl.store(after + tile + where, value.to(after.dtype.element_ty), mask=written)
+    scaled = value.to(after.dtype.element_ty).to(tl.float32) * scale_r[:, None]
+    tl.store(after + tile + where, scaled.to(after.dtype.element_ty), mask=written)
     return tl.sum(tl.where(written, u * value, 0.0), 1)
 
 
@@ -288,7 +291,7 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                         WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """See expert_matmul_act_backward.
 
-    dots: [column tiles, R], one partial sum per tile; the caller adds them in a fixed order.
+    dots: [column tiles, R], one partial sum per tile.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)

@@ -29,8 +29,8 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 
 
 @triton.jit
-def read_kernel(out, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
-    """Block j of run i of out from its slot, zeros without one."""
+def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
+    """Block j of run i of out from its slot, untouched without one; NaN where not `enough`."""
     run = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # a vector: some versions refuse a scalar condition with a vector of them
@@ -42,7 +42,9 @@ def read_kernel(out, record, pages, host, length, size, slots, BLOCK: tl.constex
     value = tl.load(pages + slot * size + at, mask=here, other=0.0)
     on_host = tl.load(host + (slot - slots) * size + at, mask=there, other=0.0)
     value = tl.where(there, on_host, value)
-    tl.store(out + target, value, mask=inside)
+    lost = tl.load(enough) == 0
+    value = tl.where(lost, float("nan"), value)
+    tl.store(out + target, value, mask=(inside & ((slot >= 0) | lost)) != 0)
 
 
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
@@ -55,10 +57,11 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
     return pages_SP[:-1]
 
 
-def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int) -> Tensor:
+def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
+               enough: Tensor) -> Tensor:
     """See `moe_plugin.kernels.pages.read_pages`."""
     size, x_N = pages_SP.shape[1], pages_SP.new_empty(length)
     if length:
         read_kernel[record_M.shape[0], triton.cdiv(size, BLOCK)](
-            x_N, record_M, pages_SP, host_SP, length, size, pages_SP.shape[0] - 1, BLOCK)
+            x_N, record_M, pages_SP, host_SP, enough, length, size, pages_SP.shape[0] - 1, BLOCK)
     return x_N

@@ -58,12 +58,12 @@ def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, B
 
 
 @triton.jit
-def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, importance, sums, tokens,
-                 experts, K: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr,
+def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens, experts,
+                 K: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr,
                  BIASED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
                  GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr, EPS: tl.constexpr,
                  BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """importance: [programs, E], sums: [programs, 2] (z, p log p): partial sums.
+    """sums: [programs, E + 2], partial sums: importance, z, p log p.
 
     The caller adds them in a fixed order. BEST: scores that count for a group, 0: all.
     """
@@ -88,11 +88,11 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, importance, 
     if MASKED:
         real = tl.load(mask + t, mask=t < tokens, other=0).to(tl.float32)
     tl.store(lse_out + t, lse, mask=t < tokens)
-    tl.store(importance + tl.program_id(0) * experts + e, tl.sum(p * real[:, None], 0), mask=e
-             < experts)
-    tl.store(sums + tl.program_id(0) * 2, tl.sum(real * lse * lse, 0))
+    mine = sums + tl.program_id(0) * (experts + 2)
+    tl.store(mine + e, tl.sum(p * real[:, None], 0), mask=e < experts)
+    tl.store(mine + experts, tl.sum(real * lse * lse, 0))
     spread = tl.sum(p * tl.log(tl.where(p > 0, p, 1.0)), 1)
-    tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(real * spread, 0))
+    tl.store(mine + experts + 1, tl.sum(real * spread, 0))
     left = score
     if BIASED:
         left += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
@@ -195,18 +195,17 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
     programs = triton.cdiv(tokens, bt)
     ids_TK = torch.empty(tokens, k, dtype=torch.int64, device=device)
     weights_TK, lse_T = torch.empty(tokens, k, device=device), torch.empty(tokens, device=device)
-    importance_PE, sums_P2 = torch.empty(programs, experts,
-                                         device=device), torch.empty(programs, 2, device=device)
+    sums_PS = torch.empty(programs, experts + 2, device=device)
     if programs:
         best = 0 if rule.groups and rule.best >= experts // rule.groups else rule.best
         top_k_kernel[(programs,)](
             logits_TE.contiguous(), _pointer(mask_T, logits_TE), _pointer(chosen_TK, ids_TK),
-            _pointer(bias_E, logits_TE), ids_TK, weights_TK, lse_T, importance_PE, sums_P2, tokens,
-            experts, k, mask_T is not None, chosen_TK is not None, bias_E is not None,
-            rule.normalize, not rule.score.is_softmax, rule.groups, rule.take, best, EPS, bt, be,
+            _pointer(bias_E, logits_TE), ids_TK, weights_TK, lse_T, sums_PS, tokens, experts, k,
+            mask_T is not None, chosen_TK is not None, bias_E is not None, rule.normalize,
+            not rule.score.is_softmax, rule.groups, rule.take, best, EPS, bt, be,
             triton.next_power_of_2(max(1, rule.groups)))
-    z, p_log_p = sums_P2.sum(0).unbind(0)
-    return ids_TK, weights_TK, lse_T, importance_PE.sum(0), z, p_log_p
+    importance_E, z, p_log_p = sums_PS.sum(0).split([experts, 1, 1])
+    return ids_TK, weights_TK, lse_T, importance_E, z[0], p_log_p[0]
 
 
 def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tensor,

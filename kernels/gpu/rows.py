@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.common import row_tile
+from moe_plugin.kernels.gpu.common import INTERPRETED, row_tile
 
 
 @triton.jit
@@ -74,6 +74,17 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
         tl.store(out + t * K + j, total, mask=t < tokens)
 
 
+@triton.jit
+def value_kernel(values, index, out, number, length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m] = sum_c values[c, index[m]], 0 for -1; number: of values in a part."""
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(index + m, mask=m < length, other=-1)
+    total = tl.load(values + at, mask=at >= 0, other=0.0)
+    for part in range(1, PARTS):
+        total += tl.load(values + part * number + at, mask=at >= 0, other=0.0)
+    tl.store(out + m, total, mask=m < length)
+
+
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
     """See `moe_plugin.kernels.rows.take_rows`."""
@@ -102,6 +113,16 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
                triton.cdiv(width, bd)](rows_RD.contiguous(), position_TK.contiguous(), weights,
                                        out_TD, tokens, width, k, weights_TK is not None, bt, bd)
     return out_TD
+
+
+def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
+    """See `moe_plugin.kernels.rows.take_values`."""
+    out, (parts, number) = values_CN.new_empty(index.shape), values_CN.shape
+    if index.numel():
+        block = 1 << 12 if INTERPRETED else 256
+        value_kernel[(triton.cdiv(index.numel(), block),)](
+            values_CN.contiguous(), index.contiguous(), out, number, index.numel(), parts, block)
+    return out
 
 
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,

@@ -1,7 +1,6 @@
-"""running_count in Triton: two passes over blocks of choices.
+"""running_count, sorted_choices and choice_load in Triton, in passes over blocks of choices.
 
-No tensor is [N, E], and no kernel loops over experts: within a block every choice is compared with
-the earlier ones.
+No tensor is [N, E]: within a block every choice is compared with the earlier ones.
 """
 
 from __future__ import annotations
@@ -24,31 +23,82 @@ def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rank_kernel(ids, before, ranks, number, experts, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """ranks[n] = before[block, id] + occurrences of id earlier in the block; -1 for id -1."""
-    first = tl.program_id(0) * BLOCK
+def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
+                SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """ranks[n]: how often its id occurs before, -1 for id -1; SORTED: the row of choice n, and
+    source[row] = n, -1 behind the last row. through: counts up to and with each block.
+    """
+    block = tl.program_id(0)
+    first = block * BLOCK
     n = first + tl.arange(0, BLOCK)
     mine = tl.load(ids + n, mask=n < number, other=-1).to(tl.int32)
-    rank = tl.load(before + tl.program_id(0) * experts + mine, mask=mine >= 0, other=0)
+    at = block * EXPERTS + mine
+    rank = tl.load(through + at, mask=mine >= 0, other=0) - tl.load(counts + at, mask=mine >= 0,
+                                                                    other=0)
     for start in range(0, BLOCK, STEP):
         m = first + start + tl.arange(0, STEP)
         other = tl.load(ids + m, mask=m < number, other=-1).to(tl.int32)
         same = ((other[None, :] == mine[:, None]) & (m[None, :] < n[:, None])) != 0
         rank += tl.sum(same.to(tl.int32), 1)
+    total = tl.sum(tl.zeros([STEP], tl.int32), 0)  # rows of the experts before
+    last = through + (tl.num_programs(0) - 1) * EXPERTS
+    for start in range(0, EXPERTS, STEP):
+        e = start + tl.arange(0, STEP)
+        count = tl.load(last + e, mask=e < EXPERTS, other=0)
+        # the first program alone
+        tl.store(count_out + e, count.to(tl.int64), mask=e + block * EXPERTS < EXPERTS)
+        if SORTED:
+            before = total + tl.cumsum(count, 0) - count
+            rank += tl.sum(tl.where(mine[:, None] == e[None, :], before[None, :], 0), 1)
+            total += tl.sum(count, 0)
+    if SORTED:
+        tl.store(source + n, (n * 0 - 1).to(tl.int64), mask=((n >= total) & (n < number)) != 0)
+        tl.store(source + rank, n.to(tl.int64), mask=mine >= 0)
     rank = tl.where(mine >= 0, rank, -1)
     tl.store(ranks + n, rank.to(tl.int64), mask=n < number)
 
 
+@triton.jit
+def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
+    """load[n % K, ids[n]] += 1; whole numbers add up in any order."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(ids + n, mask=n < number, other=-1)
+    tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)
+
+
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """See `moe_plugin.kernels.choices.running_count`."""
-    number = ids_N.numel()
-    ranks_N = torch.empty(number, dtype=torch.int64, device=ids_N.device)
+    _, ranks_N, count_E = _ranks(ids_N, experts, False)
+    return ranks_N, count_E
+
+
+def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `moe_plugin.kernels.choices.sorted_choices`."""
+    source_N, position_N, count_E = _ranks(ids_TK.reshape(-1), experts, True)
+    return source_N, position_N.view(ids_TK.shape), count_E
+
+
+def _ranks(ids_N: Tensor, experts: int, is_sorted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    number, device = ids_N.numel(), ids_N.device
+    ranks_N = torch.empty(number, dtype=torch.int64, device=device)
+    source_N = torch.empty_like(ranks_N) if is_sorted else ranks_N
     if number == 0:
-        return ranks_N, torch.zeros(experts, dtype=torch.int64, device=ids_N.device)
-    blocks = triton.cdiv(number, BLOCK)
-    ids_N = ids_N.contiguous()
-    counts_BE = torch.zeros(blocks, experts, dtype=torch.int32, device=ids_N.device)
+        return source_N, ranks_N, torch.zeros(experts, dtype=torch.int64, device=device)
+    count_E = torch.empty(experts, dtype=torch.int64, device=device)
+    blocks, ids_N = triton.cdiv(number, BLOCK), ids_N.contiguous()
+    counts_BE = torch.zeros(blocks, experts, dtype=torch.int32, device=device)
     histogram_kernel[(blocks,)](ids_N, counts_BE, number, experts, BLOCK)
     through_BE = counts_BE.cumsum(0, dtype=torch.int32)
-    rank_kernel[(blocks,)](ids_N, through_BE - counts_BE, ranks_N, number, experts, BLOCK, STEP)
-    return ranks_N, through_BE[-1].to(torch.int64)
+    rank_kernel[(blocks,)](ids_N, counts_BE, through_BE, ranks_N, source_N, count_E, number,
+                           experts, is_sorted, BLOCK, STEP)
+    return source_N, ranks_N, count_E
+
+
+def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
+    """See `moe_plugin.kernels.choices.choice_load`."""
+    choices, number = ids_TK.shape[1], ids_TK.numel()
+    load_KE = torch.zeros(choices, experts, dtype=torch.int64, device=ids_TK.device)
+    if number:
+        load_kernel[(triton.cdiv(number, BLOCK),)](ids_TK.contiguous(), load_KE, number, experts,
+                                                   choices, BLOCK)
+    return load_KE

@@ -90,8 +90,8 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     if chip.kind == "amd":
         return Tiling(high, 64 if extra or results > 1 else 128, 64, warps, 2)
     if chip.kind == "ampere":
-        wide = 64 if extra or results > 1 else 128
-        return Tiling(high, wide, 64 if wide == 64 else 32, warps, 3)
+        # three buffers of 32 KiB: as much as any since Ampere has for a program (99 KiB)
+        return Tiling(high, 64 if extra or results > 1 else 128, 64, warps, 4)
     if high == 64:
         return Tiling(64, 128 if results == 1 and not extra else 64, 64, 4, 4, 2)
     return Tiling(128, 256 if results == 1 and not extra else 128, 64, 8, 3 if results > 1 else 4)
@@ -102,21 +102,23 @@ def router_tokens(columns: int, values: int) -> int:
     return max(1, min(128, values // columns))
 
 
-def weight_tiling(chip: Chip, dtype: torch.dtype, adds: bool,
-                  precision: str = "ieee") -> Tiling:
+def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str = "ieee",
+                  results: int = 1) -> Tiling:
     """Tile of a weight gradient; its depth is over rows.
 
-    adds: a second tile, the one added to, is in registers.
+    Args:
+        gathers: rows of an operand are gathered. Their numbers are loaded a stage before them, so
+            that Triton makes one buffer of two stages: 4 (2 before Hopper) of either pipeline.
+        results: gradients of the same rows that a program sums at once.
     """
     if dtype == torch.float32:
         if precision == "tf32":
-            return Tiling(128, 128, 32, 8, 3)
-        return Tiling(64, 64, 16, 4, 3, 2)
+            return Tiling(128, 128 // results, 32, 8, 5 if gathers else 3)
+        return Tiling(64, 64 // results, 16, 4, 3, 2)
     if chip.kind == "amd":
-        return Tiling(128, 128, 32, 8, 2)
-    if chip.kind == "ampere":
-        return Tiling(128, 128, 32, 8, 3)
-    return Tiling(128, 128 if adds else 256, 64, 8, 3)
+        return Tiling(128, 128 // results, 32, 8, 2)
+    wide = 128 if chip.kind == "ampere" else 256
+    return Tiling(128, wide // results, 64, 8, 7 if gathers else 4)
 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,

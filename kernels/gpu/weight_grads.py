@@ -1,4 +1,4 @@
-"""Weight and bias gradients of grouped rows in Triton: rows^T (scale * gradient rows) by group.
+"""Weight and bias gradients of grouped rows in Triton: rows^T gradient rows, by group.
 
 One list of tiles of all groups' matrices, worked through by as many programs as run at once. Where
 one group has most of the rows, its sum is cut into parts, each by another program; a second kernel
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from moe_plugin.kernels.gpu.grouped_gemm import halves
 
 
 @triton.jit
@@ -29,33 +31,70 @@ def operand(x, x_tiles, token, r, end, first, start, c, WIDTH: tl.constexpr, GAT
 
 
 @triton.jit
-def add_rows(total, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, first, end, column_i,
-             column_o, I: tl.constexpr, O: tl.constexpr, X_GATHER: tl.constexpr,
-             G_GATHER: tl.constexpr, SCALED: tl.constexpr, UPCAST: tl.constexpr,
-             PRECISION: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-             BR: tl.constexpr):
-    """total + x[rows]^T (scale * grad[rows]) for BR rows from `first`."""
+def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_token,
+             first, end, column_i, column_o, I: tl.constexpr, O: tl.constexpr,
+             X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, PAIR: tl.constexpr,
+             UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
+             BO: tl.constexpr, BR: tl.constexpr):
+    """total + x[rows]^T grad[rows] for BR rows from `first`, and of a PAIR second + x^T also."""
     r = first + tl.arange(0, BR)
     a = operand(x, x_tiles, x_token, r, end, first, column_i, column_i + tl.arange(0, BI), I,
                 X_GATHER, MASKED)
-    g = operand(grad, grad_tiles, grad_token, r, end, first, column_o, column_o + tl.arange(0, BO),
-                O, G_GATHER, MASKED)
-    if SCALED:
-        # the left operand may come from registers, the right one has to be in shared memory
-        a = (a.to(tl.float32) * tl.load(scale + r, mask=r < end, other=0.0).to(
-            tl.float32)[:, None]).to(grad.dtype.element_ty)
+    o = column_o + tl.arange(0, BO)
+    g = operand(grad, grad_tiles, grad_token, r, end, first, column_o, o, O, G_GATHER, MASKED)
     if UPCAST:
         a, g = a.to(tl.float32), g.to(tl.float32)
-    return tl.dot(tl.trans(a), g, total, input_precision=PRECISION)
+    total = tl.dot(tl.trans(a), g, total, input_precision=PRECISION)
+    if PAIR:
+        h = operand(also, also_tiles, grad_token, r, end, first, column_o, o, O, G_GATHER, MASKED)
+        if UPCAST:
+            h = h.to(tl.float32)
+        second = tl.dot(tl.trans(a), h, second, input_precision=PRECISION)
+    return total, second
 
 
 @triton.jit
-def weight_tile(t, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out, parts, part_group,
-                part_row, ends, lengths, height, I: tl.constexpr, O: tl.constexpr,
-                X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, SCALED: tl.constexpr,
-                UPCAST: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
-                CUT: tl.constexpr, WHILE: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-                BR: tl.constexpr):
+def store_sum(total, out, parts, i, column_o, group, slot, direct, I: tl.constexpr,
+              O: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr, BI: tl.constexpr,
+              BC: tl.constexpr):
+    """BC columns of a tile of one matrix to their place, or where they are a part of a sum to the
+    part's.
+    """
+    if ADD and BC > 64:
+        # what a whole tile is added to would spill
+        left, right = halves(total, BI, BC)
+        store_sum(left, out, parts, i, column_o, group, slot, direct, I, O, ADD, CUT, BI, BC // 2)
+        store_sum(right, out, parts, i, column_o + BC // 2, group, slot, direct, I, O, ADD, CUT, BI,
+                  BC // 2)
+    else:
+        store_columns(total, out, parts, i, column_o + tl.arange(0, BC), group, slot, direct, I, O,
+                      ADD, CUT)
+
+
+@triton.jit
+def store_columns(total, out, parts, i, o, group, slot, direct, I: tl.constexpr, O: tl.constexpr,
+                  ADD: tl.constexpr, CUT: tl.constexpr):
+    """See `store_sum`."""
+    size: tl.constexpr = I * O
+    where = i.to(tl.int64)[:, None] * O + o[None, :]
+    written = ((i < I)[:, None] & (o < O)[None, :]) != 0
+    if CUT:
+        if not direct:
+            tl.store(parts + slot.to(tl.int64) * size + where, total, mask=written)
+    if direct:
+        mine = out + group.to(tl.int64) * size + where
+        if ADD:
+            total += tl.load(mine, mask=written, other=0.0).to(tl.float32)
+        tl.store(mine, total.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_token, out,
+                also_out, parts, also_parts, part_group, part_row, ends, lengths, height,
+                I: tl.constexpr, O: tl.constexpr, X_GATHER: tl.constexpr, G_GATHER: tl.constexpr,
+                PAIR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+                ADD: tl.constexpr, CUT: tl.constexpr, WHILE: tl.constexpr, BI: tl.constexpr,
+                BO: tl.constexpr, BR: tl.constexpr):
     """Tile number t of `weight_kernel`."""
     tiles_o: tl.constexpr = (O + BO - 1) // BO
     tiles: tl.constexpr = ((I + BI - 1) // BI) * tiles_o
@@ -63,7 +102,6 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out
     column_i = ((t % tiles) // tiles_o) * BI
     column_o = ((t % tiles) % tiles_o) * BO
     i = column_i + tl.arange(0, BI)
-    o = column_o + tl.arange(0, BO)
     group = part
     if CUT:
         group = tl.load(part_group + part)
@@ -75,47 +113,45 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out
         start = tl.load(part_row + part)
         end = tl.minimum(start + height, group_end)
     total = tl.zeros([BI, BO], tl.float32)
+    second = total
     whole = start + (end - start) // BR * BR
     if WHILE:
         first = start
         while first < whole:
-            total = add_rows(total, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, first,
-                             end, column_i, column_o, I, O, X_GATHER, G_GATHER, SCALED, UPCAST,
-                             PRECISION, False, BI, BO, BR)
+            total, second = add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles,
+                                     x_token, grad_token, first, end, column_i, column_o, I, O,
+                                     X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, False, BI, BO, BR)
             first += BR
     else:
         for first in tl.range(start, whole, BR):
-            total = add_rows(total, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, first,
-                             end, column_i, column_o, I, O, X_GATHER, G_GATHER, SCALED, UPCAST,
-                             PRECISION, False, BI, BO, BR)
+            total, second = add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles,
+                                     x_token, grad_token, first, end, column_i, column_o, I, O,
+                                     X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, False, BI, BO, BR)
     if whole < end:
         # a copied tile would hold rows of the next group
-        total = add_rows(total, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, whole,
-                         end, column_i, column_o, I, O, X_GATHER, G_GATHER, SCALED, UPCAST,
-                         PRECISION, True, BI, BO, BR)
-    where = i.to(tl.int64)[:, None] * O + o[None, :]
-    written = ((i < I)[:, None] & (o < O)[None, :]) != 0
+        total, second = add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles,
+                                 x_token, grad_token, whole, end, column_i, column_o, I, O,
+                                 X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, True, BI, BO, BR)
     direct = True
+    slot = part
     if CUT:
         direct = length <= height
         slot = 2 * (start // height) + (end == group_end).to(tl.int32)
-        if not direct:
-            tl.store(parts + slot.to(tl.int64) * I * O + where, total, mask=written)
-    if direct:
-        mine = out + group.to(tl.int64) * I * O + where
-        if ADD:
-            total += tl.load(mine, mask=written, other=0.0).to(tl.float32)
-        tl.store(mine, total.to(out.dtype.element_ty), mask=written)
+    store_sum(total, out, parts, i, column_o, group, slot, direct, I, O, ADD, CUT, BI, BO)
+    if PAIR:
+        store_sum(second, also_out, also_parts, i, column_o, group, slot, direct, I, O, ADD, CUT,
+                  BI, BO)
 
 
 @triton.jit
-def weight_kernel(x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out, parts, part_group,
-                  part_row, used, ends, lengths, height, groups, I: tl.constexpr, O: tl.constexpr,
-                  X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, SCALED: tl.constexpr,
-                  UPCAST: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
-                  CUT: tl.constexpr, WHILE: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-                  BR: tl.constexpr):
-    """out[group] = rows^T (scale * grad rows), or with ADD out[group] += it.
+def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_token, out,
+                  also_out, parts, also_parts, part_group, part_row, used, ends, lengths, height,
+                  groups, I: tl.constexpr, O: tl.constexpr, X_GATHER: tl.constexpr,
+                  G_GATHER: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
+                  PRECISION: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr,
+                  WHILE: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr):
+    """out[group] = rows^T grad rows, or with ADD out[group] += it; of a PAIR also_out of `also`,
+    with the rows loaded once.
 
     CUT: a group of more than `height` rows is cut into parts by the table part_group, part_row,
     whose sums go to parts[slot], float32 [slots, I, O]: slot 2 * (first row // height), plus 1 for
@@ -129,38 +165,55 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out,
     if WHILE:
         t = tl.program_id(0)
         while t < number:
-            weight_tile(t, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out, parts,
-                        part_group, part_row, ends, lengths, height, I, O, X_GATHER, G_GATHER,
-                        SCALED, UPCAST, PRECISION, ADD, CUT, WHILE, BI, BO, BR)
+            weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_token, out,
+                        also_out, parts, also_parts, part_group, part_row, ends, lengths, height, I,
+                        O, X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, ADD, CUT, WHILE, BI, BO, BR)
             t += tl.num_programs(0)
     else:
         for t in tl.range(tl.program_id(0), number, tl.num_programs(0)):
-            weight_tile(t, x, x_tiles, grad, grad_tiles, x_token, grad_token, scale, out, parts,
-                        part_group, part_row, ends, lengths, height, I, O, X_GATHER, G_GATHER,
-                        SCALED, UPCAST, PRECISION, ADD, CUT, WHILE, BI, BO, BR)
+            weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_token, out,
+                        also_out, parts, also_parts, part_group, part_row, ends, lengths, height, I,
+                        O, X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, ADD, CUT, WHILE, BI, BO, BR)
 
 
 @triton.jit
-def join_kernel(parts, out, ends, lengths, height, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constexpr):
+    """Some values `at` of one group's matrix: the sum of its parts in their order."""
+    first = end - length
+    total = (at * 0).to(tl.float32)
+    while first < end:
+        slot = 2 * (first // height) + (first + height >= end).to(tl.int32)
+        total += tl.load(parts + slot.to(tl.int64) * size + at, mask=at < size, other=0.0)
+        first += height
+    mine = out + group.to(tl.int64) * size + at
+    if ADD:
+        total += tl.load(mine, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(mine, total.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, groups,
+                PAIR: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, BL: tl.constexpr):
     """out[group] = the sum of its parts in their order, or with ADD += it; see `weight_kernel`.
 
-    size: I * O, values of one matrix.
+    Programs share out the blocks of the groups that are cut; there are few of these. size: I * O,
+    values of one matrix.
     """
-    group = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    end = tl.load(ends + group)
-    length = tl.load(lengths + group).to(tl.int32)
-    if length > height:
-        first = end - length
-        total = tl.zeros([BLOCK], tl.float32)
-        while first < end:
-            slot = 2 * (first // height) + (first + height >= end).to(tl.int32)
-            total += tl.load(parts + slot.to(tl.int64) * size + at, mask=at < size, other=0.0)
-            first += height
-        mine = out + group.to(tl.int64) * size + at
-        if ADD:
-            total += tl.load(mine, mask=at < size, other=0.0).to(tl.float32)
-        tl.store(mine, total.to(out.dtype.element_ty), mask=at < size)
+    l = tl.arange(0, BL)
+    cut = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32) > height
+    place = tl.cumsum(cut.to(tl.int32), 0)
+    blocks = tl.cdiv(size, BLOCK)
+    number = tl.sum(cut.to(tl.int32), 0) * blocks
+    t = tl.program_id(0)
+    while t < number:
+        group = tl.sum(tl.where((cut & (place == t // blocks + 1)) != 0, l, 0), 0)
+        at = (t % blocks) * BLOCK + tl.arange(0, BLOCK)
+        end = tl.load(ends + group)
+        length = tl.load(lengths + group).to(tl.int32)
+        join_block(parts, out, at, group, end, length, height, size, ADD)
+        if PAIR:
+            join_block(also_parts, also_out, at, group, end, length, height, size, ADD)
+        t += tl.num_programs(0)
 
 
 @triton.jit

@@ -149,7 +149,9 @@ def _worker(comm: Comm) -> ThreadPoolExecutor:
 def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None,
                     recv: Sequence[int] | None) -> Handle:
     if comm.state.stream is None:
-        comm.state.stream = torch.cuda.Stream(x.device)
+        # first in the queue for processors: the products beside it have more programs than run
+        # at once
+        comm.state.stream = torch.cuda.Stream(x.device, priority=-1)
     side = comm.state.stream
     side.wait_stream(torch.cuda.current_stream(x.device))
     x.record_stream(side)  # first: an exchange that fails may have begun to read it

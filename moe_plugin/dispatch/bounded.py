@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece, slot_positions
-from moe_plugin.dispatch.rows import inverse_permutation, slot_sources
+from moe_plugin.dispatch.rows import inverse_permutation
 from moe_plugin.kernels import combine_rows, gather_rows
-from moe_plugin.kernels.choices import running_count
+from moe_plugin.kernels.choices import running_count, slot_sources
 from moe_plugin.records import KeptRouting, Placement
 from moe_plugin.row_counts import DeviceCounts
 

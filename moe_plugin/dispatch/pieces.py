@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.dispatch.rows import inverse_permutation, positions, slot_sources
+from moe_plugin.dispatch.rows import inverse_permutation, positions
 from moe_plugin.kernels import permute_rows
+from moe_plugin.kernels.choices import slot_sources
 from moe_plugin.machine import to_device
 from moe_plugin.records import (
     DispatchPlan,

@@ -143,8 +143,8 @@ class Kept:
     def rows(self) -> Tensor:
         """The rows again, in a buffer of the same shape, whose filler holds any values."""
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
-                         math.prod(self.shape))
-        return x_N.masked_fill(~self.enough, torch.nan).view(self.shape)
+                         math.prod(self.shape), self.enough)
+        return x_N.view(self.shape)
 
     def __del__(self) -> None:
         # an object whose making failed has no record

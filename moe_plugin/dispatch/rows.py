@@ -29,7 +29,13 @@ from moe_plugin.dispatch.base import (
     dispatchers,
     fixed_slots,
 )
-from moe_plugin.kernels.choices import expert_load, known_load, running_count, stable_order
+from moe_plugin.kernels.choices import (
+    expert_load,
+    known_load,
+    slot_sources,
+    sorted_choices,
+    stable_order,
+)
 from moe_plugin.machine import exporting
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, Routing, RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
@@ -60,15 +66,6 @@ def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tenso
     position_N = torch.full((ids_TK.numel(),), -1, dtype=torch.int64, device=ids_TK.device)
     position_N.index_copy_(0, source_N, torch.arange(source_N.numel(), device=ids_TK.device))
     return position_N.view(ids_TK.shape)
-
-
-def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
-    """The choice in each slot, int64 [slots]; -1: empty. position_TK: int64 [T, K]."""
-    # choices without a slot write into one extra slot, which is removed: no data-dependent shape
-    index_N = torch.where(position_TK < 0, slots, position_TK).reshape(-1)
-    source_V = torch.full((slots + 1,), -1, dtype=torch.int64, device=position_TK.device)
-    choice_N = torch.arange(index_N.numel(), device=position_TK.device)
-    return source_V.scatter_(0, index_N, choice_N)[:slots]
 
 
 def inverse_permutation(order_R: Tensor) -> Tensor:
@@ -102,13 +99,8 @@ def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
         ids_TK: int64 [T, K], -1: no row.
         weights_TK: [T, K] gate weights.
     """
-    number_N, count_E = running_count(ids_TK.reshape(-1), experts)
-    start_E = count_E.cumsum(0) - count_E
-    row_TK = start_E[ids_TK.clamp(min=0)] + number_N.view(ids_TK.shape)
-    position_TK = torch.where(ids_TK >= 0, row_TK, -1)
-    rows = ids_TK.numel()
-    return RowPlan(slot_sources(position_TK, rows), position_TK, weights_TK,
-                   DeviceCounts(count_E, rows))
+    source_R, position_TK, count_E = sorted_choices(ids_TK, experts)
+    return RowPlan(source_R, position_TK, weights_TK, DeviceCounts(count_E, ids_TK.numel()))
 
 
 def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: int,

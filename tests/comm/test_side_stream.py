@@ -30,8 +30,9 @@ class Streams:
         self.main, self.other = FakeStream(self, "main"), FakeStream(self, "other")
         self.current, self.made = self.main, 0
 
-    def make(self, device: torch.device) -> FakeStream:
+    def make(self, device: torch.device, priority: int) -> FakeStream:
         self.made += 1
+        assert priority < 0  # before the products, which fill all processors
         self.calls.append(("made", device.type))
         return FakeStream(self, f"side{self.made}")
 

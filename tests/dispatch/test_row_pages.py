@@ -291,7 +291,7 @@ def test_operations_are_one_graph() -> None:
 
     def turn(x_N: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         record_M, number, enough = pages.write(x_N, used)
-        back_N = read_pages(record_M, pages.pages_SP, pages.host_SP, x_N.shape[0])
+        back_N = read_pages(record_M, pages.pages_SP, pages.host_SP, x_N.shape[0], enough)
         pages.free(record_M, number)
         return back_N, enough
 
@@ -312,13 +312,14 @@ def test_pages_of_a_record(slots: list[int], on_host: bool) -> None:
     pages_SP, host_SP = torch.zeros(8, 4), torch.zeros(3 if on_host else 1, 4)
     record_M, x_N = torch.tensor(slots), torch.arange(10.0)
     write_pages(x_N, record_M, pages_SP, host_SP)
-    back_N = read_pages(record_M, pages_SP, host_SP, 10)
+    back_N = read_pages(record_M, pages_SP, host_SP, 10, torch.tensor(True))
     for index, slot in enumerate(slots):
         if slot >= 0:
             part = slice(4 * index, min(10, 4 * index + 4))
             assert torch.equal(back_N[part], x_N[part])
             buffer = pages_SP[slot] if slot < 7 else host_SP[slot - 7]
             assert torch.equal(buffer[:part.stop - part.start], x_N[part])
+    assert read_pages(record_M, pages_SP, host_SP, 10, torch.tensor(False)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -33,6 +33,8 @@ def moved(value: Any) -> Any:
     """Arguments on the GPU."""
     if isinstance(value, RowGroups):
         return dataclasses.replace(value, device=GPU)
+    if isinstance(value, tuple):
+        return tuple(map(moved, value))
     return value.to(GPU) if isinstance(value, Tensor) else value
 
 

@@ -86,7 +86,8 @@ def make_plan(s: Shape, g: torch.Generator, empty_slots: bool = False) -> Plan:
 
 def fresh(args: tuple[Any, ...]) -> list[Any]:
     """The arguments with tensors of their own, for operations that change one in place."""
-    return [a.clone() if isinstance(a, Tensor) else a for a in args]
+    return [tuple(fresh(a)) if isinstance(a, tuple) else a.clone() if isinstance(a, Tensor) else a
+            for a in args]
 
 
 def arguments(op: str, s: Shape, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[Any, ...]]:
@@ -144,6 +145,21 @@ def _count(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     yield plan.ids_TK.reshape(-1), s.experts
     yield plan.ids_TK.t().reshape(-1), s.experts
     yield torch.randint(-1, s.experts, (2100 if s.experts == 5 else 3,), generator=g), s.experts
+
+
+def _sorted(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+            g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    yield plan.ids_TK, s.experts
+    yield plan.ids_TK.t().contiguous().t(), s.experts
+    yield torch.randint(-1, s.experts, (700 if s.experts == 5 else 3, 3), generator=g), s.experts
+    yield torch.randint(-1, 100, (70, 2), generator=g), 100
+
+
+def _values(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+            g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        yield torch.rand(1, p.position_TK.numel(), generator=g), p.source_R
+        yield torch.rand(3, p.source_R.numel(), generator=g), p.position_TK
 
 
 def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
@@ -275,10 +291,9 @@ def _weight_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor
                  g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
         rows = p.groups.total
-        yield draw(s.tokens, s.width), draw(rows, s.inner), p.groups, p.token_R, None, None, "ieee"
-        yield (draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R,
-               torch.rand(rows, generator=g), "ieee")
-    yield draw(rows, s.inner), draw(rows, s.width), slotted.groups, None, None, None, "ieee"
+        yield draw(s.tokens, s.width), draw(rows, s.inner), p.groups, p.token_R, None, "ieee"
+        yield draw(rows, s.inner), draw(s.tokens, s.width), p.groups, None, p.token_R, "ieee"
+    yield draw(rows, s.inner), draw(rows, s.width), slotted.groups, None, None, "ieee"
 
 
 def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
@@ -288,6 +303,19 @@ def _weight_grad_add(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Te
         yield *args, torch.randn(shape, generator=g)  # float32 for any rows
         yield *args, draw(*shape)
         yield *args, draw(shape[0], shape[2], shape[1]).transpose(1, 2)  # another stride
+
+
+def _weight_grad_pair(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+                      g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for p in (plan, slotted):
+        both = [draw(p.groups.total, s.inner) for _ in range(2)]
+        yield draw(s.tokens, s.width), *both, p.groups, p.token_R, "ieee", None
+    shape = s.experts, s.width, s.inner
+    x = draw(p.groups.total, s.width)
+    yield x, *both, p.groups, None, "ieee", tuple(torch.randn(shape, generator=g) for _ in both)
+    # of two dtypes, and of another stride
+    yield x, *both, p.groups, None, "ieee", (torch.randn(shape, generator=g),
+                                             draw(*shape).transpose(1, 2).contiguous().mT)
 
 
 def _bias_grad(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
@@ -347,17 +375,22 @@ def _write_pages(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor
 
 def _read_pages(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
                 g: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for x_N, *record in _pages(s, draw, g):
-        yield *record, x_N.shape[0]
+    for x_N, record_M, *pages in _pages(s, draw, g):
+        # all runs have a slot, or none has; of others nothing is said
+        slots = torch.randperm(sum(map(len, pages)) - 2, generator=g)[:record_M.shape[0]]
+        for record_M, enough in ((slots, True), (torch.full_like(slots, -1), False)):
+            yield record_M, *pages, x_N.shape[0], torch.tensor(enough)
 
 
 _MAKERS = {
     "take_rows": _take, "sum_rows": _sum, "dot_rows": _dot, "running_count": _count,
+    "sorted_choices": _sorted, "choice_load": _sorted, "take_values": _values,
     "route_top_k": _top, "route_top_k_backward": _top_backward, "transpose_chunks": _chunks,
     "quantize_fp8": _quantize, "dequantize_fp8": _dequantize, "expert_matmul": _product,
     "expert_matmul_sum": _sum_of_two, "expert_matmul_act": _first, "expert_matmul_gated": _gated,
     "expert_matmul_act_backward": _second_backward,
     "expert_weight_grad": _weight_grad, "expert_weight_grad_add": _weight_grad_add,
+    "expert_weight_grad_pair": _weight_grad_pair,
     "expert_bias_grad": _bias_grad, "tile_table": _tiles,
     "quantize_weights_fp8": _quantize_weights, "expert_matmul_fp8": _fp8_product,
     "write_pages": _write_pages, "read_pages": _read_pages,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.weight_grads import GradSums
@@ -41,7 +44,8 @@ def _grads(name: str, gated: bool, sums: GradSums | None) -> list[list[torch.Ten
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("name", "how"), [*(("fused", how) for how in RULES), ("loop", "own")])
+@pytest.mark.parametrize(("name", "how"), [*(("fused", how) for how in RULES), ("loop", "own"),
+                                           ("kernels", "own")])
 def test_sums_are_autograds(name: str, how: str, gated: bool) -> None:
     expected = _grads("loop", gated, None)[0]
     with rows_computed(how):
@@ -65,4 +69,39 @@ def test_pieces_write_into_one_gradient() -> None:
     counts = RowCounts([2, 0, 3, 0, 0])
     sum(strategies.get("fused")(x, counts, p).sum() for _ in range(4)).backward()
     assert made.count("gradient w_in_LDF") == made.count("gradient w_out_LFD") == 1
+    assert p.w_in_LDF.grad is not None and p.w_out_LFD.grad is not None
+
+
+class WeightSized(TorchDispatchMode):
+    """Notes the operations that make or change a tensor of a weight's shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.seen = shape, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape == self.shape and (
+                func._schema.name not in ("aten::detach", "aten::transpose")):
+            self.seen.append(func._schema.name.removeprefix("aten::"))
+        return out
+
+
+@pytest.mark.parametrize("kept_by_host", [False, True])
+def test_pieces_of_the_kernels_make_one_gradient(kept_by_host: bool) -> None:
+    """Autograd alone would make one for each of four pieces, and add them in three more passes."""
+    p = _parameters(False, GradSums())
+    redirected = {}
+    if kept_by_host:
+        redirected = {"w_in_LDF": p.w_in_LDF, "w_out_LFD": p.w_out_LFD}
+        for w in redirected.values():
+            w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), False
+    p = FFNParameters(**{**vars(p), "main_grad_weights": redirected})
+    x, counts = torch.randn(5, D, dtype=torch.float64), RowCounts([2, 0, 3, 0, 0])
+    y = sum(strategies.get("kernels")(x, counts, p).sum() for _ in range(4))
+    with WeightSized(p.w_in_LDF.shape) as made:
+        y.backward()
+    assert made.seen == (["empty_like"] if kept_by_host else ["new_empty"])
+    if kept_by_host:
+        assert all(w.grad_added_to_main_grad and w.main_grad.any() for w in redirected.values())
     assert p.w_in_LDF.grad is not None and p.w_out_LFD.grad is not None

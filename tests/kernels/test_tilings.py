@@ -35,7 +35,7 @@ def test_tiles_follow_the_rows_of_an_expert(chip: Chip, dtype: torch.dtype) -> N
 
 def part(tiles: int, rows: int) -> int | None:
     """Rows of a part on an H200."""
-    return rows_of_a_part(HOPPER, weight_tiling(HOPPER, BF16, False), tiles, rows)
+    return rows_of_a_part(HOPPER, weight_tiling(HOPPER, BF16, True), tiles, rows)
 
 
 def test_a_hot_expert_occupies_the_gpu() -> None:

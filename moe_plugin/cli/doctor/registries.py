@@ -153,13 +153,15 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
     rows_RD, ones_L = torch.ones(8, 16, device=device), torch.ones(2, 16, 16, device=device)
     known = {
         **dict.fromkeys(("x_TD", "grad_TD"), torch.ones(4, 16, device=device)),
-        **dict.fromkeys(("rows_RD", "x", "x_RD", "x_RI", "y_RI", "h_RF", "grad"), rows_RD),
+        **dict.fromkeys(("rows_RD", "x", "x_RD", "x_RI", "y_RI", "h_RF", "grad",
+                         "grad_RO", "also_RO"), rows_RD),
         **dict.fromkeys(("w_LIO", "v_LIO", "w_LDF", "v_LDF", "w_LFD", "into_LIO"), ones_L),
         **dict.fromkeys(("scores_TE", "logits_TE"), torch.rand(4, 2, device=device)),
         **dict.fromkeys(("b_LO", "b_LF", "v_bias_LF", "token_R", "gate_RF", "scale_R", "x_token_R",
-                         "grad_token_R", "chosen_TK", "bias_E")),
+                         "grad_token_R", "chosen_TK", "bias_E", "into")),
         "weights_TK": torch.full((4, 2), 0.5, device=device),
         "grad_weights_TK": torch.ones(4, 2, device=device),
+        "values_CN": torch.ones(2, 8, device=device), "index": source_R,
         "ids_TK": ids_TK, "ids_N": ids_TK.flatten(), "source_R": source_R,
         "position_TK": position_TK, "mask_T": torch.ones(4, dtype=torch.bool, device=device),
         "lse_T": torch.ones(4, device=device), "grad_z": torch.ones((), device=device),
@@ -173,6 +175,7 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,
         "x_N": torch.ones(8, device=device), "record_M": torch.tensor([1, 0], device=device),
         **dict.fromkeys(("pages_SP", "host_SP"), torch.ones(3, 4, device=device)), "length": 8,
+        "enough": torch.tensor(True, device=device),
         "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16, "complete": False,
         "rule": Rule(2, normalize=True), "sure": True,
     }

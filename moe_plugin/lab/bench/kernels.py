@@ -212,11 +212,11 @@ def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Wo
     yield Work("expert_matmul_act_backward",
                (data.grad_TD, groups, data.w_out_LFD, h_RF, gate, scale, token, act, "ieee"),
                _size(data.grad_TD, h_RF, h_RF, h_RF, gate, gate) + weights, flops)
-    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, None, "ieee"),
+    yield Work("expert_weight_grad", (data.x_TD, h_RF, groups, token, None, "ieee"),
                _size(data.x_TD, h_RF) + weights, flops)
     main_grad_LDF = torch.zeros(data.w_in_LDF.shape, device=p.device)
     yield Work("expert_weight_grad_add",
-               (data.x_TD, h_RF, groups, token, None, None, "ieee", main_grad_LDF),
+               (data.x_TD, h_RF, groups, token, None, "ieee", main_grad_LDF),
                _size(data.x_TD, h_RF) + 2 * _size(main_grad_LDF), flops)
     yield Work("expert_bias_grad", (h_RF, groups, None, None), _size(h_RF))
     yield Work("tile_table", (groups.lengths_L, 128, groups.total, 0),

@@ -29,8 +29,8 @@ from tests.kernels.problems import SHAPES, arguments
 pytest.importorskip("triton", reason="triton is not installed")
 FINE = LAYERS["cuda"][1]
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}
-# weight gradients scale an operand in their loop, and so have it in registers
-KNOWN = {"weight_kernel": ("left operand through registers", "1 of 3 stages", "2 of 3 stages")}
+# rows are gathered in the loop of their sum, which takes two stages a buffer: see `weight_tiling`
+KNOWN = {"weight_kernel": ("4 of 7 stages", "2 of 7 stages", "3 of 5 stages", "2 of 5 stages")}
 
 
 @functools.cache
@@ -65,6 +65,16 @@ def test_every_launch_of_a_layer_on_hopper(kernel: str) -> None:
         if name == kernel or not kernel and name not in ("product", "act_backward", "weight"):
             r = check(launch, "sm_90")
             assert r.copies == any(of.startswith("tensordesc") for _, of in launch.types)
+
+
+def test_weight_gradients_read_shared_memory_from_four_buffers() -> None:
+    """Of rows that are gathered in the loop of the sum, of one gradient and of two."""
+    found = launches("sm_90", "weight_kernel")
+    assert {dict(launch.constants)["PAIR"] for launch in found} == {False, True}
+    for launch in found:
+        r = compile_for(launch, "sm_90")
+        assert (r.buffers, r.spilled, r.through_registers[0]) == (4, 0, 0), r
+        assert r.through_registers[1], r
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])

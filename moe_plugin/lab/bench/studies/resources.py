@@ -99,7 +99,7 @@ def _operations() -> None:
             ("quantize_fp8", rows_RD, 128),
             ("dequantize_fp8", rows_RD.to(torch.float8_e4m3fn), scales, 128, torch.bfloat16),
             ("write_pages", rows_RD.view(-1), record_M, pages_SP, pages_SP),
-            ("read_pages", record_M, pages_SP, pages_SP, t * k * d)):
+            ("read_pages", record_M, pages_SP, pages_SP, t * k * d, new(dtype=torch.bool))):
         kernels.get(name).implementation("triton")(*args)
 
 
