@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,8 +44,9 @@ class Later(Executor, Observer):
         self._users: defaultdict[Block, set[Stream]] = defaultdict(set)
 
     def restart(self, seed: int) -> None:
-        """Do all that waits, and go on in another order."""
-        self.queue.finish()
+        """Do all that waits, and go on in another order. What has failed was raised before."""
+        if not self.queue.failed:
+            self.queue.finish()
         self.queue = Queue(seed)
         self._lines.clear()
         self._events.clear()
@@ -183,6 +185,15 @@ class Without(Later):
     """
 
     missing: Callable[[str, Stream], bool] | None = None
+
+    @contextmanager
+    def without(self, missing: Callable[[str, Stream], bool]) -> Iterator[None]:
+        """Inside, this is left out."""
+        self.missing = missing
+        try:
+            yield
+        finally:
+            self.missing = None
 
     def _misses(self, what: str, stream: Stream) -> bool:
         return self.missing is not None and self.missing(what, stream)

@@ -65,6 +65,11 @@ class Queue:
         self._oldest: deque[Work] = deque()
         self._workers: dict[object, tuple[ThreadPoolExecutor, Line]] = {}
 
+    @property
+    def failed(self) -> bool:
+        """Whether a work has raised an error; then nothing more is done."""
+        return bool(self._errors)
+
     def line(self, name: str) -> Line:
         """A new line."""
         return Line(name, 10 ** self.random.uniform(-1.5, 1.5))

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,6 @@ from tests.oracle import direction_of, make_inputs, make_parameters, objective
 from tests.streams.fake import install
 from tests.streams.gpu import CUDA, Stream
 from tests.streams.programs import ALONE
-from tests.streams.seen import Executor
 from tests.waits import stand_ins
 from tests.waits.device import CountingDevice, inner, mapped
 from tests.waits.ranks import CountingComm, HostComm
@@ -48,6 +47,7 @@ FAULTS: dict[str, Callable[[str, Stream], bool]] = {
 }
 # those with which ranks still agree on sizes, and none waits for ever
 OF_RANKS = tuple(FAULTS)[:3]
+MANY = range(20)  # seeds of which one must show a fault
 
 
 class LaterComm(CountingComm):
@@ -64,58 +64,72 @@ class LaterComm(CountingComm):
         return None if made is None or hosts is None else LaterComm(made, hosts)
 
 
-def run(world: int, seeds: Sequence[int], faults: Sequence[str], folder: str) -> list[Any]:
-    """For every cell of this number of ranks, and then for the first cell with each fault: what
-    this rank computed under the first seed, and the seeds that gave anything else; or an error.
+def run(world: int, seeds: Sequence[int], folder: str) -> tuple[list[Any], dict[str, int | None]]:
+    """For every cell of this number of ranks what this rank computed under the first seed, and the
+    seeds that gave anything else; or an error. And for each of `OF_RANKS` the first seed that shows
+    it in the first cell, on any rank; None: none does.
     """
     torch.set_num_threads(1)
     later = Without()
     install(later, later)
     stand_ins.install()
-    comm = _group(world, folder)
-    done: list[Any] = []
-    cells = cells_of_world(world)
-    for cell, fault in [*((cell, None) for cell in cells), *((cells[0], name) for name in faults)]:
-        try:
-            done.append(_run(cell, seeds, comm, later, fault))
-        except BaseException:  # noqa: BLE001 - handed to the test
-            done.append(traceback.format_exc())
-            break  # other ranks may wait for this one
-    return done
+    comm, done, matrix = _group(world, folder), [], cells_of_world(world)
+    try:
+        for cell in matrix:
+            with _layer(cell, comm, later) as layer:
+                results = [_step(cell, layer, later, seed) for seed in seeds]
+            done.append((results[0], [seed for seed, one in zip(seeds, results, strict=True)
+                                      if not _same(one, results[0])]))
+        with _layer(matrix[0], comm, later) as layer:
+            shown = {fault: _shown_by(fault, matrix[0], layer, later, done[0][0])
+                     for fault in OF_RANKS}
+    except BaseException:  # noqa: BLE001 - handed to the test
+        return [*done, traceback.format_exc()], {}
+    return done, shown
 
 
-def alone(seeds: Sequence[int], faults: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
-    """For every program of one rank, and for all with each fault: of how many tensors the seeds are
-    that gave other values than a GPU that computes at once, or ended in an error.
+def _shown_by(fault: str, cell: Cell, layer: MoELayer, later: Without,
+              want: RankResult) -> int | None:
+    for seed in MANY:
+        with later.without(FAULTS[fault]):
+            wrong = not _same(_step(cell, layer, later, seed), want)
+        if layer.comm.hosts.agree_max([float(wrong)])[0]:
+            return seed
+    return None
+
+
+def alone(seeds: Sequence[int]) -> tuple[dict[str, tuple[int, list[int]]], dict[str, Any]]:
+    """For every program of one rank the number of its results, and the seeds that gave others than
+    a GPU that computes at once. And for each of `FAULTS` a program and a seed that show it; None:
+    none does.
     """
     torch.set_num_threads(1)
     later = Without()
-    gpu = install(None, later)
+    gpu = install(None)
     stand_ins.install()
-    found: dict[str, tuple[int, list[int]]] = {}
-    for name, program in ALONE.items():
-        gpu.executor, gpu.observers = Executor(), []
-        want = _values(program, later)
-        gpu.executor, gpu.observers = later, [later]
-        for fault in (None, *faults):
-            wrong = [seed for seed in seeds if not _gives(want, program, later, seed, fault)]
-            key = name if fault is None else fault
-            found[key] = len(want), [*found.get(key, (0, []))[1], *wrong]
-    return found
+    want = {name: _values(program, later) for name, program in ALONE.items()}
+    gpu.executor, gpu.observers = later, [later]
+    found = {name: (len(want[name]), [seed for seed in seeds
+                                      if not _gives(want[name], program, later, seed)])
+             for name, program in ALONE.items()}
+    shown: dict[str, Any] = {}
+    for fault, missing in FAULTS.items():
+        with later.without(missing):
+            shown[fault] = next(
+                ((name, seed) for seed in MANY for name, program in ALONE.items()
+                 if not _gives(want[name], program, later, seed)), None)
+    return found, shown
 
 
-def _gives(want: list[Tensor], program: Callable[[Comm], list[Tensor]], later: Without, seed: int,
-           fault: str | None) -> bool:
+def _gives(want: list[Tensor], program: Callable[[Comm], list[Tensor]], later: Without,
+           seed: int) -> bool:
     later.restart(seed)
-    later.missing = FAULTS.get(fault or "")
     try:
         got = _values(program, later)
     except (RuntimeError, IndexError, ValueError):
-        if fault is None:
+        if later.missing is None:
             raise
         return False
-    finally:
-        later.missing = None
     return len(got) == len(want) and all(map(torch.equal, got, want))
 
 
@@ -136,34 +150,26 @@ def _group(world: int, folder: str) -> Comm:
     return LaterComm(device, hosts)
 
 
-def _run(cell: Cell, seeds: Sequence[int], comm: Comm, later: Without,
-         fault: str | None) -> tuple[RankResult, list[int]]:
+@contextlib.contextmanager
+def _layer(cell: Cell, comm: Comm, later: Later) -> Iterator[MoELayer]:
+    """The layer of a cell on the fake GPU, which is there inside."""
     case = cells.case_of(cell)
+    config = cells.settings_of(cell)
+    config.parallel.mode, config.parallel.spill = "fixed", cell.get("spill", "never")
+    config.dispatch.stash_host_mib = cell.get("stash_host_mib", 0.0)
     with contextlib.ExitStack() as inside:
         if "spill" in cell:
             inside.enter_context(planned(random_planner(0)))
         inside.enter_context(CountingDevice())
-        later.restart(-1)
-        config = cells.settings_of(cell)
-        if "spill" in cell:
-            config.parallel.spill = cell["spill"]
-        config.dispatch.stash_host_mib = cell.get("stash_host_mib", 0.0)
-        config.parallel.mode = "fixed"
         layer = MoELayer(config, comm, dtype=torch.float32, device=CUDA)
         harness.load(layer, make_parameters(case, torch.float32), replace(case, world=comm.size))
-        later.restart(-1)
-        later.missing = FAULTS.get(fault or "")
-        results = []
-        for seed in seeds:
-            later.restart(seed)
-            results.append(_step(cell, layer, later))
-        later.missing = None
-    return results[0], [seed for seed, one in zip(seeds, results, strict=True)
-                        if not _same(one, results[0])]
+        later.queue.finish()
+        yield layer
 
 
-def _step(cell: Cell, layer: MoELayer, later: Later) -> RankResult:
-    """Forward and backward on this rank."""
+def _step(cell: Cell, layer: MoELayer, later: Later, seed: int) -> RankResult:
+    """Forward and backward on this rank, in another order."""
+    later.restart(seed)
     case = cells.case_of(cell)
     xs, masks = make_inputs(case, torch.float32)
     group = layer.comm.rank * case.world // layer.comm.size
