@@ -14,7 +14,7 @@ _PLAIN: dict[str, Any] = {
     "prioritized": False, "kind": "gated_ffn", "compute": "kernels", "dropout": 0.0,
     "weights_first": False, "rows_computed": "own", "collectives": "native"
 }
-WORLDS = (2, 4)
+FEW = (0, 2, 6, 7)  # of those of two ranks: each dispatcher, pages, spilled rows
 
 
 @functools.cache

@@ -64,8 +64,9 @@ class LaterComm(CountingComm):
         return None if made is None or hosts is None else LaterComm(made, hosts)
 
 
-def run(world: int, seeds: Sequence[int], folder: str) -> tuple[list[Any], dict[str, int | None]]:
-    """For every cell of this number of ranks what this rank computed under the first seed, and the
+def run(world: int, places: Sequence[int], seeds: Sequence[int],
+        folder: str) -> tuple[list[Any], dict[str, int | None]]:
+    """For cells of this number of ranks, by their places, what this rank computed under the first seed, and the
     seeds that gave anything else; or an error. And for each of `OF_RANKS` the first seed that shows
     it in the first cell, on any rank; None: none does.
     """
@@ -73,7 +74,8 @@ def run(world: int, seeds: Sequence[int], folder: str) -> tuple[list[Any], dict[
     later = Without()
     install(later, later)
     stand_ins.install()
-    comm, done, matrix = _group(world, folder), [], cells_of_world(world)
+    comm, done = _group(world, folder), []
+    matrix = [cells_of_world(world)[place] for place in places]
     try:
         for cell in matrix:
             with _layer(cell, comm, later) as layer:
