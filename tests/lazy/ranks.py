@@ -66,9 +66,9 @@ class LaterComm(CountingComm):
 
 def run(world: int, places: Sequence[int], seeds: Sequence[int],
         folder: str) -> tuple[list[Any], dict[str, int | None]]:
-    """For cells of this number of ranks, by their places, what this rank computed under the first seed, and the
-    seeds that gave anything else; or an error. And for each of `OF_RANKS` the first seed that shows
-    it in the first cell, on any rank; None: none does.
+    """For cells of this number of ranks, by their places, what this rank computed under the first
+    seed, and the seeds that gave anything else; or an error. And for each of `OF_RANKS` the first
+    seed that shows it in the first cell, on any rank; None: none does.
     """
     torch.set_num_threads(1)
     later = Without()
