@@ -85,7 +85,7 @@ class LayerRecords(RunFeature):
 
     def after_log(self, facts: StepFacts) -> None:
         """What the host's log has is looked at and plotted, too."""
-        if facts.logged is not None and self.recorder.comm.rank == 0:
+        if facts.logged is not None and self.has_log and self.recorder.comm.rank == 0:
             self.recorder.health.add_step(facts.logged)
             self.recorder.plot(facts.logged)
 

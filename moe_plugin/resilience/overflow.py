@@ -179,18 +179,3 @@ class RowsFit(RunFeature):
         """
         if self.check.overflowed():
             raise StepRepeat
-
-
-class RowsWarning(RowsFit):
-    """Rows of steps and evaluations that a host cannot begin again: its optimizer skips a step of
-    such rows, whose gradients are NaN. Every rank says it.
-    """
-
-    def before_passes(self) -> None:
-        self.check.forget()
-
-    def after_passes(self) -> None:
-        """Raises `RowsOverflow` on all ranks, where `dispatch.on_overflow` is error."""
-        if self.check.overflowed():
-            logger.warning("rows did not fit: the step was skipped, or the loss of the evaluation "
-                           "is NaN, and the bound is larger now")

@@ -5,13 +5,15 @@
         ...
 
 The script is run unchanged. Our arguments go in through the seam that Megatron has for a script's
-own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. `--moe-cpu`,
-before the script's name, runs it without CUDA.
+own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Before the
+script's name `--moe-cpu` runs it without CUDA, and `--moe-verbose` shows what Megatron prints,
+which otherwise goes to a file (`script_output`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
@@ -23,22 +25,26 @@ from moe_plugin.hosts.megatron.compat.settings import (
     extend_parse_args,
     keep_compiled_helpers,
     mend_config_warning,
+    script_arguments,
 )
+from moe_plugin.hosts.megatron.endings import of_a_script, status_of
+from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE
 from moe_plugin.hosts.megatron.script import observe_script
-from moe_plugin.hosts.megatron.trainer.arguments import FUSED_ADAM
+from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import Parser, short
-from moe_plugin.quiet import MEGATRON, hidden
+
+_OPTIONS = "--moe-cpu", "--moe-verbose"
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our generated flags, without those that have a native equivalent, and
-    `--moe-fused-adam`.
+    """Adds our generated flags, without those that have a native equivalent, and those of
+    `own_flags`.
 
     For scripts that call Megatron's `pretrain` themselves.
     """
-    name, options = FUSED_ADAM
-    parser.add_argument("--" + name, **options)
+    for name, options in (FUSED_ADAM, LOG_FILE):
+        parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
     return parser
 
@@ -55,22 +61,30 @@ def chained(first: Provider | None) -> Provider:
     return provide
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run `launch [--moe-cpu] SCRIPT ARGUMENTS...`."""
+def main(argv: list[str] | None = None) -> int:
+    """Run `launch [--moe-cpu] [--moe-verbose] SCRIPT ARGUMENTS...`; the status with which the
+    process ends.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
-    on_cpu = argv[:1] == ["--moe-cpu"]
-    argv = argv[1:] if on_cpu else argv
+    options = set[str]()
+    while argv and argv[0] in _OPTIONS:
+        options.add(argv.pop(0))
     if not argv or not os.path.isfile(argv[0]):
         raise SystemExit(
-            f"usage: python -m moe_plugin.hosts.megatron.launch [--moe-cpu] SCRIPT ARGUMENTS...\n"
+            "usage: python -m moe_plugin.hosts.megatron.launch "
+            + " ".join(f"[{option}]" for option in _OPTIONS) + " SCRIPT ARGUMENTS...\n"
             f"script {short(argv[0] if argv else '')} not found; give the path of Megatron-LM's "
             "pretrain_gpt.py"
         )
-    with hidden(MEGATRON):
-        _run(os.path.abspath(argv[0]), argv[1:], on_cpu)
+    script = os.path.abspath(argv[0])
+    log_of_first_rank()
+    output = None if "--moe-verbose" in options else RunOutput()
+    return status_of(os.path.basename(script),
+                     lambda: _run(script, argv[1:], "--moe-cpu" in options, output),
+                     script_arguments, of_a_script)
 
 
-def _run(script: str, arguments: list[str], on_cpu: bool) -> None:
+def _run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | None) -> None:
     sys.argv = [script, *arguments]
     # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
     # so that megatron.core and megatron.training are those of one tree
@@ -79,20 +93,22 @@ def _run(script: str, arguments: list[str], on_cpu: bool) -> None:
         from moe_plugin.hosts.megatron.compat import script_cpu
 
         script_cpu.enable()
-        extend_parse_args(script_cpu.with_defaults)
+        extend_parse_args(script_cpu.with_defaults, script_cpu.leave_out)
     keep_compiled_helpers()
     mend_config_warning()
-    extend_parse_args(chained)
+    extend_parse_args(chained, lambda args: output and output.open(vars(args)))
     mend_loading_of_all_optimizers()
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
+    from moe_plugin.hosts.megatron.script_checkpoint import whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
     end_writers_of_all_saves()
+    whole_saves()
     load_without_missing()
-    observe_script()
-    runpy.run_path(script, run_name="__main__")
+    with contextlib.closing(observe_script()):
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -4,7 +4,7 @@ values, checkpoint shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,6 +45,20 @@ def wait_for(experts: nn.Module) -> None:
         of_megatron = (hook.__module__ or "").startswith("megatron.")
         if of_megatron and key not in experts._forward_pre_hooks_with_kwargs:
             hook(experts, ())
+
+
+def gather(chunks: Iterable[Any]) -> None:
+    """Complete the parameters after a step, before anything but the next step reads them.
+
+    Under `overlap_param_gather` each rank has the new values of its own shards only, until the next
+    step's forward pass gathers them. A collective call.
+
+    Args:
+        chunks: of the model, in their data-parallel wrappers.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any],

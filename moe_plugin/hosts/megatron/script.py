@@ -1,48 +1,55 @@
-"""What the launcher adds to a run of Megatron's own training script: the features of a run, token
-ids for routers that need them, torch's fused Adam, pipeline schedules.
+"""What the launcher adds to a run of Megatron's own training script: the features of a run, its
+log, token ids for routers that need them, torch's fused Adam, pipeline schedules.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
+    parsed_defaults,
     replace_training,
     script_arguments,
     training_module,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.observe.drops import DropWarning
-from moe_plugin.observe.features import FirstStepLine, listen
 from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.resilience.overflow import RowsWarning
-from moe_plugin.run import Run, RunFeature, StepFacts, StepInput
+from moe_plugin.run import Run, StepFacts, StepInput
 
 _SEAM = "get_forward_backward_func"  # the training code imports it by name
 
 
-def observe_script() -> None:
-    """Make Megatron's `pretrain` call a run's features around its steps, hand token ids to the
-    layers, follow `--moe-fused-adam` and `--pipeline-schedule`; stays for the life of the process.
+def observe_script() -> Script:
+    """Make Megatron's `pretrain` call a run's features around its steps, write their log, hand
+    token ids to the layers, follow `--moe-fused-adam` and `--pipeline-schedule`; stays for the life
+    of the process. Close what it returns at the end.
     """
-    script = _Script()
+    script = Script()
     guard_all_optimizers(lambda: script.run)
-    replace_training("setup_model_and_optimizer", script.around_setup)
-    replace_training("train_step", script.around_step)
-    replace_training("evaluate", script.around_evaluation)
-    if _SEAM in vars(training_module("training")):
-        # imported here: it imports Megatron, which may lie next to the script
-        from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
+    for name, around in (
+        ("setup_model_and_optimizer", script.around_setup), ("train_step", script.around_step),
+        ("training_log", script.around_log), ("evaluate", script.around_evaluation),
+        ("evaluate_and_print_results", script.around_results),
+        ("save_checkpoint", script.around_save),
+        ("build_pretraining_data_loader", script.around_loader)):
+        replace_training(name, around)
+    # imported here: they import Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron.passes import computed_by
+    from moe_plugin.hosts.megatron.script_checkpoint import loads_whole
+    from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
 
-        replace_training(_SEAM, lambda get: scheduled(get, script.pipeline))
+    replace_training("load_checkpoint", loads_whole)
+    replace_training(_SEAM, lambda get: computed_by(
+        lambda: script.run, scheduled(get, script.pipeline)))
+    return script
 
 
 def check_seam(settings: PipelineConfig) -> None:
@@ -53,44 +60,27 @@ def check_seam(settings: PipelineConfig) -> None:
             "moe_plugin.hosts.megatron.train, or leave it out")
 
 
-def features_of(chunks: list[Any]) -> list[RunFeature | None]:
-    """The features of a script's run with these parts of a model; collective."""
-    # imported once the script's arguments are parsed, because a layer spec follows them
-    from moe_plugin.hosts.megatron.activations import activations_of
-    from moe_plugin.hosts.megatron.layer import PluginMoELayer
-    from moe_plugin.hosts.megatron.run import named, records_of
+class Script:
+    """The features of the run that Megatron's training code makes, and its report.
 
-    rows, finite = RowsWarning(chunks, comm_of()), FiniteSteps()
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
-    drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
-    if not layers:
-        return [FirstStepLine(), rows, finite]
-    config = layers[0].plan.run
-    if config.guard.twins or config.guard.votes:
-        raise ValueError(
-            f"guard.twins={config.guard.twins}, guard.votes={config.guard.votes} must be 0 in "
-            "Megatron's own training script, whose steps moe-plugin does not run; use python -m "
-            "moe_plugin.hosts.megatron.train, or leave them out")
-    activations = activations_of(config.offload, layers[0].config, chunks)
-    records = None
-    if config.observe.writes:
-        records = records_of(layers, config.observe, activations, drops.validation.add,
-                             has_log=False)
-    else:
-        listen(named(layers), None, drops.validation.add)
-    return [FirstStepLine(), records, activations, rows, finite, drops]
-
-
-class _Script:
+    Attributes: both are made with the model.
+    """
 
     def __init__(self) -> None:
-        self.run = Run([FiniteSteps()])
+        self.run, self.report = Run([FiniteSteps()]), None  # type: Run, Any
+
+    def close(self) -> None:
+        """Close their files."""
+        self.run.close()
+        if self.report is not None:
+            self.report.close()
 
     def around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(setup)
         def call(*args: Any, **kwargs: Any) -> Any:
-            built = setup(*args, **kwargs)
+            with collectives_named("a collective of Megatron's set-up"):
+                built = setup(*args, **kwargs)
             self.connect(built[0])
             if built[1] is not None:  # evaluation has no optimizer
                 use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
@@ -99,6 +89,9 @@ class _Script:
         return call
 
     def connect(self, chunks: list[Any]) -> None:
+        # imported once the script's arguments are parsed, because a layer spec follows them
+        from moe_plugin.hosts.megatron.script_features import features_of
+        from moe_plugin.hosts.megatron.script_report import ScriptReport
         from moe_plugin.hosts.megatron.tokens import give_token_ids
         from moe_plugin.pregate import link
 
@@ -106,22 +99,46 @@ class _Script:
             link(chunk)
             give_token_ids(chunk)
         check_seam(self.pipeline())
-        self.run = Run(features_of(chunks))
+        features, recorder = features_of(chunks)
+        self.run = Run(features)
+        self.report = ScriptReport(script_arguments(), parsed_defaults(), self.run, recorder)
+        self.report.begin()
 
     def pipeline(self) -> PipelineConfig:
         """The settings of pipeline stages."""
         return run_config(settings_from_flags(script_arguments())).pipeline
 
     def around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(step)
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
+            from moe_plugin.hosts.megatron import passes
+
+            given = names.bind(*args, **kwargs).arguments
             number = script_arguments().get("curr_iteration", 0) + 1
-            with self.run.around_step(StepInput(number)):
-                self.run.before_passes()
+            begins = StepInput(number, lambda: passes.first_batch(given["data_iterator"]),
+                               lambda batch: passes.loss_of(given, batch))
+            self.report.before_step()
+            with self.run.around_step(begins), _named("step"):
                 done = step(*args, **kwargs)
-                self.run.after_passes()
-            self.run.after_step(_facts(number, done, self.run.left_out is not None))
+            left_out = self.run.left_out is not None
+            self.run.after_step(_facts(number, done, left_out))
+            self.report.after_step(done[0], counts=not (left_out or done[1]))
+            return done
+
+        return call
+
+    def around_log(self, log: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(log)
+
+        @functools.wraps(log)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = names.bind(*args, **kwargs).arguments
+            with _named("log"):
+                done = log(*args, **kwargs)
+            self.report.after_log(*(given[name] for name in (
+                "iteration", "learning_rate", "loss_scale", "grad_norm")))
             return done
 
         return call
@@ -130,13 +147,60 @@ class _Script:
 
         @functools.wraps(evaluate)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.run.before_passes()
-            done = evaluate(*args, **kwargs)
-            self.run.after_passes()
+            with _named("evaluation"):
+                done = evaluate(*args, **kwargs)
             self.run.after_evaluation(script_arguments().get("curr_iteration", 0))
+            losses = done[0] if done else None
+            if isinstance(losses, Mapping):  # None: the time is up
+                self.report.after_evaluation(losses)
             return done
 
         return call
+
+    def around_results(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(evaluate)
+
+        @functools.wraps(evaluate)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = names.bind(*args, **kwargs).arguments
+            self.report.evaluates = given["prefix"], given["iteration"]
+            return evaluate(*args, **kwargs)
+
+        return call
+
+    def around_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(save)
+
+        @functools.wraps(save)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            from moe_plugin.hosts.megatron.script_checkpoint import refuse_broken
+
+            given = names.bind(*args, **kwargs).arguments
+            refuse_broken(given["model"], given["optimizer"])
+            with _named("checkpoint"):
+                done = save(*args, **kwargs)
+            if not given.get("non_persistent_ckpt") and self.report is not None:
+                self.report.saved(given["iteration"])
+            return done
+
+        return call
+
+    def around_loader(self, build: Callable[..., Any]) -> Callable[..., Any]:
+
+        @functools.wraps(build)
+        def call(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks
+
+            with of_all_ranks(build, dataset) if self.run.reduces else contextlib.nullcontext():
+                return build(dataset, *args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    with collectives_named(f"a collective of Megatron's {what}"):
+        yield
 
 
 def _facts(number: int, done: tuple[Any, ...], left_out: bool) -> StepFacts:

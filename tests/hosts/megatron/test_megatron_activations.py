@@ -20,8 +20,8 @@ pytestmark = pytest.mark.megatron
 
 def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
     """(losses, norms and balance losses, policies) of a run each way."""
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     found = []

@@ -175,8 +175,8 @@ def _evaluated(argv: list[str], log: str) -> str:
     """Write the validation loss of the initial model; what was said in place of it."""
 
     from moe_plugin.dispatch.rows_limit import RowsOverflow
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -207,24 +207,36 @@ def test_evaluation_asks_whether_rows_fit(sizes: list[str], data: str, tmp_path:
             assert "raise dispatch.max_rows_factor" in said
 
 
-def test_a_launched_evaluation_says_that_rows_did_not_fit(
-        caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_passes_of_a_launched_script_begin_again_with_the_same_batches(forward_only: bool) -> None:
     from types import SimpleNamespace
 
     from moe_plugin.comm import LocalComm
-    from moe_plugin.hosts.megatron.script import _Script
-    from moe_plugin.resilience.overflow import RowsWarning
+    from moe_plugin.hosts.megatron.passes import computed_by, first_batch
+    from moe_plugin.resilience.overflow import RowsFit, StepStart
     from moe_plugin.run import Run
 
-    done: list[str] = []
-    script, rows = _Script(), RowsWarning([], LocalComm())
-    rows.check = SimpleNamespace(forget=lambda: done.append("forget"),  # type: ignore[assignment]
-                                 overflowed=lambda: done.append("ask") or True)
-    script.run = Run([rows])
-    script.around_evaluation(lambda: done.append("evaluate"))()
-    script.around_step(lambda: (done.append("step"), 0))()
-    assert done == ["forget", "evaluate", "ask", "forget", "step", "ask"]
-    assert "the loss of the evaluation is NaN" in caplog.text
+    rows, answers = RowsFit([], LocalComm(), lambda _: StepStart([])), iter([True, True, False])
+    rows.check = SimpleNamespace(  # type: ignore[assignment]
+        repeats=True, forget=lambda: None, overflowed=lambda: next(answers))
+    seen: list[list[int]] = []
+    cleared: list[int] = []
+
+    def native(**given: Any) -> list[dict[str, Any]]:
+        taken = [next(given["data_iterator"]) for _ in range(given["num_microbatches"])]
+        seen.append([batch.pop("tokens") for batch in taken])
+        return [{"lm loss": len(seen)}]
+
+    batches = SimpleNamespace(iterable=iter([{"tokens": n} for n in range(5)]))
+    assert first_batch(batches) == {"tokens": 0}  # which comes all the same
+    chunk = SimpleNamespace(zero_grad_buffer=lambda: cleared.append(len(seen)))
+    run = Run([rows])
+    found = computed_by(lambda: run, lambda: native)()(
+        data_iterator=batches.iterable, model=[chunk], num_microbatches=3,
+        forward_only=forward_only)
+    assert seen == [[0, 1, 2]] * 3 and found == [{"lm loss": 3}]
+    assert cleared == ([] if forward_only else [1, 2])
+    assert next(batches.iterable) == {"tokens": 3}
 
 
 @pytest.mark.distributed
@@ -328,7 +340,7 @@ def _flips(folder: str) -> tuple[int, list[str]]:
     not found.
     """
     from moe_plugin.checkpoint import CheckpointError
-    from moe_plugin.hosts.megatron.trainer.checkpoint_files import verified_meta
+    from moe_plugin.hosts.megatron.checkpoint_files import verified_meta
 
     tried, silent = 0, []
     for path in sorted(Path(folder).iterdir()):

@@ -102,7 +102,7 @@ def _aux(argv: list[str], folder: str, *sizes: str, world: int) -> list[dict[str
 
 
 def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
-    from moe_plugin.hosts.megatron.trainer import report
+    from moe_plugin.hosts.megatron import report
 
     records: list[dict[str, Any]] = []
     report.RunLog.write = lambda self, record: records.append(record)

@@ -46,9 +46,9 @@ PLACES = {
                "all_reduce(max) of torch.float32 ()"),
     "balance losses": ("trainer.loop", None, "auxiliary_losses", EP2,
                        "all_gather of the auxiliary losses' names"),
-    "statistics": ("trainer.run", None, "layer_records", PP2,
+    "statistics": ("trainer.loop", None, "layer_records", PP2,
                    "all_gather of the layers' records"),
-    "checkpoint": ("trainer.checkpoint_files", None, "together", EP2,
+    "checkpoint": ("checkpoint_files", None, "together", EP2,
                    "all_gather of the ranks' parts of a checkpoint"),
 }
 

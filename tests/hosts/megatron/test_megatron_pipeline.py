@@ -77,8 +77,8 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
 def _steps(args: Any, config: Any, start: str = "", save: str = "",
            schedule: list[Any] | None = None) -> dict[str, Any]:
     """Losses, gradient norms, and after each step all gradients and weights of this stage."""
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     seed_everything(args.seed)

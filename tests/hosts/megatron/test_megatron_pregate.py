@@ -31,8 +31,8 @@ def _curves(argv: list[str]) -> tuple[dict[str, list[tuple[float, ...]]], list[l
     """Losses and gradient norms by what is recomputed, from the same checkpoint of ordinary gates;
     by chunk, which layers choose for themselves.
     """
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     args = arguments.parser().parse_args(argv)

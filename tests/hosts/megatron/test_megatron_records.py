@@ -59,8 +59,8 @@ def _launched(argv: list[str], steps: int) -> None:
     from types import SimpleNamespace
 
     from moe_plugin.hosts.megatron import script
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     args = arguments.parser().parse_args(argv)
     train.start(args)

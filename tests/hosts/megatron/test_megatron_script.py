@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,11 @@ class Trained:
     log: str
 
 
-def launch(world: int, *flags: str, script: str = SCRIPT,
-           timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run the launcher on CPU on `world` ranks, as a user does."""
+def launch(world: int, *flags: str, script: str = SCRIPT, timeout_s: float = 300,
+           options: Sequence[str] = ("--moe-verbose",)) -> subprocess.CompletedProcess[str]:
+    """Run the launcher on CPU on `world` ranks, as a user does; Megatron's lines are shown."""
     return torchrun("--standalone", "--nproc_per_node", str(world), "-m",
-                    "moe_plugin.hosts.megatron.launch", "--moe-cpu", script, *flags,
+                    "moe_plugin.hosts.megatron.launch", "--moe-cpu", *options, script, *flags,
                     timeout_s=timeout_s)
 
 

@@ -236,8 +236,8 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
 
 
 def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     seed_everything(args.seed)

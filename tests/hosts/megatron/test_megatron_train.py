@@ -28,8 +28,8 @@ pytestmark = pytest.mark.megatron
 def _curves(argv: list[str]) -> list[list[tuple[float, float]]]:
     """(loss, gradient norm) of 20 steps with Megatron's layer and with ours, from the same weights.
     """
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
     from moe_plugin.hosts.megatron.trainer.train import seed_everything
 
     args = arguments.parser().parse_args(argv)

@@ -23,8 +23,8 @@ AUTO = ["--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samp
 
 def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
     """Train; (what each layer here knew before its first step, what after its last, losses)."""
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     args = arguments.parser().parse_args(argv)
     train.start(args)

@@ -205,8 +205,8 @@ class Group:
 
 def megatron_group(argv: Sequence[str], log: str) -> Group:
     """Train, and look into the first MoE layer on this rank."""
+    from moe_plugin.hosts.megatron.report import RunLog
     from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.report import RunLog
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
     args = arguments.parser().parse_args(argv)

@@ -8,16 +8,25 @@ life of the process, before the script builds anything.
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moe_plugin.hosts.megatron.compat import cpu
-from moe_plugin.hosts.megatron.compat.settings import Provider, replace_training, training_module
+from moe_plugin.hosts.megatron.compat.settings import (
+    Provider,
+    plain_name,
+    replace_training,
+    training_module,
+)
+from moe_plugin.messages import first_process
 
+logger = logging.getLogger(__name__)
 PATCHES: list[cpu.Patch] = []
 
 # what has no kernel, or no backend, on CPU; arguments of the script override them
@@ -26,6 +35,19 @@ DEFAULTS = {
     "gradient_accumulation_fusion": False, "no_persist_layer_norm": True,
     "masked_softmax_fusion": False, "bias_gelu_fusion": False, "bias_dropout_fusion": False,
     "apply_rope_fusion": False
+}
+# what scripts written for GPUs choose among implementations of the same computation: by argument,
+# the choices that need a GPU or a package for one, and what a run on CPU takes
+_IMPLEMENTATIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    **dict.fromkeys((
+        "moe_permute_fusion", "moe_router_fusion", "moe_enable_deepep", "use_flash_attn",
+        "cross_entropy_loss_fusion", "tp_comm_overlap", "gradient_accumulation_fusion",
+        "use_transformer_engine_op_fuser", "moe_permute_fusion_into_hybridep", "use_nccl_ub",
+        "nccl_ub", "moe_use_device_initiated_grouped_gemm"), ((True,), False)),
+    "moe_token_dispatcher_type": (("flex",), "alltoall"),
+    "transformer_impl": (("transformer_engine",), "local"),
+    "distributed_backend": (("nccl",), "gloo"),
+    "attention_backend": (("flash", "fused"), "auto"),
 }
 
 
@@ -46,6 +68,29 @@ def with_defaults(provider: Provider | None) -> Provider:
         return parser
 
     return provide
+
+
+def leave_out(args: argparse.Namespace) -> None:
+    """Replace the arguments of a script that only choose an implementation which a run without
+    CUDA lacks, with a line that names them.
+    """
+    left = []
+    for name, (lacking, instead) in _IMPLEMENTATIONS.items():
+        value = getattr(args, name, None)
+        if plain_name(value) not in map(str, lacking):
+            continue
+        kind = type(value)
+        setattr(args, name, kind[instead] if isinstance(value, enum.Enum) else instead)
+        flag = f"--{name.replace('_', '-')}"
+        left.append(flag if value is True else f"{flag} {plain_name(value)} ({instead})")
+    if left and first_process():
+        _say_once("left out, because this run is on CPU and they choose implementations for GPUs: "
+                  + ", ".join(left))
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.info(text)  # scripts parse their arguments more than once
 
 
 _patch = functools.partial(cpu.patch_in, PATCHES)

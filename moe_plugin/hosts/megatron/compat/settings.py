@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+_parsers: list[argparse.ArgumentParser] = []  # the script's, once it has parsed
 # What a version of Megatron calls otherwise: the name that this host knows -> the newer one. A
 # renamed setting of `TransformerConfig`, or argument of the script, is one line here.
 RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # from 0.18 on, which has both names
@@ -63,6 +64,15 @@ def script_arguments() -> dict[str, Any]:
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
     return {} if arguments is None else vars(with_known_names(arguments))
+
+
+def parsed_defaults() -> dict[str, Any]:
+    """By name: the defaults of the script's arguments whose values differ from them, as far as its
+    parser says them.
+    """
+    values = script_arguments()
+    return {name: default for parser in _parsers for name in values
+            if (default := parser.get_default(name)) != values[name]}
 
 
 def script_config() -> Any:
@@ -143,8 +153,10 @@ def keep_compiled_helpers() -> None:
         datasets.compile_helpers = lambda: None  # type: ignore[attr-defined]
 
 
-def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
-    """Let Megatron's `parse_args` use `ours(provider)` in place of a script's provider.
+def extend_parse_args(ours: Callable[[Provider | None], Provider],
+                      after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
+    """Let Megatron's `parse_args` use `ours(provider)` in place of a script's provider, and call
+    `after` with what it has parsed.
 
     0.15 to 0.19: `pretrain`, or from 0.18 on the script, hands the provider on to `parse_args`.
     """
@@ -153,7 +165,17 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider]) -> None:
 
         def parse_args(extra_args_provider: Provider | None = None, *args: Any,
                        **kwargs: Any) -> argparse.Namespace:
-            return parse(ours(extra_args_provider), *args, **kwargs)
+            parsed: argparse.Namespace = parse(kept(ours(extra_args_provider)), *args, **kwargs)
+            after(parsed)
+            return parsed
+
+        def kept(provider: Provider) -> Provider:
+
+            def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+                _parsers[:] = [provider(parser)]
+                return _parsers[0]
+
+            return provide
 
         return parse_args
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron import balance
+from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, Flag
 from moe_plugin.hosts.megatron.trainer import copied_flags, ensemble
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.machine import memory_bytes
@@ -19,34 +20,29 @@ from moe_plugin.messages import short
 from moe_plugin.resilience.elastic import check_alone, check_settings
 
 MOST = 10**9  # beyond any use of a size or a number of steps
-_Flag = tuple[str, dict[str, Any]]
 
 
-def _typed(kind: type, **defaults: Any) -> tuple[_Flag, ...]:
+def _typed(kind: type, **defaults: Any) -> tuple[Flag, ...]:
     """Flags with values of a type."""
     return tuple((name.replace("_", "-"), {"type": kind, "default": default})
                  for name, default in defaults.items())
 
 
-def _needed(kind: type, *names: str) -> tuple[_Flag, ...]:
+def _needed(kind: type, *names: str) -> tuple[Flag, ...]:
     return tuple((name, {"type": kind, "required": True}) for name in names)
 
 
-def _switches(*names: str) -> tuple[_Flag, ...]:
+def _switches(*names: str) -> tuple[Flag, ...]:
     return tuple((name, {"action": "store_true"}) for name in names)
 
 
-def _choices(**known: Sequence[str | None]) -> tuple[_Flag, ...]:
+def _choices(**known: Sequence[str | None]) -> tuple[Flag, ...]:
     """Flags by their choices; the first is the default. None: not given."""
     return tuple((name.replace("_", "-"), {"default": values[0],
                                            "choices": tuple(v for v in values if v is not None)})
                  for name, values in known.items())
 
 
-FUSED_ADAM: _Flag = ("moe-fused-adam", {
-    "action": "store_true", "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron "
-    "uses torch's Adam (without Apex and Transformer Engine); equal up to rounding"
-})
 _MODEL = (
     *_needed(int, "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
     *_typed(int, ffn_hidden_size=None, num_query_groups=1, kv_channels=None, rotary_base=10000),
@@ -111,8 +107,7 @@ _FILES = (
 _OURS = (
     ("vocab-size", {"type": int, "help": "vocabulary of a dataset made by another tokenizer; "
                     "default: bytes, 257"}),
-    ("log-file", {"help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"
-                  }),
+    LOG_FILE,
     ("native-moe", {"action": "store_true",
                     "help": "train with Megatron's own MoE layer, for comparison"}),
     ("cpu", {"action": "store_true", "help": "train on CPU although a GPU is there"}),

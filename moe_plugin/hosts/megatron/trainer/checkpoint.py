@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,18 +32,16 @@ from moe_plugin.checkpoint.formats.megatron.names import BACKEND
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
-from moe_plugin.comm.host_collectives import collectives_named, comm_of
+from moe_plugin.comm.host_collectives import collectives_named
+from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron.checkpoint_files import LATEST, folder, latest
 from moe_plugin.hosts.megatron.compat import core, writers
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
-from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.hosts.megatron.compat.names import DistributedOptimizer, ShardedObject
-from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
 from moe_plugin.hosts.megatron.trainer.model import Training
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
 
 logger = logging.getLogger(__name__)
-LATEST = "latest_checkpointed_iteration.txt"
 STAGES = "stage_layouts"  # of `layout`
 # settings that say which tensors there are, and those that change what is computed with them
 _TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
@@ -90,11 +87,6 @@ def shape(training: Training) -> dict[str, Any]:
             "optimizer": type(parts[0].optimizer).__name__}
 
 
-def folder(root: str, iteration: int) -> str:
-    """Folder of the checkpoint of an iteration."""
-    return os.path.join(root, f"iter_{iteration:07d}")
-
-
 def save(root: str, training: Training, progress: Progress) -> str:
     """Write a checkpoint and return its folder; a collective call.
 
@@ -106,22 +98,16 @@ def save(root: str, training: Training, progress: Progress) -> str:
         CheckpointError: it cannot be written; on every rank.
     """
     training.gather_parameters()
-    _refuse_not_finite(root, training)
+    files.refuse_not_finite(root, training.bare(), training.optimizer)
     final = folder(root, progress.iteration)
-    part = final + ".part"
-
-    def make_folder() -> None:
-        if dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            os.makedirs(part)
+    part = files.part_of(final)
 
     def finish() -> None:
         if dist.get_rank() == 0:
             files.write_meta(part, _description(training, progress), sums)
-            _replace_folder(part, final)
+            files.replace_folder(part, final)
             files.write_text(os.path.join(root, LATEST), str(progress.iteration))
 
-    files.together(final, make_folder)
     state = _state(training, loading=False, same_layout=True,
                    layers_apart=bool(training.stage_layouts))
     files.together(final, lambda: writers.save({**state, "progress": asdict(progress)}, part))
@@ -130,51 +116,11 @@ def save(root: str, training: Training, progress: Progress) -> str:
     return final
 
 
-def _refuse_not_finite(root: str, training: Training) -> None:
-    tensors = [tensor for model in training.bare() for tensor in model.state_dict().values()
-               if isinstance(tensor, torch.Tensor)]
-    for part in optimizers.parts(training.optimizer):
-        states = part.optimizer.state.values() if part.optimizer is not None else ()
-        tensors += [tensor for state in states for tensor in state.values()
-                    if isinstance(tensor, torch.Tensor)]
-    if any_rank(not all_finite(tensors), comm_of()):
-        raise FloatingPointError(
-            "a weight or optimizer state is not finite: no checkpoint is written; the newest one "
-            f"in {root} stays. Resume from it with a lower learning rate or other data")
-
-
 def _description(training: Training, progress: Progress) -> dict[str, Any]:
     return {
         "model": shape(training), "settings": dict(training.settings), "layout": layout(training),
         **asdict(progress), "megatron_core": core.core_version
     }
-
-
-def _replace_folder(part: str, final: str) -> None:
-    old = final + ".old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.isdir(final):
-        os.rename(final, old)
-    os.rename(part, final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def latest(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None if absent.
-
-    `ValueError` where the file that names it is damaged.
-    """
-    path = os.path.join(root, LATEST)
-    if not os.path.exists(path):
-        return None
-    check_input(path)
-    with open(path, encoding="utf-8", errors="replace") as stream:
-        text = stream.read().strip()
-    if not text.isdecimal() or len(text) > 15:
-        raise ValueError(
-            f"{path} contains {short(text)}, must contain the number of an iteration; write the "
-            "number of one of the folders iter_... there")
-    return int(text)
 
 
 def load(root: str, training: Training, trust: bool = False) -> Progress:
@@ -194,14 +140,13 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     iteration = latest(root)
     if iteration is None and (left := files.older(root, 10**15)):
         iteration = left[0]  # a killed save, or a lost file, must not lose what is there
-        logger.warning("%s is missing in %s: training resumes from its newest checkpoint", LATEST,
-                       root)
+        files.say_lost(root)
     if iteration is None:
         return nothing_found(root, training.optimizer is None)
     path = folder(root, iteration)
     meta = _of_megatron(path, trust)
     if meta is None:
-        path, meta = _newest_whole(root, iteration)
+        path, meta = files.newest_whole(root, iteration)
     check(path, meta, training)
     same = meta["layout"] == layout(training)
     apart = bool(meta["layout"].get(STAGES))
@@ -270,24 +215,6 @@ def _has_optimizer(path: str, trust: bool) -> bool:
     with open_checkpoint(Path(path), trust) as source:
         refuse_other_optimizers(source)
         return "optimizer" in source.values["megatron"]["common"]
-
-
-def _newest_whole(root: str, iteration: int) -> tuple[str, dict[str, Any]]:
-    """Folder and description of the newest whole checkpoint up to an iteration."""
-    try:
-        path = folder(root, iteration)
-        return path, files.verified_meta(path)
-    except CheckpointError as error:
-        for number in files.older(root, iteration):
-            path = folder(root, number)
-            try:
-                meta = files.verified_meta(path)
-            except CheckpointError as other:
-                logger.warning("%s", other)
-                continue
-            logger.warning("%s. Training resumes from the older checkpoint %s", error, path)
-            return path, meta
-        raise
 
 
 def check(path: str, meta: dict[str, Any], training: Training) -> None:

@@ -24,6 +24,13 @@ from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
+from moe_plugin.hosts.megatron.report import (
+    auxiliary_losses,
+    balance,
+    layer_records,
+    skipped,
+    tell,
+)
 from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer import run as of_run
@@ -32,9 +39,7 @@ from moe_plugin.hosts.megatron.trainer.data import batches as batches_of
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.trainer.model import forward_step
 from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
-from moe_plugin.hosts.megatron.trainer.report import auxiliary_losses, line
 from moe_plugin.observe import progress as progress_bar
-from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.run import Run, StepFacts, StepInput
@@ -217,25 +222,16 @@ class Loop:
         record = {
             "iteration": iteration, "consumed_samples": self.progress.consumed_samples,
             "lm_loss": total / tokens if tokens else None,
-            **_error_rates(sums[2:], tokens), **of_run.skipped(self.features),
+            **_error_rates(sums[2:], tokens), **skipped(self.features),
             "lr": learning_rate(self.args, iteration - 1),
             "loss_scale": float(self.training.optimizer.get_loss_scale()),
             "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
-            "aux_losses": auxiliary_losses(max(1, round(steps)) * computed), "balance": {
-                layer: {
-                    key: row[key]
-                    for key in ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
-                } for layer, row in of_run.layer_records(self.features, iteration).items()
-            }, **self.features.numbers(),
+            "aux_losses": auxiliary_losses(max(1, round(steps)) * computed),
+            "balance": balance(layer_records(of_run.records_in(self.features).recorder, iteration)),
+            **self.features.numbers(),
         }
-        self.log.write(record)
         left_s = (self.args.train_iters - iteration) * seconds / max(1, round(steps))
-        logger.info("%s", line(record, self.args.train_iters, left_s))
-        if dist.get_rank() == 0:
-            rows = list(record["balance"].values())
-            dropped = sum(row["drop_fraction"] for row in rows) / len(rows) if rows else None
-            self.features.after_log(StepFacts(iteration, dropped=dropped,
-                                              logged=step_record(record)[0]))
+        tell(record, self.log, self.features, self.args.train_iters, left_s)
         return record
 
     def computed(self, passes: Callable[[list[list[Any]]], torch.Tensor],

@@ -14,6 +14,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
 from moe_plugin.config import run_config
+from moe_plugin.hosts.megatron import parameters
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
@@ -96,14 +97,9 @@ class Training:
         """Let a recorder watch copies that are not of activations; here there are none."""
 
     def gather_parameters(self) -> None:
-        """Complete the parameters after a step, before anything but the next step reads them.
-
-        Under `overlap_param_gather` each rank has the new values of its own shards only, until the
-        next step's forward pass gathers them. A collective call.
-        """
-        for chunk in () if self.optimizer is None else self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+        """See `parameters.gather`. A collective call."""
+        if self.optimizer is not None:
+            parameters.gather(self.chunks)
 
 
 def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint import checksums
+from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.trainer import checkpoint, streamed
-from moe_plugin.hosts.megatron.trainer import checkpoint_files as files
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 from moe_plugin.hosts.megatron.trainer.loop import Loop
 from moe_plugin.hosts.megatron.trainer.streamed import StreamedTraining

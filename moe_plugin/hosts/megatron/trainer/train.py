@@ -28,6 +28,8 @@ from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron.compat import cpu
 from moe_plugin.hosts.megatron.compat.core import quiet_unknown_mlp
 from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
+from moe_plugin.hosts.megatron.guards import guard_of
+from moe_plugin.hosts.megatron.report import RunLog, log_path
 from moe_plugin.hosts.megatron.state import load_without_missing
 from moe_plugin.hosts.megatron.trainer import (
     arguments,
@@ -39,8 +41,6 @@ from moe_plugin.hosts.megatron.trainer import (
 )
 from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
 from moe_plugin.hosts.megatron.trainer.loop import Loop
-from moe_plugin.hosts.megatron.trainer.report import RunLog
-from moe_plugin.hosts.megatron.trainer.run import guard_of
 from moe_plugin.hosts.megatron.trainer.stage_layouts import (
     StageLayouts,
     initialize,
@@ -148,8 +148,7 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
         training.passes = unequal_passes(stages, args, training)
         training.stage_layouts = [str(layout) for layout in stages.layouts]
     progress = load(args.load, training) if args.load else checkpoint.Progress()
-    log = RunLog(args.log_file or (args.save and os.path.join(args.save, "log.jsonl")), vars(args),
-                 arguments.changed_defaults(args))
+    log = RunLog(log_path(vars(args)), vars(args), arguments.changed_defaults(args))
     with contextlib.closing(log):
         loop = kind(args, training, log, train_set, valid_set)
         with contextlib.closing(loop.features):

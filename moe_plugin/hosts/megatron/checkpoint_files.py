@@ -1,5 +1,8 @@
-"""Files of a checkpoint folder: their sizes and checksums in `moe_plugin.json`, which has one
-itself. Each rank sums and verifies its share of the files.
+"""Files of a checkpoint, complete or absent: their sizes and checksums in `moe_plugin.json`, which
+has one itself. Each rank sums and verifies its share of the files.
+
+A checkpoint is written next to its final folder and renamed when complete; the file `latest...`
+changes last.
 """
 
 from __future__ import annotations
@@ -7,20 +10,73 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError, checksums
-from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.comm.host_collectives import comm_of, gather_objects
+from moe_plugin.hosts.megatron.compat import optimizer as optimizers
+from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, write_remedy
 
 logger = logging.getLogger(__name__)
-META = "moe_plugin.json"
+META, LATEST = "moe_plugin.json", "latest_checkpointed_iteration.txt"
 _KEYS = {"files": dict, "model": dict, "layout": dict, "iteration": int, "consumed_samples": int}
+
+
+def folder(root: str, iteration: int) -> str:
+    """Folder of the checkpoint of an iteration."""
+    return os.path.join(root, f"iter_{iteration:07d}")
+
+
+def part_of(final: str) -> str:
+    """An empty folder next to that of a checkpoint, in which it is written; a collective call."""
+    part = final + ".part"
+
+    def make() -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            os.makedirs(part)
+
+    together(final, make)
+    return part
+
+
+def replace_folder(part: str, final: str) -> None:
+    """Give a checkpoint that is complete its name; one of this name goes after it is there."""
+    old = final + ".old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.isdir(final):
+        os.rename(final, old)
+    os.rename(part, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
+    """Collective.
+
+    Args:
+        root: folder of the checkpoints.
+        optimizer: Megatron's; None: there is none.
+    Raises:
+        FloatingPointError: a weight, buffer or optimizer state of any rank is not finite.
+    """
+    tensors = [tensor for model in models for tensor in model.state_dict().values()
+               if isinstance(tensor, torch.Tensor)]
+    for part in optimizers.parts(optimizer) if optimizer is not None else ():
+        states = part.optimizer.state.values() if part.optimizer is not None else ()
+        tensors += [tensor for state in states for tensor in state.values()
+                    if isinstance(tensor, torch.Tensor)]
+    if any_rank(not all_finite(tensors), comm_of()):
+        raise FloatingPointError(
+            "a weight or optimizer state is not finite: no checkpoint is written; the newest one "
+            f"in {root} stays. Resume from it with a lower learning rate or other data")
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
@@ -145,3 +201,51 @@ def older(root: str, iteration: int) -> list[int]:
     names = os.listdir(root) if os.path.isdir(root) else []
     found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
     return gather(sorted((number for number in found if number < iteration), reverse=True))[0]
+
+
+def latest(root: str) -> int | None:
+    """Iteration of the newest checkpoint; None if absent.
+
+    `ValueError` where the file that names it is damaged.
+    """
+    path = os.path.join(root, LATEST)
+    if not os.path.exists(path):
+        return None
+    check_input(path)
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        text = stream.read().strip()
+    if not text.isdecimal() or len(text) > 15:
+        raise ValueError(
+            f"{path} contains {short(text)}, must contain the number of an iteration; write the "
+            "number of one of the folders iter_... there")
+    return int(text)
+
+
+def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
+                 ) -> tuple[str, dict[str, Any]]:
+    """Folder and description of the newest whole checkpoint up to an iteration; collective.
+
+    verified: the description of the one in a folder; None: `verified_meta`.
+    Raises:
+        CheckpointError: there is none.
+    """
+    verified = verified or verified_meta
+    try:
+        path = folder(root, iteration)
+        return path, verified(path)
+    except CheckpointError as error:
+        for number in older(root, iteration):
+            path = folder(root, number)
+            try:
+                meta = verified(path)
+            except CheckpointError as other:
+                logger.warning("%s", other)
+                continue
+            logger.warning("%s. Training resumes from the older checkpoint %s", error, path)
+            return path, meta
+        raise
+
+
+def say_lost(root: str) -> None:
+    """Warn that the file which names the newest checkpoint is lost."""
+    logger.warning("%s is missing in %s: training resumes from its newest checkpoint", LATEST, root)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,21 +16,32 @@ from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.observe.history.json_lines import step_record
+from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.planner.units import show_time
 from moe_plugin.regular_files import write_regular
+from moe_plugin.resilience.finite import FiniteSteps
+from moe_plugin.run import Run, StepFacts
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("moe_plugin.megatron")
 
 
 def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
-    """Megatron's log of auxiliary losses by name and layer; empties the log.
+    """Megatron's log of auxiliary losses, reduced; empties the log. See `reduced`."""
+    found = reduced(core.logged_losses(), microbatches)
+    core.set_logged_losses({})
+    return found
 
-    Reduced over ranks, the mean over micro-batches.
+
+def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
+    """Auxiliary losses by name and layer over all ranks, the mean over micro-batches.
 
     A collective call: all ranks agree on the names first, because a pipeline stage may have none.
+
+    Args:
+        here: sums of this rank over so many micro-batches.
     """
-    here = core.logged_losses()
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")
     sizes = {name: size for each in names for name, size in each.items()}
@@ -44,8 +56,56 @@ def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
         # stages may have different numbers of replicas
         values = comm_of(ps.get_pipeline_model_parallel_group()).all_reduce(values / data.size())
         found[name] = (values / microbatches).tolist()
-    core.set_logged_losses({})
     return found
+
+
+def skipped(run: Run) -> dict[str, int]:
+    """Steps that were skipped so far, and since the last record those by which no loss scale fell.
+    """
+    finite = run.find(FiniteSteps)
+    assert finite is not None
+    return {"skipped_steps": finite.skipped, "not_finite": finite.take_unscaled()}
+
+
+def log_path(args: Mapping[str, Any]) -> str | None:
+    """Where the log goes, by the arguments `log_file` and `save`; None: there is none."""
+    save = args.get("save")
+    return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
+
+
+def layer_records(recorder: StatsRecorder, iteration: int,
+                  finds: bool = True) -> dict[str, Any]:
+    """Records by layer of all pipeline stages since the last call; a collective call.
+
+    finds: whether to look for what is wrong, and say it.
+    """
+    mine = recorder.reduce()
+    recorder.write(iteration, mine)
+    found = gather_objects(mine, "the layers' records", ps.get_pipeline_model_parallel_group())
+    records = {layer: record for stage in found for layer, record in stage.items()}
+    if finds and dist.get_rank() == 0:  # the one that has a log
+        recorder.health.add(iteration, records)
+    return records
+
+
+def balance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a line of the log has of them."""
+    return {layer: {key: row[key] for key in ("max_over_mean", "drop_fraction", "unused_experts",
+                                              "entropy")} for layer, row in records.items()}
+
+
+def tell(record: dict[str, Any], log: RunLog, run: Run, total: int, left_s: float) -> None:
+    """Write a record to the log, a line of it, and what its features make of it.
+
+    Args: see `line`.
+    """
+    log.write(record)
+    logger.info("%s", line(record, total, left_s))
+    if dist.get_rank() == 0:
+        rows = list(record["balance"].values())
+        dropped = sum(row["drop_fraction"] for row in rows) / len(rows) if rows else None
+        run.after_log(StepFacts(record["iteration"], dropped=dropped,
+                                logged=step_record(record)[0]))
 
 
 class RunLog:

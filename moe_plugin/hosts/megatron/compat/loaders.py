@@ -1,0 +1,42 @@
+"""Data loaders of Megatron's training code, versions 0.15 to 0.19."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
+    """Inside, `build_pretraining_data_loader` gives every rank the micro-batches of all ranks, by
+    turns, of a training set: for steps in which each rank computes what others have, too.
+
+    0.15 to 0.19: the function asks `parallel_state` for this rank and their number.
+    """
+    split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
+    if getattr(split, "name", "train") != "train":
+        yield
+        return
+    module = vars(sys.modules[build.__module__])
+    native, module["mpu"] = module["mpu"], _OneRank(module["mpu"])
+    try:
+        yield
+    finally:
+        module["mpu"] = native
+
+
+class _OneRank:
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def get_data_parallel_rank(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self, *_: Any, **__: Any) -> int:
+        return 1

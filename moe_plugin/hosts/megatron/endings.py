@@ -1,0 +1,90 @@
+"""How a run ends: errors of use in one line, the reason of a rank that failed on all ranks, and a
+status that says which.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
+from moe_plugin.config.flags import as_given
+from moe_plugin.dispatch.rows_limit import RowsOverflow
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+from moe_plugin.memory.tiers import TierError
+from moe_plugin.messages import short
+from moe_plugin.quiet import MEGATRON, hidden
+from moe_plugin.resilience.stopping import stops_in_one_line
+from moe_plugin.resilience.twins import WrongResultError
+
+# errors whose message says all
+_SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
+_WAIT_S = 2.0  # for the first rank: whoever starts ranks ends all when one has ended
+_OURS = str(Path(__file__).parents[2])
+# where Megatron checks arguments, also against those of a checkpoint
+_CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
+    ("training", "arguments.py"), ("training", "argument_utils.py"),
+    ("training", "checkpointing.py"), ("core", "optimizer_param_scheduler.py"),
+    ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py")))
+
+
+def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]],
+              message: Callable[[Exception], str | None] | None = None) -> int:
+    """Do the work of a whole run; the status with which the process ends.
+
+    Errors of use end with a message and status 2, numbers that stay not finite or are wrong on a
+    rank, a full disk and the end of another rank, with status 1, on every rank. The first rank that
+    has a message says it: others may have none.
+
+    Args:
+        prog: begins the message.
+        given: the parsed arguments by name, for the names by which the user knows settings.
+        message: of an error, where it says all; None: of a loop of our own.
+    """
+    try:
+        with stops_in_one_line(), hidden(MEGATRON), says_why():
+            work()
+    except Exception as error:
+        text = (message or of_our_loop)(error)
+        if text is None:
+            raise
+        logging.getLogger().setLevel(logging.ERROR)
+        rank = os.environ.get("RANK", "0")
+        if not dist.is_initialized() and rank != "0":
+            time.sleep(_WAIT_S)
+        if claim_first_report(text) if dist.is_initialized() else rank == "0":
+            where = "" if rank == "0" else f" (rank {rank})"
+            text = as_given(text, given(), NATIVE_ARGUMENTS)
+            sys.stderr.write(f"{prog}: error: {text}{where}\n")
+        return 2 if isinstance(error, (ValueError, AssertionError)) else 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def of_our_loop(error: Exception) -> str | None:
+    """The message of an error that needs no traceback; None: it needs one."""
+    return str(error) if isinstance(error, _SAY_ALL) or is_of_another_rank(error) else None
+
+
+def of_a_script(error: Exception) -> str | None:
+    """The same where the code is a user's, too: a `ValueError` of theirs needs its traceback, ours
+    and what Megatron says of arguments do not.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, (ValueError, AssertionError)) and last.filename.endswith(_CHECKS):
+        checked = (last.line or "").removeprefix("assert ")
+        said = short(error, 600) if str(error) else f"must be true: {checked}"
+        return f"Megatron refuses these arguments: {said}"
+    if type(error) is ValueError and not last.filename.startswith(_OURS):
+        return None
+    return of_our_loop(error)

@@ -1,0 +1,154 @@
+"""Checks of what ranks compute, in both loops: twins that compute one micro-batch, and votes on the
+gradients of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import parallel_state as ps
+from torch import Tensor, nn
+
+from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.config import GuardConfig, run_config
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.run import MegatronStart
+from moe_plugin.planner.vote_assignments import assign
+from moe_plugin.resilience.step_votes import StepVotes
+from moe_plugin.resilience.twins import TwinCheck
+from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
+from moe_plugin.run import refuse_unfit
+
+Logged = list[dict[str, Tensor]]
+Passes = Callable[[list[Iterator[Any]], int], Logged]
+
+
+def guard_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> GuardConfig:
+    """What a run asks for.
+
+    Raises:
+        ValueError: the run cannot have it; it names the setting, the reason and the remedy.
+    """
+    guard = run_config(settings).guard
+    whole = [("--tensor-model-parallel-size", args.tensor_model_parallel_size == 1, "use 1"),
+             ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
+             ("--native-moe", not getattr(args, "native_moe", False), "leave it out")]
+    if guard.twins:
+        refuse_unfit(
+            f"guard.twins={guard.twins}, which computes the whole model on each rank, once more "
+            "than the step does,", [
+                *whole,
+                ("--recompute-granularity", args.recompute_granularity is None, "leave it out")])
+    if guard.votes:
+        _check_votes(args, settings, guard, whole)
+    return guard
+
+
+def _check_votes(args: argparse.Namespace, settings: Mapping[str, Any], guard: GuardConfig,
+                 whole: list[tuple[str, bool, str]]) -> None:
+    balance, losses = args.moe_router_load_balancing_type, settings.get("losses") or {}
+    refuse_unfit(
+        f"guard.votes={guard.votes}, where each rank must compute and update the whole model by "
+        "itself, and alike,", [
+            *whole,
+            ("--expert-model-parallel-size", args.expert_model_parallel_size == 1,
+             "use 1, so that every rank has all experts"),
+            ("--use-distributed-optimizer", not args.use_distributed_optimizer,
+             "leave it out: what one rank updates for all cannot be voted on"),
+            ("--overlap-grad-reduce", not args.overlap_grad_reduce,
+             "leave it out: gradients would be summed before the vote"),
+            ("--calculate-per-token-loss", not args.calculate_per_token_loss,
+             "leave it out: it counts tokens of one rank's whole step"),
+            ("--moe-lighthouse", getattr(args, "moe_lighthouse", None) is None,
+             "leave it out: replicas' gradients are averaged, whatever they are"),
+            ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias
+             or args.moe_router_bias_update_rate == 0,
+             "leave it out: its biases follow loads that every rank reports"),
+            ("losses.global_batch", not losses.get("global_batch"), "use --moe-aux-loss-coeff"),
+            ("--moe-router-load-balancing-type", "global" not in str(balance), "use aux_loss")])
+
+
+def twins_of(guard: GuardConfig, model: nn.Module,
+             gather_parameters: Callable[[], None]) -> TwinCheck | None:
+    """The check that is asked for; collective.
+
+    Args:
+        model: without its data-parallel wrapper.
+        gather_parameters: see `parameters.gather`.
+    """
+    if not guard.twins:
+        return None
+
+    @contextmanager
+    def kept() -> Iterator[None]:
+        losses = core.losses_so_far()
+        gather_parameters()
+        model.train()
+        yield
+        core.set_logged_losses(losses)
+
+    return TwinCheck(model, comm_of(ps.get_data_parallel_group()), every=guard.twins,
+                     start=MegatronStart, kept=kept)
+
+
+class FileSteps(StepVotes):
+    """`StepVotes` over micro-batches of all ranks, which every rank reads; the passes of each file
+    run by themselves.
+
+    Args:
+        guard: what is asked for.
+        chunks: one, whose reduction of gradients is turned off.
+        config: `TransformerConfig`. microbatches: of a step on each rank, without votes.
+    Raises:
+        ValueError: no such assignment for these ranks, files of different sizes, or a router that
+            follows loads which ranks report.
+    """
+
+    def __init__(self, guard: GuardConfig, chunks: Sequence[Any], config: Any,
+                 microbatches: int) -> None:
+        [self.chunk] = chunks
+        refuse_reported_loads(self.chunk)
+        comm = comm_of(ps.get_data_parallel_group())
+        assignment = assign(guard.assignment, comm.size, guard.votes)
+        super().__init__(Ballots(assignment, comm, guard.aggregate), [self.chunk],
+                         lambda p: p.main_grad, MegatronStart)
+        self.config, self.copies = config, guard.votes
+        total = microbatches * comm.size
+        if total % assignment.count:
+            raise ValueError(
+                f"guard.assignment={guard.assignment!r} cuts a step into {assignment.count} parts, "
+                f"of which its {total} micro-batches must be a multiple; use another "
+                "--global-batch-size, or 'cyclic'")
+        # `finalize_model_grads` calls it
+        self.chunk.finish_grad_sync = lambda **_: None
+
+    def batches(self, own: list[Any]) -> list[Any]:
+        """See `StepVotes`; `own` are those of all ranks."""
+        return self.deal(own)
+
+    def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
+        """Set all gradients of the step; sums of all ranks, of losses and tokens first, float64.
+
+        Collective.
+
+        Args:
+            passes: Megatron's forward and backward passes of so many micro-batches.
+            sums: of what some micro-batches logged, float [2] or more.
+        """
+        config = self.config
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+        losses = []
+        try:
+            for mine in self.files_dealt():
+                self.begin_file()
+                self.chunk.zero_grad_buffer()
+                losses.append(sums(passes([iter(mine)], len(mine))).double())
+        finally:
+            config.finalize_model_grads_func = finalize
+        agreed = self.agreed_sums(losses)
+        self.finish()
+        finalize([self.chunk])
+        return agreed.cpu()

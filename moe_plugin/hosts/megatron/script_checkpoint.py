@@ -1,0 +1,132 @@
+"""Checkpoints of Megatron's own loop: complete or absent, with checksums; where the newest one is
+damaged, the one before it.
+
+Of those that are waited for, in the format `torch_dist`, in a file system. Others stay as Megatron
+writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from moe_plugin.checkpoint.formats.megatron.names import BACKEND, METADATA
+from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
+
+_STEP = re.compile(r"iter_(\d{7,})\Z")
+
+
+def whole_saves() -> None:
+    """Let Megatron's own function write whole checkpoints; stays for the life of the process."""
+    original = dist_checkpointing.save
+    if hasattr(original, "whole"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        final = str(given.arguments["checkpoint_dir"])
+        step = _STEP.search(final)
+        if given.arguments.get("async_sharded_save") or step is None or "://" in final:
+            return original(*args, **kwargs)
+        given.arguments["checkpoint_dir"] = part = files.part_of(final)
+        files.together(final, lambda: original(*given.args, **given.kwargs))
+        sums = files.sums(part)
+
+        def finish() -> None:
+            if dist.get_rank() == 0:
+                files.write_meta(part, _description(int(step[1])), sums)
+                files.replace_folder(part, final)
+
+        files.together(final, finish)
+
+    save.whole = True  # type: ignore[attr-defined]
+    dist_checkpointing.save = save
+
+
+def _description(step: int) -> dict[str, Any]:
+    # model and sizes are in Megatron's own files
+    return {"model": {}, "layout": {}, "iteration": step, "megatron_core": core.core_version,
+            "consumed_samples": script_arguments().get("consumed_train_samples", 0)}
+
+
+def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
+    """Before a save; see `checkpoint_files.refuse_not_finite`."""
+    arguments = script_arguments()
+    if arguments.get("ckpt_format") == "torch_dist" and not arguments.get("use_megatron_fsdp"):
+        files.refuse_not_finite(arguments["save"], chunks, optimizer)
+
+
+def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `load_checkpoint`, which takes an older one where the newest is damaged, or where
+    the file that names it is missing.
+    """
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = script_arguments()
+        with _newest_whole(arguments, arguments.get(given.arguments["load_arg"])):
+            return load(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iterator[None]:
+    """Inside, Megatron's argument for the iteration to load names a whole checkpoint.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole; on every rank.
+    """
+    asked = arguments.get("ckpt_step")
+    if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
+        yield
+        return
+    newest = asked or _latest(root)
+    if newest is None:
+        yield
+        return
+    if asked:
+        _verified(files.folder(root, asked))
+    else:
+        path, _ = files.newest_whole(root, newest, _verified)
+        arguments["ckpt_step"] = int(os.path.basename(path).removeprefix("iter_"))
+    try:
+        yield
+    finally:
+        arguments["ckpt_step"] = asked
+
+
+def _latest(root: str) -> int | None:
+    """Iteration of the newest checkpoint; None: there is none, or Megatron finds it by other means.
+    """
+    path = os.path.join(root, files.LATEST)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return None if stream.read().strip() == "release" else files.latest(root)
+    left = files.older(root, 10**15)
+    if left:
+        files.say_lost(root)
+    return left[0] if left else None
+
+
+def _verified(path: str) -> dict[str, Any]:
+    """The description of a checkpoint; {} of one that Megatron wrote without ours."""
+    if not os.path.exists(os.path.join(path, files.META)) and all(
+            os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA)):
+        return {}
+    return files.verified_meta(path)
