@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.utils import get_model_config
 
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import ObserveConfig, run_config
@@ -58,7 +57,7 @@ def features_of(chunks: list[Any]) -> tuple[list[RunFeature | None], StatsRecord
 
     listen(named(layers), training, drops.validation.add)
     twins = twins_of(guard, bare(chunks[0]), lambda: gather(chunks))
-    votes = FileSteps(guard, chunks, get_model_config(chunks[0]),
+    votes = FileSteps(guard, chunks, bare(chunks[0]).config,
                       _microbatches(args)) if guard.votes else None
     return [FirstStepLine(), RUN, twins, records, votes,
             RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), RouterSteps(chunks),
