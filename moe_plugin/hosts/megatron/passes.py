@@ -49,7 +49,7 @@ def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any])
     several = isinstance(iterators, list)
     kept = core.losses_so_far()
     if rows is not None and rows.check.repeats:
-        again = [None if each is None else Again(each)
+        again = [None if each is None else Rewindable(each)
                  for each in (iterators if several else [iterators])]
         given = {**given, "data_iterator": again if several else again[0]}
     else:
@@ -71,13 +71,13 @@ def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any])
     return run.compute(once, undo)
 
 
-class Again:
+class Rewindable:
     """An iterator whose items come again after `rewind`."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._seen, self._at = source, list[Any](), 0
 
-    def __iter__(self) -> Again:
+    def __iter__(self) -> Rewindable:
         return self
 
     def __next__(self) -> Any:
@@ -97,7 +97,7 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
     total = given["num_microbatches"] * ps.get_data_parallel_world_size()
-    run.batches(list(itertools.islice(Again(iterator), total)))
+    run.batches(list(itertools.islice(Rewindable(iterator), total)))
     sizes = dict[str, int]()
 
     def passes(batches: list[Iterator[Any]], count: int) -> Logged:
