@@ -26,13 +26,17 @@ Logged = list[dict[str, Tensor]]
 Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 
-def guard_of(args: argparse.Namespace, settings: Mapping[str, Any]) -> GuardConfig:
+def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
+             guard: GuardConfig | None = None) -> GuardConfig:
     """What a run asks for.
 
+    guard: what its layers were built with; None: as in the settings.
     Raises:
         ValueError: the run cannot have it; it names the setting, the reason and the remedy.
     """
-    guard = run_config(settings).guard
+    guard = run_config(settings).guard if guard is None else guard
+    if not (guard.twins or guard.votes):
+        return guard
     whole = [("--tensor-model-parallel-size", args.tensor_model_parallel_size == 1, "use 1"),
              ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
              ("--native-moe", not getattr(args, "native_moe", False), "leave it out")]

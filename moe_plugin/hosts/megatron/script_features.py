@@ -39,7 +39,7 @@ def features_of(chunks: list[Any]) -> tuple[list[RunFeature | None], StatsRecord
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
     config = layers[0].plan.run if layers else run_config(settings)
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
-    guard = guard_of(args, settings)
+    guard = guard_of(args, settings, config.guard)
     drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
     activations = activations_of(config.offload, layers[0].config, chunks) if layers else None
     records = None
