@@ -23,6 +23,7 @@ from moe_plugin.lab.bench.launches import META, Launch, recorded, step
 from moe_plugin.lab.bench.resources import Resources, compile_for, compiled
 from moe_plugin.lab.bench.studies import resources
 from moe_plugin.lab.bench.studies.layers import LAYERS
+from moe_plugin.records import RowCounts
 from tests.kernels.interpreted import DTYPES
 from tests.kernels.problems import SHAPES, arguments
 
@@ -172,6 +173,28 @@ def test_a_recorded_launch_has_the_sizes_of_the_layer() -> None:
     assert first.programs == GPUS["sm_90"].processors
     assert ("K", p.model_dim) in first.launch.constants and "wide" in first.launch.aligned
     assert ("stride_n", 1) in first.launch.constants
+
+
+def test_products_beside_an_exchange_have_a_program_a_tile() -> None:
+    """The exchange gets a processor when a tile ends, and not when the product does."""
+    gpu, programs = GPUS["sm_90"], {}
+    for beside in (False, True):
+        groups = RowGroups(RowCounts([512] * 64), META, beside)
+        x, w = torch.empty(1 << 15, 256, device=META), torch.empty(64, 256, 512, device=META)
+        one = kernels.get("expert_matmul").implementation("triton")
+        [call] = [call for call in recorded(lambda: one(x, groups, w, None, None, "tf32"),  # noqa: B023
+                                            gpu.chip).calls if call.launch.kernel != "tile_kernel"]
+        programs[beside] = call.programs
+    assert programs[False] == gpu.processors
+    assert programs[True] >= (1 << 15) // 128 * (512 // 128)
+
+
+def test_parts_are_joined_by_programs_for_the_groups_that_have_some() -> None:
+    """Of 64 experts: a grid of all their matrices would be 180,224 programs."""
+    gpu = GPUS["sm_90"]
+    joins = [call.programs for call in recorded(step(FINE), gpu.chip).calls
+             if call.launch.kernel == "join_kernel"]
+    assert len(joins) == 2 and max(joins) <= 16 * gpu.processors
 
 
 def test_rules() -> None:
