@@ -220,11 +220,11 @@ class Cuda(Machine):
     def kernel(self, name: str, args: Sequence[Any]) -> None:
         self.tell("kernel", name, args, self.current_device)
 
-    def touched(self, x: Tensor) -> None:
-        """The host reads and writes a tensor's memory by other means than torch."""
+    def touched(self, x: Tensor, writes: bool) -> None:
+        """The host reads, or writes, a tensor's memory by other means than an operation."""
         if self.block_of(x) is not None:
-            self._execute(Launch("memory", lambda: None, (), {}, None, self.host, False, "", [],
-                                 [x]), False)
+            self._execute(Launch("memory", lambda: None, (), {}, None, self.host, False, "",
+                                 [x][writes:], [x][:writes]), False)
 
     def _execute(self, launch: Launch, gives: bool, versions: list[int] | None = None) -> Any:
         with self._lock:
@@ -353,8 +353,8 @@ class Cuda(Machine):
         return 0
 
     def called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if func is torch.Tensor.numpy:
-            self.touched(args[0])
+        if func in (torch.Tensor.numpy, torch.Tensor.tolist) and not isinstance(args[0], OnDevice):
+            self.touched(args[0], func is torch.Tensor.numpy)  # who has an array may write
         if func == torch.Tensor.data.__set__ and isinstance(args[0], OnDevice):
             args[0].inner, args[0].held = args[1].inner, args[1].held
         if func is torch.Tensor.to:

@@ -51,6 +51,13 @@ arrive with the rows, so the host waits in each call, in `dispatch`, after rows 
 often](token_packages.md)); in backward it does not wait. The first call of a
 layer agrees on more, and trials of `auto` (layouts, exchanges) wait to measure. A CPU has nothing
 to wait for, and takes counts as they are.
+
+Who waits for too little is found by `tests/races`, without a GPU: fake streams and events, every
+access of a kernel or a copy, and what orders them. Exchanges in pieces, pages, borrowed experts,
+gradient hooks, activations, experts and weights in other memory are run so: no access races with
+another, no memory is given back while it is in use, and the host reads no copy before it is done.
+Left-out waits, events of the wrong stream and a forgotten `record_stream`, put into the package one
+at a time, are each found. Not seen: what happens inside a kernel, and between ranks.
 """
 
 _AUCTION = f"""

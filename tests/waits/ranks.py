@@ -88,7 +88,7 @@ class CountingComm(Comm):
 
     def subgroup(self, ranks: Sequence[int]) -> CountingComm | None:
         made = self.group.subgroup(ranks)
-        return None if made is None else CountingComm(made)
+        return None if made is None else type(self)(made)
 
     def barrier(self) -> None:
         self.group.barrier()

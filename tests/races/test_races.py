@@ -1,0 +1,57 @@
+"""No race between the streams of a GPU and its host, seen without a GPU; and every fault of
+synchronization that the package could have is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+
+import pytest
+
+from moe_plugin.comm import algorithms
+from tests.preloaded import Server
+from tests.races import mutants
+from tests.races.orders import ORDERS, kinds
+from tests.races.programs import ALONE, alone
+from tests.races.together import ALGORITHMS, programs, together
+
+pytest.importorskip("triton", reason="triton is not installed")
+SERVER = Server("tests.races.together")
+
+
+@functools.cache
+def found(world: int) -> list[dict[str, list[str]]]:
+    """What each of so many ranks found, by program and by mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = (together, world, folder) if world > 1 else (alone,)
+        done = SERVER.run(world, *call, timeout_s=600)
+    assert done.code == 0, done.log
+    return done.results
+
+
+def test_what_is_in_order_and_what_is_not() -> None:
+    done = SERVER.run(1, kinds)
+    assert done.code == 0, done.log
+    assert done.results[0] == {name: wanted for name, (_, wanted) in ORDERS.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_race(world: int) -> None:
+    names = ALONE if world == 1 else programs(world)
+    wrong = [f"rank {rank}, {name}: {what}" for rank, each in enumerate(found(world))
+             for name in names for what in each[name]]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("mutant", [*mutants.ALONE, *mutants.TOGETHER], ids=str)
+def test_a_mutant_is_found(mutant: mutants.Mutant) -> None:
+    """By every rank, with the kinds that it must have."""
+    for each in found(1 if mutant in mutants.ALONE else 2):
+        seen = {line.split(":")[0] for line in each[str(mutant)]}
+        assert set(mutant.kinds) <= seen, each[str(mutant)]
+
+
+def test_every_algorithm_is_tried() -> None:
+    assert sorted(name for some in ALGORITHMS.values() for name in some) == sorted(
+        {*algorithms.names()} - {"auto"})  # which is one of them
