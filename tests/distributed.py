@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.collectives import Calls, first_difference, noted
+
 FIRST_PORT, PORTS = 10_000, 20_000  # of `free_port`
 
 
@@ -35,7 +37,7 @@ def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     order.
 
     The first error of a rank is raised here with its traceback; a rank that dies or stalls is an
-    error, too.
+    error, too, and so are collectives in another order on another rank.
     """
     context = multiprocessing.get_context("fork")
     store = os.path.join(tempfile.mkdtemp(), "store")
@@ -56,9 +58,11 @@ def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
             if process.is_alive():
                 process.kill()
                 process.join()
-    failed = [answer for ok, answer in answers if not ok]
-    assert not failed, "\n".join(failed)
-    return [answer for _, answer in answers]
+    failed = [answer for ok, answer, _ in answers if not ok]
+    difference = first_difference([calls for *_, calls in answers], not failed)
+    assert not failed, "\n".join([*failed, difference])
+    assert not difference, difference
+    return [answer for _, answer, _ in answers]
 
 
 def free_port() -> int:
@@ -92,29 +96,31 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any]:
+def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any, Calls | None]:
+    """Whether the rank ended well, what it returned or said, and its collectives."""
     if not pipe.poll(timeout_s):
-        return False, f"rank {rank} gave no answer within {timeout_s} s"
+        return False, f"rank {rank} gave no answer within {timeout_s} s", None
     try:
         # by value: a rank may be gone before its answer is read
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return False, f"rank {rank} died"
+        return False, f"rank {rank} died", None
 
 
 def _work(rank: int, world: int, store: str, pipe: Any, timeout_s: float, group_timeout_s: float,
           fn: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(0.95 * timeout_s, file=2)  # where a rank stalls
+    calls = noted()
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                                 timeout=timedelta(seconds=group_timeout_s))
         torch.manual_seed(0)
-        answer = (True, fn(*args))
+        answer = (True, fn(*args), calls)
         if dist.is_initialized():  # unless `fn` took the group down itself
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - sent to the parent
-        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+        answer = (False, f"rank {rank}:\n{traceback.format_exc()}", calls)
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
