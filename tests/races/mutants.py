@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_plugin import machine
 from moe_plugin.comm import handles
+from moe_plugin.dispatch.token_exchange import TokenDispatcher
 from moe_plugin.gradients.replicas import Bucket
 from moe_plugin.memory.activations.swap import SwappedStorage
 from moe_plugin.memory.copier import Copier, Ticket
@@ -77,6 +78,7 @@ TOGETHER = [
     Mutant(machine.start_to_host, "arrived.synchronize()", "pass", "pre-gated", ("host",)),
     Mutant(machine.start_to_host, "arrived.record(module.current_stream(x.device))",
            "arrived.record(module.Stream(x.device))", "pre-gated", ("host",)),
+    Mutant(TokenDispatcher.combine, "wait()", "pass", "deepep", ("race",)),
     Mutant(Bucket.start, "self._stale = False", "self._stale = bool(flat_N.zero_() is None)",
            "gradient hooks", ("race",)),
 ]
