@@ -222,7 +222,8 @@ class Cuda(Machine):
 
     def touched(self, x: Tensor, writes: bool) -> None:
         """The host reads, or writes, a tensor's memory by other means than an operation."""
-        if self.block_of(x) is not None:
+        block = None if getattr(self._thread, "inside", False) else self.block_of(x)
+        if block is not None and block.kind != "device":
             self._execute(Launch("memory", lambda: None, (), {}, None, self.host, False, "",
                                  [x][writes:], [x][:writes]), False)
 
