@@ -24,10 +24,12 @@ class Counters:
         bytes, messages: totals.
         exchanges: number of all-to-alls by the algorithm that ran, which is `linear` where a
             hierarchical one falls back to it.
+        rows: of this rank's tokens, those to itself too, where the host knows how many are sent.
     """
 
     bytes: int = 0
     messages: int = 0
+    rows: int = 0
     exchanges: dict[str, int] = field(default_factory=dict)
 
     def exchange(self, algorithm: str) -> None:
@@ -50,15 +52,17 @@ class TrafficMeter:
     def __init__(self, counters: Counters) -> None:
         self._counters = Counters() if torch.compiler.is_compiling() else counters
         self._bytes, self._exchanges = self._counters.bytes, dict(self._counters.exchanges)
+        self._rows = self._counters.rows
 
     def hold(self) -> None:
         """Leave out what is sent until `go_on`."""
-        self._held = self._counters.bytes, dict(self._counters.exchanges)
+        self._held = self._counters.bytes, dict(self._counters.exchanges), self._counters.rows
 
     def go_on(self) -> None:
         """Count again."""
-        held_bytes, held = self._held
+        held_bytes, held, held_rows = self._held
         self._bytes += self._counters.bytes - held_bytes
+        self._rows += self._counters.rows - held_rows
         for name, count in self._counters.exchanges.items():
             self._exchanges[name] = self._exchanges.get(name, 0) + count - held.get(name, 0)
 
@@ -69,6 +73,11 @@ class TrafficMeter:
             if count > self._exchanges.get(name, 0):
                 exchanges[name] = count - self._exchanges.get(name, 0)
         return self._counters.bytes - self._bytes, exchanges
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank's tokens since, see `Counters`."""
+        return self._counters.rows - self._rows
 
 
 T = TypeVar("T")

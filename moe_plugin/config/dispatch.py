@@ -29,6 +29,12 @@ class DispatchConfig(SettingsSection):
     eval_token_fraction: float = option(
         0.0, "> 0: outside training, capacity is ceil(fraction * T) for any capacity factor",
         flag="eval-token-fraction")
+    send: str = option(
+        "auto",
+        "ragged: how often a token's row travels. rows: once for each of its experts; ranks: once "
+        "to each rank that has some of them; nodes: once to each node, and on from there; auto: "
+        "what is predicted or measured best where parallel.mode says so, else rows",
+        choices=("rows", "ranks", "nodes", "auto"), flag="send")
     equal_tokens: bool = option(
         False,
         "promise that every rank always has the same number of tokens: saves one small all-reduce "

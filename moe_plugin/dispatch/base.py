@@ -50,6 +50,8 @@ class DispatchTraits:
         spills: other ranks than its owner may compute an expert's rows (`parallel.spill`): with a
             `DispatchContext.spill_planner` it makes `SpillingPlan`s. Exact rows alone, in any
             layout.
+        sends_once: `dispatch.once` may take its place: a token's row goes once to every rank, or
+            every node, that has some of its experts. Exact rows alone, in any layout.
     """
 
     fixed_slots: bool = False
@@ -60,6 +62,7 @@ class DispatchTraits:
     single_layout: bool = False
     bounded: bool = False
     spills: bool = False
+    sends_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class DispatchContext:
         spill_planner: says who computes what, the same on all ranks; None: owners do.
         configured: of the dispatcher that the settings name, where another takes its place.
         counts_on_device: whether experts take the numbers of their rows from a device.
+        weights_first: whether a dispatcher that `sends_once` puts gate weights on experts' inputs.
     """
 
     placement: Placement
@@ -81,6 +85,7 @@ class DispatchContext:
     spill_planner: SpillPlanner | None = None
     configured: DispatchTraits = DispatchTraits()
     counts_on_device: bool = False
+    weights_first: bool = False
 
 
 class Sent:
@@ -178,10 +183,11 @@ _CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never dr
 
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
-    for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
-        if traits.spills and getattr(traits, other):
-            raise ValueError(f"dispatcher {name!r} declares spills and {other}: must be one of "
-                             "them; rows that spill are exact, and known on the host")
+    for one, why in (("spills", "that spill"), ("sends_once", "that are sent once")):
+        for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
+            if getattr(traits, one) and getattr(traits, other):
+                raise ValueError(f"dispatcher {name!r} declares {one} and {other}: must be one of "
+                                 f"them; rows {why} are exact, and known on the host")
 
 
 dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,

@@ -114,7 +114,7 @@ class _Direction:
         if number not in self.arrived:
             members = self.members[self.group_of[number]]
             rows = self.series.take(self.group_of[number])
-            parts = _by_piece(rows, [self.pieces[n].recv for n in members])
+            parts = by_piece(rows, [self.pieces[n].recv for n in members])
             self.arrived.update(zip(members, parts, strict=True))
         return self.arrived.pop(number)
 
@@ -131,7 +131,7 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
     return torch.cat([piece[rank] for rank in range(len(lengths[0])) for piece in split])
 
 
-def _by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
+def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
     """The inverse of `_by_rank`."""
     if len(lengths) == 1:
         return [rows]

@@ -195,7 +195,7 @@ class ExchangePlan(DispatchPlan):
 
     Attributes:
         source_N, position_TK: see `kernels.rows`; rows lie piece after piece.
-        weights_TK: [T, K*r] gate weights, differentiable.
+        weights_TK: [T, K*r] gate weights, differentiable; None: results arrive weighted.
         pieces: in the order in which they travel.
         even: every rank sends every rank the same number of rows, in each piece.
         complete: every choice has a row and no slot is empty; False: perhaps not.
@@ -203,7 +203,7 @@ class ExchangePlan(DispatchPlan):
 
     source_N: Tensor
     position_TK: Tensor
-    weights_TK: Tensor
+    weights_TK: Tensor | None
     pieces: tuple[Piece, ...]
     even: bool
     complete: bool = False
@@ -227,7 +227,7 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     send_PWL = shares.parts(send_WL, place.comm.rank, True)
     recv_PWL = shares.parts(recv_WL, place.comm.rank, False)
     if shares.pieces > 1:
-        source_N = source_N[_order_by_piece(send_PWL, source_N)]
+        source_N = source_N[order_by_piece(send_PWL, source_N)]
     pieces = tuple(
         _ragged_piece(send, recv, ids_TK.device, piece in shares.local)
         for piece, (send, recv) in enumerate(zip(send_PWL, recv_PWL, strict=True)))
@@ -294,7 +294,7 @@ def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int) -> tuple[Ten
     return start_TK, end_TK - start_TK
 
 
-def _order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
+def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     """Rows by expert shard to rows by (piece, expert shard), int64 [N]."""
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()

@@ -186,7 +186,8 @@ class RaggedDispatcher(ExchangeDispatcher):
     """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
     """
 
-    traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True)
+    traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True,
+                            sends_once=True)
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -206,7 +207,9 @@ class RaggedDispatcher(ExchangeDispatcher):
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
         if sizes is None or sizes.owner is not self or kept.capacity is not None:
             sizes = agreed_sizes(self, place, ids_TK, kept.routing)
-        return ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)
+        plan = ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)
+        place.comm.counters.rows += plan.source_N.numel()
+        return plan
 
     def start_sizes(self, routing: Routing) -> SentSizes | None:
         if self.planner is not None:

@@ -39,7 +39,7 @@ _FOLD_AT = 64
 # of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
 # what the host knows of each call; `capped`: calls with a capacity
-_HOST = ("calls", "bytes_sent", "rows", "capacity", "capped", *_STORE)
+_HOST = ("calls", "bytes_sent", "rows", "rows_sent", "capacity", "capped", *_STORE)
 _THREAD = threading.local()
 
 
@@ -91,7 +91,8 @@ class _Collected:
     def add(self, stats: LayerStats) -> None:
         self.pending.append(stats)
         self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=stats.rows,
-                         capacity=stats.capacity or 0, capped=stats.capacity is not None)
+                         rows_sent=stats.rows_sent, capacity=stats.capacity or 0,
+                         capped=stats.capacity is not None)
         self.layouts.update([stats.layout] if stats.layout is not None else [])
         self.routers.update([stats.router] if stats.router is not None else [])
         self.collectives.update([stats.collectives] if stats.collectives is not None else [])
@@ -119,7 +120,7 @@ class _Collected:
         })
 
     def vector(self) -> Tensor:
-        """Everything that is summed over ranks, float64 [E + 4 + 12 + 2 * losses]."""
+        """Everything that is summed over ranks, float64 [E + 4 + 13 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
         host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
@@ -150,6 +151,7 @@ class _Collected:
             "losses": {name: total / max(count, 1) for name, (total, count) in losses},
             "bytes_sent": int(host["bytes_sent"]),
             "rows": int(host["rows"]),
+            "rows_sent": int(host["rows_sent"]),
             "capacity": host["capacity"] / host["capped"] if host["capped"] else None,
             # agreed between ranks, so the same on all
             "layouts": dict(self.layouts),

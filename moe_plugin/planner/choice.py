@@ -12,6 +12,7 @@ from typing import Any
 from moe_plugin.planner.spill import POLICIES
 
 DEGREES = (1, 2, 4, 8)  # values of d that a search tries
+SENDS = ("rows", "ranks", "nodes")
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -34,6 +35,8 @@ class LayoutChoice:
             rows, no all-to-all (dispatcher all_gather); parameters stay where they are stored.
         spill: which ranks compute rows of overloaded experts, one of `planner.spill.POLICIES`;
             only where every token goes to all slices of its expert (the largest r).
+        send: how often a token's row travels, one of `SENDS`: once for each of its experts, once to
+            each rank, or once to each node that has some.
     """
 
     r: int
@@ -44,6 +47,7 @@ class LayoutChoice:
     gather_tokens: bool = False
     piece_axis: str = "rows"
     spill: str = "never"
+    send: str = "rows"
 
     @property
     def exchanges(self) -> bool:
@@ -60,6 +64,9 @@ class LayoutChoice:
         if self.spill not in POLICIES:
             raise ValueError(f"layout spill={self.spill!r} is not one of {', '.join(POLICIES)}; "
                              "see docs/overload.md")
+        if self.send not in SENDS:
+            raise ValueError(f"layout send={self.send!r} is not one of {', '.join(SENDS)}; "
+                             "see docs/dispatchers.md")
 
     @property
     def backward_d(self) -> int:
@@ -75,7 +82,8 @@ class LayoutChoice:
             parts = ["experts' weights gathered, no all-to-all"]
         else:
             each = f", each to {self.r} ranks" * (self.r > 1)
-            parts = [f"tokens sent by all-to-all {self.algorithm}{each}"]
+            once = "" if self.send == "rows" else f", once to each {self.send[:-1]}"
+            parts = [f"tokens sent by all-to-all {self.algorithm}{each}{once}"]
         pieces = f"{self.d} pieces along {self.piece_axis}"
         parts.append("one piece" if self.d == 1 else pieces)
         if self.backward_d != self.d:
@@ -148,7 +156,8 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
 
     Without an all-to-all (r = 0, gathered tokens, one rank) there is nothing to overlap: only one
     algorithm and d = 1 remain, and nothing to spill. Tokens are gathered where parameters are
-    stored, and rows spilled, at the largest r.
+    stored, and rows spilled, at the largest r. What is sent once does not spill, and is not cut by
+    experts.
     """
     made = {}
     for row in itertools.product(*values.values()):
@@ -158,11 +167,14 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
         if not choice.exchanges or ranks == 1 or choice.r < max(values["r"]):
             choice = dataclasses.replace(choice, spill="never")
         if not choice.exchanges or ranks == 1:
-            choice = dataclasses.replace(choice, d=1, d_backward=0,
+            choice = dataclasses.replace(choice, d=1, d_backward=0, send="rows",
                                          algorithm=values["algorithm"][0])
         elif choice.d_backward == choice.d:
             choice = dataclasses.replace(choice, d_backward=0)
-        if choice.d == choice.backward_d == 1:
+        if choice.send != "rows":
+            choice = dataclasses.replace(choice, spill="never")
+        if choice.d == choice.backward_d == 1 or (choice.send != "rows"
+                                                  and choice.piece_axis == "experts"):
             choice = dataclasses.replace(choice, piece_axis="rows")
         made[choice] = None
     yield from made

@@ -15,6 +15,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_to_all_s, reduce_scatter_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.events import Task, Timeline, simulate
+from moe_plugin.planner.once import OnceRows, exchange_s, rows_of_token
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"
@@ -37,6 +38,7 @@ class LayerShape:
         skew: rows of the fullest rank over the mean, >= 1.
         shards: ranks that share an expert; None: ranks / experts, at least 1.
         guests: experts that a rank may borrow at a time.
+        most_nodes: on which a token's experts may be, by a router that limits them; None: any.
     """
 
     tokens: int
@@ -50,6 +52,7 @@ class LayerShape:
     skew: float = 1.0
     shards: int | None = None
     guests: int = 2
+    most_nodes: int | None = None
 
     @property
     def rows(self) -> float:
@@ -118,6 +121,7 @@ class _Sizes:
         travel: bytes that the busiest rank sends or receives over `out`.
         lend: bytes of lent weights that the busiest rank sends or receives.
         guests: experts that it borrows at most.
+        once: rows of a token where it is not sent for each expert; None: it is.
         gather_s, reduce_s: seconds to gather parameters and to sum their gradients.
     """
 
@@ -132,6 +136,7 @@ class _Sizes:
     travel: float = 1.0
     lend: float = 0.0
     guests: int = 0
+    once: OnceRows | None = None
     gather_s: float = 0.0
     reduce_s: float = 0.0
 
@@ -184,6 +189,10 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
                   tokens * (ranks - 1) if choice.gather_tokens else shape.rows * r
                   * shape.row_bytes, shape.rows * r * shape.skew, local,
                   shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0, shape.skew)
+    if choice.send != "rows":
+        once = rows_of_token(cluster, shape.rows / max(1, shape.tokens), r, shape.most_nodes)
+        rows = once.ranks if choice.send == "ranks" else once.ranks + once.nodes
+        return replace(sizes, once=once, out=tokens * rows)
     spread = _spread(shape, cluster, device, choice)
     if spread is None:
         return sizes
@@ -223,9 +232,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
     sizes = work.sizes
     if not sizes.out:
         return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
-    group = GroupShape(cluster.ranks)
-    exchange = (all_gather_s(cluster, group, sizes.tokens) if sizes.tokens else
-                all_to_all_s(cluster, group, choice.algorithm, sizes.out * sizes.travel / d))
+    exchange = _exchange_s(cluster, work.shape, sizes, choice, d)
     # the experts compute in the larger number of pieces of the two directions
     pieces = max(choice.d, choice.backward_d)
     stay = 1 / cluster.ranks if choice.piece_axis == "peers" and pieces > 1 else 0.0
@@ -241,6 +248,18 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
     ]
 
 
+def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: LayoutChoice,
+                d: int) -> float:
+    """Seconds of one of `d` groups of pieces, one way."""
+    group = GroupShape(cluster.ranks)
+    if sizes.tokens:
+        return all_gather_s(cluster, group, sizes.tokens)
+    if sizes.once is not None:
+        return exchange_s(cluster, choice, sizes.once, shape.tokens * sizes.travel / d,
+                          shape.row_bytes)
+    return all_to_all_s(cluster, group, choice.algorithm, sizes.out * sizes.travel / d)
+
+
 def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
     """Half of the rows that stay on their rank; none where they are in the pieces."""
     seconds = work.seconds(share / 2)
@@ -253,6 +272,8 @@ def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device
     that are sent and received: written and read, both.
     """
     rows = shape.rows * r if sizes.out else sizes.rows_here
+    if sizes.once is not None:
+        rows = sizes.out / shape.row_bytes
     buffers = 0.0 if sizes.tokens else 4 * sizes.out * cluster.copy_s
     return device.copy_s(max(rows, 1) * shape.row_bytes) + buffers
 

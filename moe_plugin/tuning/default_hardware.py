@@ -14,7 +14,9 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.layer_cost import LayerShape
+from moe_plugin.planner.once import most_targets
 from moe_plugin.records import Placement
+from moe_plugin.routing.registry import routers
 
 _GPU_LINKS = {
     "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)
@@ -78,4 +80,13 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
                       top_k=config.router.experts_per_token,
                       gated=config.experts.kind == "gated_ffn",
                       element_bytes=probe.element_size(), shards=place.shards, skew=skew,
-                      guests=config.parallel.guests)
+                      guests=config.parallel.guests, most_nodes=_most_nodes(config, place))
+
+
+def _most_nodes(config: MoEConfig, place: Placement) -> int | None:
+    """Nodes on which a token's experts may be, where its router limits them; None: any."""
+    router = config.router
+    if not router.groups or any("group_top_k" not in routers.get(name).reads
+                                for name in router.names):
+        return None
+    return most_targets(len(place.comm.topology.nodes), router.groups, router.group_top_k)

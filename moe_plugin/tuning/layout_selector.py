@@ -124,7 +124,8 @@ class LayoutSelector:
         return LayerStats(
             load_KE, kept_KE, routing.entropy, routing.tokens,
             {name: loss.detach() for name, loss in routing.losses.items()},
-            bytes_sent=bytes_sent, exchanges=exchanges, rows=rows, capacity=kept.capacity,
+            bytes_sent=bytes_sent, exchanges=exchanges, rows=rows,
+            rows_sent=0 if traffic is None else traffic.rows, capacity=kept.capacity,
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},

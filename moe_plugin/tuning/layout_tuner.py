@@ -229,6 +229,10 @@ class LayoutTuner(OwnsReplayLogs):
         open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
         return open_ if named is None else [named]
 
+    def sends(self) -> list[str]:
+        """How often a token's row may travel."""
+        return self.layouts.sends()
+
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""
         most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
@@ -249,6 +253,7 @@ DIMENSIONS = [
     Dimension("piece_axis", LayoutTuner.piece_axes),
     Dimension("gather_tokens", LayoutTuner.token_gathering),
     Dimension("spill", LayoutTuner.spills),
+    Dimension("send", LayoutTuner.sends),
 ]
 
 

@@ -21,6 +21,8 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
+from moe_plugin.dispatch.once import OnceDispatcher
+from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
 from moe_plugin.dispatch.row_pages import may_keep
 from moe_plugin.dispatch.rows import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
@@ -218,7 +220,8 @@ class Layouts:
         return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward,
                             algorithm=self.config.comm.all_to_all,
                             kernel=self.config.experts.compute, piece_axis=parallel.cut,
-                            spill=(parallel.spill or "never") if place.comm.size > 1 else "never")
+                            spill=(parallel.spill or "never") if place.comm.size > 1 else "never",
+                            send=self.sends()[0] if r else "rows")
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""
@@ -228,6 +231,21 @@ class Layouts:
         legal = legal_r(place.experts, place.comm.size, place.shards)
         # gathered parameters compute this rank's own rows, of which none are bounded
         return legal if self.stash is None else [r for r in legal if r]
+
+    def sends(self) -> list[str]:
+        """How often a token's row may travel, the first as configured. Settings may leave it open;
+        named ones of `parallel.spill` close it.
+        """
+        named, spill = self.config.dispatch.send, self.config.parallel.spill
+        if named != "auto" and self.place.comm.size > 1:
+            return [named]
+        if self.place.comm.size == 1 or not self.traits.sends_once or spill not in (None, "never"):
+            return ["rows"]
+        return ["rows", "ranks", *["nodes"] * (self.place.comm.topology.why_flat() is None)]
+
+    def piece_axes(self, send: str) -> tuple[str, ...]:
+        """Along what rows are cut that are sent so."""
+        return self.traits.piece_axes if send == "rows" else OnceDispatcher.traits.piece_axes
 
     def at(self, choice: LayoutChoice) -> LayerLayout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
@@ -244,7 +262,7 @@ class Layouts:
             layout = self._layout(choice, AllGatherDispatcher(DispatchContext(place)))
         else:
             layout = self._exchanging(choice, place)
-        if not self.config.experts.weights_first:
+        if not self.config.experts.weights_first or choice.send != "rows":
             return layout
         return dataclasses.replace(layout, dispatcher=WeightsFirst(layout.dispatcher))
 
@@ -267,13 +285,22 @@ class Layouts:
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
         planner = None if choice.spill == "never" else self._spill_planner(choice.spill)
-        dispatcher = self.dispatcher(DispatchContext(place, overlap, self.limit, planner))
+        kind = self._sending(choice.send)
+        dispatcher = kind(DispatchContext(place, overlap, self.limit, planner,
+                                          weights_first=self.config.experts.weights_first))
         if planner is not None:
             dispatcher = BorrowingDispatcher(dispatcher, self.experts)
         shards = place.token_shards
         return self._layout(choice, dispatcher, gathered_shards=shards, stash=self.stash,
                             gather=place.comm.contiguous_subgroup(shards) if shards > 1 else None,
                             first_shard=place.shard // shards * shards)
+
+    def _sending(self, send: str) -> type[Dispatcher]:
+        """Between nodes only where there are several of several ranks."""
+        if send == "rows":
+            return self.dispatcher
+        flat = send == "ranks" or self.place.comm.topology.why_flat()
+        return OnceDispatcher if flat else OnceToNodesDispatcher
 
     def _check_stash(self, choice: LayoutChoice) -> None:
         dropout = self.config.experts.dropout
@@ -314,6 +341,24 @@ class Layouts:
                 f"{self.config.dispatch.name!r}: must be one of {list(self.traits.piece_axes)}, or "
                 "use dispatch.name='ragged'")
         self._check_spill(choice)
+        self._check_send(choice)
+
+    def _check_send(self, choice: LayoutChoice) -> None:
+        if choice.send == "rows":
+            return
+        pieces, axes = max(choice.d, choice.backward_d), self.piece_axes(choice.send)
+        for what, instead, ok in (
+                (f"dispatch.name={self.config.dispatch.name!r}", "dispatch.name='ragged'",
+                 self.traits.sends_once),
+                (f"parallel.r={choice.r}, gather_tokens={choice.gather_tokens}",
+                 "a layout in which rows travel", choice.exchanges),
+                (f"parallel.spill={choice.spill!r}", "parallel.spill='never'",
+                 choice.spill == "never"),
+                (f"parallel.cut={choice.piece_axis!r}", f"one of {list(axes)}",
+                 pieces == 1 or choice.piece_axis in axes)):
+            if not ok:
+                raise ValueError(f"dispatch.send={choice.send!r} does not fit {what}: use "
+                                 f"{instead}, or dispatch.send='rows'")
 
     def _check_spill(self, choice: LayoutChoice) -> None:
         if choice.spill == "never":

@@ -128,7 +128,7 @@ class PredictedLayout(OwnsReplayLogs):
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
                   "d": [fixed.d], "d_backward": [fixed.d_backward],
                   "piece_axis": [fixed.piece_axis],
-                  "spill": [fixed.spill],
+                  "spill": [fixed.spill], "send": layouts.sends(),
                   "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),
@@ -206,7 +206,7 @@ class PrefillPieces:
         found = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
         for axis in CUTS:
             most = place.local if axis == "experts" else tokens
-            for pieces in PIECES[1:] if axis in self.layouts.traits.piece_axes else ():
+            for pieces in PIECES[1:] if axis in self.layouts.piece_axes(layout.send) else ():
                 if pieces <= most:
                     choice = dataclasses.replace(whole, d=pieces, piece_axis=axis)
                     found[choice] = layer_cost(shape, cluster, device, choice).forward.seconds

@@ -17,10 +17,11 @@ from moe_plugin.comm.collectives import kinds as collectives
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.base import DispatchTraits
+from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.experts import expert_kinds, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.memory.experts.cache import policies
-from moe_plugin.planner.choice import legal_r
+from moe_plugin.planner.choice import SENDS, legal_r
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.harness import config_of
 from tests.kernels.row_rules import RULES
@@ -94,6 +95,26 @@ def cells_of(dispatch: str, sizes: Sequence[tuple[int, int, int | None]] = tuple
     more = {"replicas": ["all"]} if traits.shares_tokens else {}
     cells = worth_their_time(_pairs(_settings(dispatch, layouts(dispatch, sizes)) | more, fewer))
     return cells + _paged_cells(dispatch, sizes, fewer) if traits.bounded else cells
+
+
+ONCE_SIZES = [(4, 16, None), (4, 2, None), (4, 4, 2), (8, 8, None)]
+
+
+def once_cells(dispatch: str,
+               sizes: Sequence[tuple[int, int, int | None]] = tuple(ONCE_SIZES),
+               **fewer: Sequence[Any]) -> list[Cell]:
+    """All pairs of the settings that go with rows sent once, for up to eight experts a token; none
+    for a dispatcher that does not declare it.
+    """
+    if not traits_of(dispatch).sends_once:
+        return []
+    settings = _settings(dispatch, [size for size in layouts(dispatch, sizes) if size.r])
+    # of the others hops know nothing: they meet in the cells of rows
+    few = {name: settings[name][:2]
+           for name in ("activation", "kind", "normalize", "collectives", "rows_computed")}
+    return _pairs(settings | few | {
+        "send": [send for send in SENDS if send != "rows"], "k": [1, 2, 4, 8],
+        "cut": list(OnceDispatcher.traits.piece_axes)}, fewer)
 
 
 def _paged_cells(dispatch: str, sizes: Sequence[tuple[int, int, int | None]],
@@ -267,7 +288,8 @@ def settings_of(cell: Cell) -> MoEConfig:
     config = config_of(case_of(cell), dispatch__name=cell["dispatch"], parallel__r=cell["size"].r,
                        parallel__d=forward, parallel__d_backward=backward,
                        parallel__cut=cell["cut"], comm__all_to_all=cell["all_to_all"],
-                       comm__collectives=cell["collectives"], experts__compute=cell["compute"])
+                       comm__collectives=cell["collectives"], experts__compute=cell["compute"],
+                       dispatch__send=cell.get("send", "auto"))
     config.experts.precision = cell.get("precision", "ieee")
     config.dispatch.stash_mib = cell.get("stash_mib", 0.0)
     if "slots" in cell:

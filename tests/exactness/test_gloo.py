@@ -48,6 +48,8 @@ def gloo_cells(world: int) -> list[Cell]:
         cell for dispatch in dispatchers.names()
         for cell in cells.cells_of(dispatch, SIZES[world], **FEWER)
     ]
+    found += [cell for dispatch in dispatchers.names() if world > 2
+              for cell in cells.once_cells(dispatch, SIZES[world][1:], **FEWER)]
     return found + [
         cell for dispatch in cells.own_tokens()
         for cell in cells.parm_cells(dispatch, SIZES[world][:1], replicas=[2, 4][:world // 2],

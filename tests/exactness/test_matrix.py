@@ -25,7 +25,8 @@ from tests.kernels.compiled_or_not import compiled
 from tests.kernels.row_rules import RULES, rows_computed
 from tests.oracle import ACTIVATIONS, Case
 
-MATRIX = [cell for dispatch in dispatchers.names() for cell in cells.cells_of(dispatch)]
+MATRIX = [cell for dispatch in dispatchers.names()
+          for cell in cells.cells_of(dispatch) + cells.once_cells(dispatch)]
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
 EVERY = 20  # of so many cells one runs with the fast tests
 LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

@@ -46,7 +46,8 @@ def test_sums_and_means_over_calls() -> None:
     recorder = StatsRecorder(ObserveConfig(interval=1))
     recorder.add("a",
                  stats([4, 0], dropped=1, entropy=1.0, loss=2.0, bytes_sent=10, rows=4, capacity=3))
-    recorder.add("a", stats([1, 1], entropy=4.0, loss=4.0, bytes_sent=5, rows=2, capacity=5))
+    recorder.add("a", stats([1, 1], entropy=4.0, loss=4.0, bytes_sent=5, rows=2, rows_sent=3,
+                              capacity=5))
     record = recorder.reduce()["a"]
     assert record["load"] == [5, 1] and record["tokens"] == 6 and record["calls"] == 2
     assert record["dropped"] == 1 and record["drop_fraction"] == pytest.approx(1 / 6)
@@ -54,8 +55,8 @@ def test_sums_and_means_over_calls() -> None:
         5 / 3) and record["max_over_mean_call"] == pytest.approx((2 + 1) / 2)
     assert record["entropy"] == pytest.approx((1.0 * 4 + 4.0 * 2) / 6)  # weighed by tokens
     assert record["losses"] == {"gshard": pytest.approx(3.0)}
-    assert (record["bytes_sent"], record["rows"], record["capacity"],
-            record["unused_experts"]) == (15, 6, 4.0, 0)
+    assert (record["bytes_sent"], record["rows"], record["rows_sent"], record["capacity"],
+            record["unused_experts"]) == (15, 6, 3, 4.0, 0)
 
 
 def test_ranks_with_the_same_tokens_count_once() -> None:

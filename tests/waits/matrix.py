@@ -45,7 +45,8 @@ def matrix() -> list[Cell]:
     """Every dispatcher by pairs with every layout, exchange and compute strategy, and every router.
     """
     return [cell for name in dispatchers.names()
-            for cell in (*_alone(name), *_together(name), *_spilling(name), *_left(name))] + [
+            for cell in (*_alone(name), *_together(name), *_spilling(name), *_once(name),
+                         *_left(name))] + [
                 *_sharing(), *_pre_gated(), *_routed(), *_losing(), *_foreign()]
 
 
@@ -82,6 +83,12 @@ def _spilling(dispatch: str) -> list[Cell]:
     found = [*cells.cells_of(dispatch, PAIR, **COMMON | pair),
              *cells.cells_of(dispatch, NODES, **COMMON | nodes)]
     return [{**cell, "spill": "least_loaded"} for cell in found]
+
+
+def _once(dispatch: str) -> list[Cell]:
+    """Rows that go once to each rank or node, over nodes."""
+    return cells.once_cells(dispatch, NODES, **COMMON | {
+        "compute": ("kernels",), "all_to_all": ("linear", "2dh"), "cut": ("rows",), **_FEW})
 
 
 def _left(dispatch: str) -> list[Cell]:

@@ -27,9 +27,10 @@ processes. It is not measured on a GPU.
 - **Dropless**: on one rank none, also where parameters are gathered (`parallel.r: 0`), if the
   experts' compute strategy takes the numbers of rows from the device (below). Over ranks one, for
   the counts, before any row leaves, with any exchange, strategy, dtype and number of pieces; the
-  same with `parallel.spill`, where each rank gets the counts of all. `bounded`: none with such a
-  strategy; with another, one for each piece, before its experts (of as many as the least common
-  multiple of `parallel.d` and `parallel.d_backward`), and one where no rows are sent.
+  same with `dispatch.send`, and with `parallel.spill`, where each rank gets the counts of all.
+  `bounded`: none with such a strategy; with another, one for each piece, before its experts (of as
+  many as the least common multiple of `parallel.d` and `parallel.d_backward`), and one where no
+  rows are sent.
 - **Pre-gates** (`router.pre_gate: 1`), `ragged` and dropless: a block's counts are exchanged and
   copied to the host as soon as the block before has chosen, in front of that block's rows and
   experts. So the host waits for nothing that is still to be computed. A recomputation exchanges
@@ -122,6 +123,7 @@ def _dispatcher(cell: Cell) -> str:
     name = "parm_s2" if cell.get("schedule") == "s2" else cell["dispatch"]
     if not traits_of(name).fixed_slots:
         return (f"`{name}`" + ", `parallel.spill`" * ("spill" in cell)
+                + ", `dispatch.send: ranks` or `nodes`" * ("send" in cell)
                 + ", `router.pre_gate`, not the first block" * ("pre_gate" in cell))
     return f"`{name}`, f {'>' if cell['factor'] > 0 else '<='} 0"
 

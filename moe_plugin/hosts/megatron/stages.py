@@ -140,6 +140,8 @@ def check(layer: Any) -> None:
              config.parallel.d_backward in (0, 1)),
             ("parallel.spill", config.parallel.spill, "'never'",
              config.parallel.spill in (None, "never")),
+            ("dispatch.send", config.dispatch.send, "'rows'",
+             config.dispatch.send in ("rows", "auto")),
             ("experts.weights_first", config.experts.weights_first, False,
              not config.experts.weights_first),
             ("parallel.replicas", config.parallel.replicas, 1, config.parallel.replicas == 1),

@@ -46,6 +46,17 @@ def _bytes_per_call(r: LayerRecord) -> float | None:
     return None if r.bytes_sent is None or not r.calls else r.bytes_sent / r.calls
 
 
+def _rows_per_token(r: LayerRecord) -> float | None:
+    """None: nothing is known of it, or nothing was sent."""
+    return r.rows_sent / r.tokens if r.rows_sent and r.tokens else None
+
+
+def _saved_rows(r: LayerRecord) -> float | None:
+    """Share of a row for each kept choice that was not sent; None: every choice was a row."""
+    kept = sum(r.load) * (1 - (r.drop_fraction or 0.0))
+    return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
+
+
 def _of_store(name: str) -> Callable[[LayerRecord], float | None]:
     """A count of the store by call."""
     return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
@@ -65,6 +76,12 @@ LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], O
     "bytes": ("Bytes sent to other ranks",
               "By one forward pass on one rank, mean over each record.",
               _bytes_per_call, {"unit": "B"}),
+    "rows-sent": ("Rows sent, per token",
+                  "Once for each expert, rank or node that a token visits (`dispatch.send`), its "
+                  "own among them.", _rows_per_token, {}),
+    "rows-saved": ("Rows saved by sending once",
+                   "Share of the rows that one for each choice would be.", _saved_rows,
+                   {"unit": "%"}),
     "store-hits": ("Experts found on the device",
                    "Share of the experts that a call needed; fetched ahead counts as found.",
                    lambda r: r.hit_rate, {"unit": "%"}),
@@ -230,7 +247,7 @@ def exchange(run: RunRecord) -> list[Figure]:
     if any(r.extra.get("all_to_all_cuda_time_ms") for r in run.steps):  # without a GPU all are 0
         times.append(_extra(run, "on the GPU", "all_to_all_cuda_time_ms"))
     return [
-        *of_layers(run, "bytes"),
+        *of_layers(run, "bytes"), *of_layers(run, "rows-sent"), *of_layers(run, "rows-saved"),
         *chart("exchange-time", "Time in exchanges",
                "All-to-all of one layer, forward and backward, from the training log.",
                times, unit="ms"),

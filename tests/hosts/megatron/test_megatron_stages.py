@@ -101,6 +101,7 @@ def test_what_cannot_be_cut_into_steps_is_refused() -> None:
         "parallel.mode='auto'": {"parallel.mode": "auto"}, "parallel.d=2": {"parallel.d": 2},
         "parallel.spill='everywhere'": {"parallel.spill": "everywhere"},
         "dispatch.name='all_gather'": {"dispatch.name": "all_gather"},
+        "dispatch.send='nodes'": {"dispatch.send": "nodes"},
         "moe_layer_freq=2": {"moe_layer_freq": 2},
         "experts.weights_first=True": {"moe_apply_probs_on_input": True},
         "router.pre_gate=1": {"router.pre_gate": 1},

@@ -39,6 +39,7 @@ STUDIES = {study.name: study for study in (
     Study("forest", "planning trees: time and memory by number of GPUs", ("igraph",)),
     Study("adaptive", "`parallel: auto` against every fixed layout", ("nodes",)),
     Study("overlap", "exchange and products of a layer, alone and overlapped", ("nodes",)),
+    Study("once", "a token once to each rank or node, against once to each expert", ("nodes",)),
     Study("plan", "the planner's layout against the measured best", ("nodes",)),
     Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
           ("checkout",), stem="data/predicted"),

@@ -1,0 +1,79 @@
+"""Rows that are sent once: how many, and when the planner takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from moe_plugin.planner.choice import LayoutChoice, combinations
+from moe_plugin.planner.cluster import load_cluster
+from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices
+from moe_plugin.planner.once import expected_targets, most_targets, rows_of_token
+from tests.planner.problems import A100
+
+pytestmark = pytest.mark.fast
+
+SLOW = load_cluster(Path(__file__).parents[2] / "configs" / "clusters" / "emulated.yaml")
+SHAPE = LayerShape(tokens=4096, model_dim=512, hidden_dim=512, experts=64, top_k=8)
+
+
+@pytest.mark.parametrize("targets,k", [(2, 8), (4, 3), (3, 5), (1, 4)])
+def test_expected_targets_are_the_mean_over_all_choices(targets: int, k: int) -> None:
+    found = [len(set(choice)) for choice in itertools.product(range(targets), repeat=k)]
+    assert expected_targets(k, targets) == pytest.approx(sum(found) / len(found))
+
+
+def test_each_choice_on_several_ranks() -> None:
+    """Of 4 ranks, each choice goes to 2 consecutive ones, of which each is in one pair."""
+    found = [2 * len(set(choice)) for choice in itertools.product(range(2), repeat=3)]
+    assert expected_targets(3, 4, 2) == pytest.approx(sum(found) / len(found))
+    cluster = SLOW.resized(2, 2)
+    assert rows_of_token(cluster, 3, 2).nodes == expected_targets(3, 2)
+    assert rows_of_token(cluster, 3, 4).nodes == 2
+
+
+def test_a_router_may_limit_the_nodes() -> None:
+    assert most_targets(8, 8, 4) == 4 and most_targets(2, 8, 4) == 2 and most_targets(8, 4, 1) == 2
+    assert most_targets(3, 8, 1) == 3
+    limited = rows_of_token(SLOW.resized(8, 8), 8, most_nodes=4)
+    assert limited.nodes < 4 < rows_of_token(SLOW.resized(8, 8), 8).nodes
+
+
+def best(top_k: int, nodes: int, ranks: int) -> LayoutChoice:
+    values = {"r": [1], "d": [1], "send": ["rows", "ranks", *["nodes"] * (nodes > 1)]}
+    shape = dataclasses.replace(SHAPE, top_k=top_k)
+    cluster = SLOW.resized(nodes, ranks)
+    return rank_choices(shape, cluster, A100, combinations(values, cluster.ranks))[0].choice
+
+
+def test_what_the_planner_takes() -> None:
+    assert best(8, 2, 2).send == "nodes" and best(8, 1, 4).send == "ranks"
+    assert best(1, 2, 2).send == best(1, 1, 4).send == "rows"
+
+
+@pytest.mark.parametrize("send", ["ranks", "nodes"])
+def test_exchanges_take_less(send: str) -> None:
+    cluster = SLOW.resized(4, 2)
+    rows, once = (layer_cost(SHAPE, cluster, A100, LayoutChoice(r=1, send=name))
+                  for name in ("rows", send))
+    for phase in ("a2a_out", "a2a_back"):
+        assert once.phases()[phase] < rows.phases()[phase]
+    assert (once.memory_bytes < rows.memory_bytes) == (send == "ranks")  # two hops, two buffers
+    assert once.phases()["experts"] == rows.phases()["experts"]
+
+
+def test_combinations_hold_nothing_twice() -> None:
+    """Where no rows travel there is nothing to send once; what is sent once is cut by no experts
+    and does not spill.
+    """
+    values = {"r": [0, 1], "d": [1, 2], "d_backward": [0], "algorithm": ["linear"],
+              "piece_axis": ["rows", "experts"], "spill": ["never", "least_loaded"],
+              "send": ["rows", "ranks"]}
+    found = list(combinations(values, 4))
+    assert len(set(found)) == len(found)
+    assert {c.send for c in found if c.r == 0} == {"rows"}
+    once = {(c.d, c.piece_axis, c.spill) for c in found if c.send == "ranks"}
+    assert once == {(1, "rows", "never"), (2, "rows", "never")}
