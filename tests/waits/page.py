@@ -27,7 +27,7 @@ processes. It is not measured on a GPU.
 - **Dropless**: on one rank none, also where parameters are gathered (`parallel.r: 0`), if the
   experts' compute strategy takes the numbers of rows from the device (below). Over ranks one, for
   the counts, before any row leaves, with any exchange, strategy, dtype and number of pieces; the
-  same with `dispatch.send`, and with `parallel.spill`, where each rank gets the counts of all.
+  same with `parallel.spill`, where each rank gets the counts of all, and with `dispatch.send`.
   `bounded`: none with such a strategy; with another, one for each piece, before its experts (of as
   many as the least common multiple of `parallel.d` and `parallel.d_backward`), and one where no
   rows are sent.

@@ -43,6 +43,7 @@ STATEMENTS: dict[str, Callable[[Cell], bool]] = {
         lambda c: _sent(c) and c["all_to_all"] == "native" and c["compute"] not in FROM_DEVICE
         and c.get("dtype") == "bfloat16" and c["pieces"] != (1, 0),
     "the same with `parallel.spill`": lambda c: "spill" in c,
+    "and with `dispatch.send`": lambda c: "send" in c and c["pieces"] != (1, 0),
     "`bounded`: none with such a strategy": lambda c: _bounded(c) and counts_stay(c),
     "with another, one for each piece":
         lambda c: _bounded(c) and not counts_stay(c) and pieces(c) > c["pieces"][0],
