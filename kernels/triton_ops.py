@@ -49,11 +49,12 @@ def why_not(*args: Any) -> str | None:
     if wrong is not None:
         return f"dtype {wrong}"
     return next((reason for t in tensors if t.dtype == torch.bfloat16 and t.is_cuda
-                 and (reason := _no_bfloat16(t.device))), None)
+                 and (reason := no_bfloat16(t.device))), None)
 
 
 @functools.cache
-def _no_bfloat16(device: torch.device) -> str | None:
+def no_bfloat16(device: torch.device) -> str | None:
+    """Why a GPU has no bfloat16; None: it has. Looked up once for a device."""
     return _below(device, (8, 0), "bfloat16")
 
 
@@ -81,11 +82,12 @@ def fp8_why_not(*args: Any) -> str | None:
     """`why_not`; also where the GPU has no conversion to e4m3: the reference emulates it."""
     reason, device = why_not(*args), next(
         (a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
-    return reason if reason is not None or device is None else _no_e4m3(device)
+    return reason if reason is not None or device is None else no_e4m3(device)
 
 
 @functools.cache
-def _no_e4m3(device: torch.device) -> str | None:
+def no_e4m3(device: torch.device) -> str | None:
+    """Why a GPU has no float8 of e4m3fn; None: it has. Looked up once for a device."""
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]

@@ -84,12 +84,12 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(multi_tensor, "APEX_DEVICES", ("cpu",))
-    fused._imported.cache_clear()
+    fused.imported.cache_clear()
     import amp_C
 
     amp_C.calls.clear()
     yield amp_C.calls
-    fused._imported.cache_clear()
+    fused.imported.cache_clear()
     for name in list(sys.modules):
         if folder in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]

@@ -209,12 +209,12 @@ class ReadSums:
         with open(path, "rb", buffering=0) as file:
             for start, (nbytes, piece) in sorted(self._pieces.items()):
                 if start >= at and start + nbytes <= size:  # of two that overlap the first
-                    crc = combined(_read_on(file.fileno(), at, start, crc), piece, nbytes)
+                    crc = combined(read_on(file.fileno(), at, start, crc), piece, nbytes)
                     at = start + nbytes
-            return _read_on(file.fileno(), at, size, crc)
+            return read_on(file.fileno(), at, size, crc)
 
 
-def _read_on(file: int, at: int, until: int, crc: int) -> int:
+def read_on(file: int, at: int, until: int, crc: int) -> int:
     """The sum, after these bytes of a file were added to it."""
     buffer = memoryview(bytearray(min(CHUNK, max(until - at, 1))))
     while at < until:

@@ -55,11 +55,12 @@ def apex(name: str) -> FusedPart:
     """A part of apex by its name in this module, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
-    return _imported(*_APEX[name])
+    return imported(*_APEX[name])
 
 
 @functools.cache
-def _imported(module: str, name: str, extension: str) -> FusedPart:
+def imported(module: str, name: str, extension: str) -> FusedPart:
+    """`module.name`, which needs the compiled `extension`; looked up once in a process."""
     try:
         importlib.import_module(extension)
         value = getattr(importlib.import_module(module), name)
@@ -129,7 +130,7 @@ def _megatron_adam(engine: bool) -> Choice:
     if engine:
         return Choice(role, "Transformer Engine FusedAdam", "Transformer Engine imports")
     # Megatron itself looks for the Python module only
-    part = _imported("apex.optimizers", "FusedAdam", "apex")
+    part = imported("apex.optimizers", "FusedAdam", "apex")
     if part.value is not None:
         return Choice(role, "apex FusedAdam", part.reason)
     return Choice(role, "torch.optim.AdamW", f"{part.reason}; --moe-fused-adam: fused")

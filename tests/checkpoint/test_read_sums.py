@@ -44,8 +44,8 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     sums = ReadSums()
     for start, stop in ((3000, 4500), (100, 2000), (1500, 2600), (100, 900)):
         sums.add(start, memoryview(content)[start:stop])
-    whole = checksums._read_on
-    monkeypatch.setattr(checksums, "_read_on", lambda file, at, until, crc: (
+    whole = checksums.read_on
+    monkeypatch.setattr(checksums, "read_on", lambda file, at, until, crc: (
         read.append((at, until)), whole(file, at, until, crc))[1])
     assert sums.crc_of(path, 5000) == zlib.crc32(content)
     assert read == [(0, 100), (2000, 3000), (4500, 5000)]

@@ -105,9 +105,9 @@ def test_bfloat16_is_refused_where_a_gpu_has_none(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    triton_ops._no_bfloat16.cache_clear()
+    triton_ops.no_bfloat16.cache_clear()
     assert triton_ops.why_not(fake(SECOND, dtype)) == reason
-    triton_ops._no_bfloat16.cache_clear()
+    triton_ops.no_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "reason"), [
@@ -119,9 +119,9 @@ def test_fp8_is_refused_where_an_amd_gpu_has_another_format(
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda _: SimpleNamespace(gcnArchName=name))
-    triton_ops._no_e4m3.cache_clear()
+    triton_ops.no_e4m3.cache_clear()
     assert triton_ops.fp8_why_not(fake(SECOND)) == reason
-    triton_ops._no_e4m3.cache_clear()
+    triton_ops.no_e4m3.cache_clear()
 
 
 def test_numbers_of_the_host_are_refused_in_a_captured_graph(

@@ -176,17 +176,17 @@ def _looks() -> Iterator[list[int]]:
     first round, and every `LOOK` rounds until it is over or rounds run out.
     """
     found: list[int] = []
-    auction, accept = assignment._auction, assignment._accept
+    auction, accept = assignment.auction, assignment.accept
 
     def counted(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
         accepts = Mock(side_effect=accept)
-        with EVENTS.paused(), patch.object(assignment, "_accept", accepts):
+        with EVENTS.paused(), patch.object(assignment, "accept", accepts):
             auction(inner(value_NE), inner(price_E), each)
         found.append(min(-(-accepts.call_count // assignment.LOOK) + 1,
                          assignment.MOST_ROUNDS // assignment.LOOK))
         return auction(value_NE, price_E, each)
 
-    with patch.object(assignment, "_auction", counted):
+    with patch.object(assignment, "auction", counted):
         yield found
 
 

@@ -59,7 +59,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     value_NE = torch.cat([value_TE, value_TE.new_zeros(each * experts - tokens, experts)])
     low = value_NE.min()
     value_NE = (value_NE - low) / (value_NE.max() - low).clamp(min=torch.finfo(low.dtype).tiny)
-    owner_N = _auction(value_NE, _soft_prices(value_NE, each), each)
+    owner_N = auction(value_NE, _soft_prices(value_NE, each), each)
     return _fill_up(owner_N, each, experts)[:tokens]
 
 
@@ -90,7 +90,7 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
     return price_E
 
 
-def _auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
+def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
     """Owner of each token, int64 [N]; -1: none, if rounds ran out. price_E: at the start."""
     on_host = value_NE.device.type == "cpu"
     owner_N = torch.full_like(value_NE[:, 0], -1, dtype=torch.int64)
@@ -109,11 +109,11 @@ def _auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
         mine_M = free_N[rows_M]
         wish_N = owner_N.index_copy(0, rows_M, torch.where(mine_M, best_M2[:, 0], owner_N[rows_M]))
         bid_N = bid_N.index_copy(0, rows_M, torch.where(mine_M, offer_M, bid_N[rows_M]))
-        owner_N, price_E = _accept(wish_N, bid_N, price_E, each)
+        owner_N, price_E = accept(wish_N, bid_N, price_E, each)
     return owner_N
 
 
-def _accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[Tensor, Tensor]:
+def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[Tensor, Tensor]:
     """Owners after every expert has kept its `each` highest bids, -1 for the others, and prices."""
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
     sorted_N, place_N = torch.sort(wish_N[by_bid_N], stable=True)

@@ -30,7 +30,7 @@ def start(finder: bool) -> None:
     if finder:
         startup.boot()
     else:  # Python <= 3.10 needs no help to import fairseq
-        dataclasses.dataclass = startup._hashable_fairseq_dataclasses(dataclasses.dataclass)
+        dataclasses.dataclass = startup.hashable_fairseq_dataclasses(dataclasses.dataclass)
     assert "moe_plugin" not in sys.modules
 
 

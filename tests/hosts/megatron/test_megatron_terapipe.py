@@ -245,7 +245,7 @@ def _steps_of_lengths(args: Any, lengths: list[int]) -> tuple[list[float], str]:
     training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), tokenizer.vocab_size)
     loop = train.Loop(args, training, RunLog(None), train_set, None)
-    batches, losses = [_Shortened(one, args) for one in loop._training_batches()], []
+    batches, losses = [_Shortened(one, args) for one in loop.training_batches()], []
     try:
         for length in lengths:
             args.seq_length = length

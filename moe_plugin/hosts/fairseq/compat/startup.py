@@ -41,7 +41,7 @@ class _Loader:
         import logging
 
         original, speech = dataclasses.dataclass, logging.getLogger(_SPEECH)
-        dataclasses.dataclass = _hashable_fairseq_dataclasses(original)
+        dataclasses.dataclass = hashable_fairseq_dataclasses(original)
         if not sys.warnoptions:  # as in `moe_plugin.quiet`
             speech.addFilter(_no_hint)
         try:
@@ -79,7 +79,7 @@ class _Finder:
         return spec
 
 
-def _hashable_fairseq_dataclasses(original: Any) -> Any:
+def hashable_fairseq_dataclasses(original: Any) -> Any:
     """`dataclasses.dataclass`, which gives `FairseqDataclass` subclasses an identity hash.
 
     fairseq <= 0.12.3 on Python >= 3.11: fields such as `common: CommonConfig = CommonConfig()` are

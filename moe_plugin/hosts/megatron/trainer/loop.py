@@ -100,7 +100,7 @@ class Loop:
         """Train from `progress` to `train_iters`; returns the last record."""
         args, record, saved, self.progress = self.args, {}, progress.iteration, progress
         self._begin(progress.iteration)
-        batches = self._training_batches()
+        batches = self.training_batches()
         sums, since = 0.0, time.perf_counter()
         shown = contextlib.nullcontext(sys.stderr) if dist.get_rank() == 0 else open(
             os.devnull, "w")
@@ -111,7 +111,7 @@ class Loop:
                 loss_2, norm = self.step(batches, learning_rate(args, before))
                 self.progress, follows = self._after_step()
                 if not follows:
-                    batches = self._training_batches()
+                    batches = self.training_batches()
                 if self._lost:
                     continue
                 sums, done = sums + torch.cat([loss_2, self._errors()]), self.progress.iteration
@@ -161,7 +161,8 @@ class Loop:
         return Progress(self.progress.iteration + 1, self.progress.consumed_samples
                         + self.args.global_batch_size), not self.features.replaced
 
-    def _training_batches(self) -> list[Iterator[Any]]:
+    def training_batches(self) -> list[Iterator[Any]]:
+        """Of each chunk of the model its micro-batches, from the sample where the run is."""
         return [self._batches(self.train_set, self.progress.consumed_samples, self.features.reduces)
                 for _ in self.training.chunks]
 

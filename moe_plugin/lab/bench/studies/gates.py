@@ -1,8 +1,9 @@
 """Train the quick start's model with every router through both hosts, and write a table.
 
 Takes about 15 minutes; run `bash scripts/setup.sh` first. Exit
-status 1 if a loss does not fall or a router exceeds its bound of imbalance. A second run trains
-only what is missing (runs/gates; --fresh starts again).
+status 1 if a loss does not fall or, after 100 steps or more, a router exceeds its bound of
+imbalance: `--quick` does not judge balance. A second run trains only what is missing (runs/gates;
+--fresh starts again).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from moe_plugin.regular_files import make_folder, write_regular
 log = logging.getLogger(__name__)
 TITLE = "Every gate, trained"
 VOCABULARY = 512  # more than any of the hosts' ids
+# steps after which bounds of balance hold: before, balance is that of the first weights
+BALANCED_AFTER = 100
 SWITCH = {"switch": 0.01}
 
 
@@ -94,10 +97,10 @@ class GateRow:
     def faults(self) -> list[str]:
         """Which bounds the run exceeds."""
         found = [] if self.last_loss < 0.8 * self.first_loss else [
-            f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"
-        ]
-        return found + ([] if self.busiest <= self.most else
-                        [f"busiest expert {self.busiest:.2f} times the mean, bound {self.most}"])
+            f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"]
+        if self.steps >= BALANCED_AFTER and self.busiest > self.most:
+            found.append(f"busiest expert {self.busiest:.2f} times the mean, bound {self.most}")
+        return found
 
 
 def counts(host: str, corpus: Path) -> list[int]:
@@ -213,6 +216,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows.append(run(name, host, settings(args.steps), data, corpus,
                             place / f"{name}-{host}"))
             log.info("%s in %s: %s", name, host, rows[-1].faults or "as it should be")
+    if args.steps < BALANCED_AFTER:
+        log.info("balance is not judged: its bounds hold after %d steps", BALANCED_AFTER)
     rows.sort(key=lambda r: list(GATES).index(r.gate))
     return {**about, "rows": [asdict(r) for r in rows]}
 
