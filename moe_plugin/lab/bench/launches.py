@@ -63,6 +63,11 @@ class Launch:
                  if isinstance(value, int) and not isinstance(value, bool) and value > 1]
         return f"{self.kernel.removesuffix('_kernel')} {' '.join([*said, *sizes])}"
 
+    @property
+    def gathers(self) -> bool:
+        """Whether rows are looked up in the loop over them."""
+        return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
+
     def option(self, name: str, default: int) -> int:
         """One of `options`."""
         return dict(self.options).get(name, default)

@@ -32,6 +32,7 @@ class Resources:
         stages, buffers: of its pipeline: asked for, and tiles in shared memory of one operand;
             0: no operand waits there in several.
         through_registers: wgmma that take their left operand from registers, of all.
+        gathers: an operand's rows are looked up in the loop that is pipelined.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Resources:
     stages: int = 0
     buffers: int = 0
     through_registers: tuple[int, int] = (0, 0)
+    gathers: bool = False
 
     def failed(self, gpu: GPU) -> Iterator[str]:
         """The rules that it breaks, in words."""
@@ -56,8 +58,10 @@ class Resources:
             yield f"{self.spilled} bytes spilled"
         if self.through_registers[0]:
             yield "left operand through registers in {} of {} wgmma".format(*self.through_registers)
+        # a row that is looked up takes two stages: its number, and its values
+        wanted = (self.stages + 1) // 2 if self.gathers else self.stages
         # wgmma and tcgen05 read a tile in its buffer; others have it in registers by then
-        wanted = self.stages - (self.matrix not in ("wgmma", "tcgen05.mma"))
+        wanted -= self.matrix not in ("wgmma", "tcgen05.mma")
         if self.matrix and 0 < self.buffers < wanted:
             yield f"{self.buffers} of {self.stages} stages have a buffer"
 
@@ -72,7 +76,7 @@ def compile_for(launch: Launch, target: str) -> Resources:
     ptx = made.asm.get("ptx", "")
     return Resources(launch.label, registers, spilled, shared, blocks, blocks * warps / gpu.warps,
                      matrix, copies, launch.option("num_stages", 0) if matrix else 0,
-                     _buffers(made.asm["ttgir"]), _through_registers(ptx))
+                     _buffers(made.asm["ttgir"]), _through_registers(ptx), launch.gathers)
 
 
 def compiled(launch: Launch, target: str) -> Any:

@@ -23,6 +23,8 @@ STUDIES = {study.name: study for study in (
           module="layers.OneGPU"),
     Study("resources", "every launch of the layer compiled for seven GPUs, without one: registers, "
           "occupancy, instructions, broken rules", ("triton",)),
+    Study("gpu-predicted", "the benchmark's layers on a GPU: launches, bytes, occupancy, bound of "
+          "the dense rate (computed)", ("triton",)),
     Study("adam", "the optimizer's share of a step, as the host has it and fused"),
     Study("activations", "steps that keep, recompute, swap, or choose by block: time and memory"),
     Study("weights", "a model larger than its memory limit, trained in one process",

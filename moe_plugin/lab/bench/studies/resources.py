@@ -34,6 +34,7 @@ SETS = ("benchmark", "settings")
 OPTIONS = {"targets": Option(tuple(GPUS), "GPUs", quick=("sm_90",), choices=GPUS),
            "launches": Option(SETS, "of the benchmark's layers, and of other settings",
                               quick=SETS[:1], choices=SETS),
+           "code": Option("", "what is compiled, e.g. a commit: it is on the page"),
            "jobs": Option(2, "processes")}
 TITLE = "What the kernels need of a GPU"
 READ = (
@@ -48,8 +49,9 @@ READ = (
 RULES = (
     "Rules: it compiles; no register is spilled; shared memory is what the GPU has for a block; "
     "wgmma reads both operands from shared memory; a product has as many buffers as stages, or, "
-    "where the matrix units read registers (mma.sync, MFMA), one less. In the table: launches "
-    "compiled, and how many break a rule."
+    "where the matrix units read registers (mma.sync, MFMA), one less; rows that are looked up in "
+    "the loop take two stages a buffer. In the table: launches compiled, and how many break a "
+    "rule. Triton brings a linker for AMD's GPUs from 3.5 on."
 )
 
 
@@ -117,9 +119,13 @@ def row(launch: Launch, target: str) -> dict[str, Any]:
     try:
         found = compile_for(launch, target)
     except Exception as error:  # whatever a compiler raises
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return {"label": launch.label, "failed": [f"does not compile: {short(lines[-1])}"]}
+        return {"label": launch.label, "failed": [f"does not compile: {_reason(error)}"]}
     return {**asdict(found), "failed": list(found.failed(GPUS[target]))}
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return short(next((line for line in lines if "ptxas fatal" in line), lines[-1]))
 
 
 def rows(target: str, wanted: Mapping[Launch, str], jobs: int) -> Iterator[dict[str, Any]]:
@@ -143,7 +149,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sets, found = tuple(args.launches), {}
     for target in args.targets:
         made = list(rows(target, launches(target, sets), args.jobs))
-        found[target] = {"number": len(made), "rows": made}
+        found[target] = {"number": len(made), "code": args.code, "rows": made}
     return {"versions": {version("triton"): found}}
 
 
@@ -171,6 +177,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield report.columns(GPUS, {
         "GPU": lambda target: GPUS[target].name,
         "kernels": lambda target: f"[{target}]({page_of(target)})" if target in newest else target,
+        "code": lambda target: newest.get(target, {}).get("code", ""),
         **{f"Triton {name}": lambda target, of=targets: _counted(of.get(target))
            for name, targets in versions.items()}})
     broken = _broken(versions)
@@ -194,9 +201,13 @@ def _broken(versions: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, list
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name, targets in versions.items():
         for target, one in targets.items():
-            for each in one["rows"]:
+            none = one["number"] == sum(
+                each["failed"][:1] != [] and each["failed"][0].startswith("does not compile")
+                for each in one["rows"])
+            for each in one["rows"][:1] if none else one["rows"]:
                 for why in each["failed"]:
-                    where = found.setdefault((each["label"], why), {}).setdefault(target, [])
+                    label = "all launches" if none else each["label"]
+                    where = found.setdefault((label, why), {}).setdefault(target, [])
                     if name not in where:
                         where.append(name)
     return found
