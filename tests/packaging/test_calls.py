@@ -55,10 +55,10 @@ def test_a_call_on_one_rank() -> None:
 @pytest.mark.distributed
 def test_a_call_on_two_ranks() -> None:
     calls, functions, files = map(max, zip(*run_gloo(2, _a_call), strict=True))
-    assert calls <= 164 and functions <= 133 and files <= 34, (calls, functions, files)
+    assert calls <= 165 and functions <= 134 and files <= 34, (calls, functions, files)
 
 
 def test_building_a_layer() -> None:
     MoELayer(MoEConfig(model_dim=64, num_experts=8))
     calls, _, _ = counted(lambda: MoELayer(MoEConfig(model_dim=64, num_experts=8)))
-    assert calls <= 613, calls
+    assert calls <= 615, calls

@@ -52,6 +52,7 @@ def test_a_mutant_is_found(mutant: mutants.Mutant) -> None:
         assert set(mutant.kinds) <= seen, each[str(mutant)]
 
 
+@pytest.mark.fast
 def test_every_algorithm_is_tried() -> None:
     assert sorted(name for some in ALGORITHMS.values() for name in some) == sorted(
         {*algorithms.names()} - {"auto"})  # which is one of them

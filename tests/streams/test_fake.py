@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -112,6 +113,7 @@ WANTED = {
 }
 
 
+@pytest.mark.fast
 def test_what_is_seen() -> None:
     done = Server("tests.streams.test_fake").run(1, programs)
     assert done.code == 0, done.log
