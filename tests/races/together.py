@@ -73,9 +73,9 @@ def pages(comm: StreamComm) -> None:
 
 
 def pre_gated(comm: StreamComm) -> None:
-    """Two layers, of which the first one chooses for the second one."""
+    """Three layers, each choosing for the next: only the first one makes the host wait."""
     layers = torch.nn.ModuleList([layer_of(comm, router={"pre_gate": 1}, parallel={"d": 2})
-                                  for _ in range(2)])
+                                  for _ in range(3)])
     link(layers)
     train(*layers)
 
