@@ -39,7 +39,8 @@ for version in "${versions[@]}"; do
     fi
     run "$target" tests/hosts/megatron -m "not slow" || failed+=("$version")
     if [ -d "$target/megatron/training" ]; then
-        run "$target" tests/hosts/megatron/test_megatron_script.py -m slow || failed+=("$version")
+        run "$target" tests/hosts/megatron/test_megatron_script.py \
+            tests/hosts/megatron/test_megatron_script_run.py -m slow || failed+=("$version")
     fi
 done
 if [ ${#failed[@]} -gt 0 ]; then
