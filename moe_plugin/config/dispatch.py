@@ -30,7 +30,7 @@ class DispatchConfig(SettingsSection):
         0.0, "> 0: outside training, capacity is ceil(fraction * T) for any capacity factor",
         flag="eval-token-fraction")
     send: str = option(
-        "auto",
+        "rows",
         "ragged: how often a token's row travels. rows: once for each of its experts; ranks: once "
         "to each rank that has some of them; nodes: once to each node, and on from there; auto: "
         "what is predicted or measured best where parallel.mode says so, else rows",

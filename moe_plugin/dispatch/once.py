@@ -190,15 +190,10 @@ class OnceDispatcher(ExchangeDispatcher):
         code_Q, weight_Q = plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor)
         lengths = plan.agreed.first.pairs_in_PW
         parts = zip(by_piece(code_Q, lengths), by_piece(weight_Q, lengths), strict=True)
-        choices = min(plan.gates_TK.shape[1], self.experts_here)
+        choices = plan.gates_TK.shape[1]  # a router may choose an expert twice
         for number, (piece, part) in enumerate(zip(plan.pieces, parts, strict=True)):
             self.read_pairs(plan, number, Arrived.of(*part, sum(piece.recv), choices), anchor)
         return super().dispatch(x_TD, plan, anchor)
-
-    @property
-    def experts_here(self) -> int:
-        """Experts, or shards, of which a row that arrives may have some."""
-        return self.placement.local
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
         """To which rank a choice goes next on its way to one, int64; -1: it has none."""

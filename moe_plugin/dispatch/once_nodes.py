@@ -37,10 +37,6 @@ class OnceToNodesDispatcher(OnceDispatcher):
         self.sources = [source for source in range(comm.size)
                         if self.here[place[source] % len(self.here)] == rank]
 
-    @property
-    def experts_here(self) -> int:
-        return self.placement.local * len(self.here)
-
     def next_rank(self, rank_TK: Tensor) -> Tensor:
         topology = self.placement.comm.topology
         next_W = to_device([*(self.via[node] for node in topology.node_of), -1], rank_TK.device)
@@ -58,9 +54,9 @@ class OnceToNodesDispatcher(OnceDispatcher):
         code_Q, weight_Q = pairs.travel(arrived.weights_RK, place.comm, anchor)
         position_RK = positions(source_N, shard_RK)
         plan.pieces[number].forwarding = Forwarding(place, sizes, source_N, position_RK, anchor)
-        choices = min(shard_RK.shape[1], place.local)
-        super().read_pairs(plan, number,
-                           Arrived.of(code_Q, weight_Q, sum(sizes.recv), choices), anchor)
+        super().read_pairs(
+            plan, number,
+            Arrived.of(code_Q, weight_Q, sum(sizes.recv), shard_RK.shape[1]), anchor)
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
         """See `OnceDispatcher`. First between nodes, each rank's for the ranks of a node; then

@@ -171,6 +171,9 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
                                          algorithm=values["algorithm"][0])
         elif choice.d_backward == choice.d:
             choice = dataclasses.replace(choice, d_backward=0)
+        cut_by_experts = choice.piece_axis == "experts" and max(choice.d, choice.backward_d) > 1
+        if cut_by_experts and "rows" not in values.get("piece_axis", ("rows",)):
+            choice = dataclasses.replace(choice, send="rows")  # the cut is named
         if choice.send != "rows":
             choice = dataclasses.replace(choice, spill="never")
         if choice.d == choice.backward_d == 1 or (choice.send != "rows"

@@ -104,6 +104,9 @@ class LayerLayout:
             raise ValueError(
                 f"{type(self.experts).__name__} are fetched by the host, which an exported program "
                 "has none of: must be on the device; export with experts.store=device")
+        if self.choice.send != "rows":
+            raise ValueError(f"dispatch.send={self.choice.send!r} does not fit torch.export, which "
+                             "traces no exchange of pairs: export with dispatch.send='rows'")
 
     def timed(self, timer: CallTimer) -> LayerLayout:
         """The layout for a call that `timer` times."""

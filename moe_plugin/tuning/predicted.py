@@ -96,6 +96,9 @@ class PredictedLayout(OwnsReplayLogs):
         choice = dataclasses.replace(LayoutChoice.from_dict(chosen),
                                      algorithm=self.current.algorithm, kernel=self.current.kernel)
         try:
+            if choice.exchanges and choice.send not in self.layouts.sends():
+                raise ValueError(f"dispatch.send={self.config.dispatch.send!r} leaves no "
+                                 f"send={choice.send!r}")
             self.layouts.at(choice)
         except ValueError as error:
             if self.comm.rank == 0:

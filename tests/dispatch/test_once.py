@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -144,6 +145,31 @@ def test_rows_of_even_routing_are_those_of_the_formula(send: str, targets: int,
         pairs = world * len(tuples) * k * (1 - 1 / targets)
     rows = (targets - 1) * (1 - (1 - 1 / targets) ** k) * len(tuples) * world
     assert crossing == tables + pairs * (CODE + 2 * FLOAT) + 4 * rows * WIDTH * FLOAT
+
+
+def test_a_token_may_choose_an_expert_twice() -> None:
+    """As a router of one's own may; every send gives what rows sent for each choice give."""
+    torch.manual_seed(0)
+    ids_WTK = [torch.tensor([[0, 0, 3], [3, 3, 3], [2, 1, 2], [-1, 3, 0]])] * 4
+    x_WTD = torch.randn(4, 4, WIDTH, dtype=torch.float64)
+
+    def rank(comm: Comm, send: str) -> list[Tensor]:
+        config = from_dict({"model_dim": WIDTH, "num_experts": 4, "losses": {},
+                            "parallel": {"r": 1}, "dispatch": {"send": send},
+                            "router": {"top_k": 3}})
+        router = Fixed(ids_WTK[comm.rank])
+        layer = MoELayer(config, comm, router=router, dtype=torch.float64)
+        for p in layer.parameters():  # ranks are threads that share a generator
+            nn.init.constant_(p, 0.5).data.view(-1)[::3] = -0.25
+        x = x_WTD[comm.rank].clone().requires_grad_()
+        out = layer(x).output
+        out.square().sum().backward()
+        return [out.detach(), x.grad, router.weights_TK.grad]
+
+    rows, *others = (run_simulated(4, partial(rank, send=send), topology=Topology.uniform(4, 2))
+                     for send in ("rows", "ranks", "nodes"))
+    for other in others:
+        torch.testing.assert_close(other, rows)
 
 
 @pytest.mark.parametrize("topology", NODES, ids=str)
