@@ -85,6 +85,7 @@ def of_a_script(error: Exception) -> str | None:
         checked = (last.line or "").removeprefix("assert ")
         said = short(error, 600) if str(error) else f"must be true: {checked}"
         return f"Megatron refuses these arguments: {said}"
-    if type(error) is ValueError and not last.filename.startswith(_OURS):
+    ours = last.filename.startswith(_OURS) or type(error).__module__.startswith("moe_plugin.")
+    if isinstance(error, (ValueError, FloatingPointError)) and not ours:
         return None
     return of_our_loop(error)

@@ -146,8 +146,10 @@ def line(record: dict[str, Any], total: int, left_s: float) -> str:
         left_s: seconds that the rest takes.
     """
     loss = "-" if record["lm_loss"] is None else f"{record['lm_loss']:.4f}"
+    # a rank without an optimizer's group has no learning rate
+    rate = "-" if record["lr"] is None else f"{record['lr']:.3e}"
     text = (f"iteration {record['iteration']}/{total} | lm loss {loss} | "
-            f"{record['tokens_per_s']:.0f} tokens/s | lr {record['lr']:.3e}")
+            f"{record['tokens_per_s']:.0f} tokens/s | lr {rate}")
     if "oracle_error" in record:
         text += f" | oracle error {record['oracle_error']:.3f}, top-1 {record['top1_error']:.3f}"
     if record.get("grad_norm") is not None:

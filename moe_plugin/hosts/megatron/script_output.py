@@ -66,8 +66,14 @@ class RunOutput:
     def write(self, text: str) -> int:
         """Into the file."""
         if self._writes:
-            self._file.write(text)
-            self._file.flush()
+            try:
+                self._file.write(text)
+                self._file.flush()
+            except OSError as error:  # a full disk: the training itself can go on
+                self._writes = False
+                if sys.__stderr__ is not None:
+                    sys.__stderr__.write("Megatron's own lines are no longer written to "
+                                         f"{self._file.name}: {error}\n")
         return len(text)
 
     def flush(self) -> None:

@@ -20,6 +20,11 @@ def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
         yield
         return
     module = vars(sys.modules[build.__module__])
+    if "mpu" not in module:
+        raise ValueError(
+            f"{build.__module__} takes ranks from elsewhere than in megatron-core 0.15 to 0.19: "
+            "install one of these, or leave out steps in which ranks compute what others have "
+            "(guard.votes)")
     native, module["mpu"] = module["mpu"], _OneRank(module["mpu"])
     try:
         yield

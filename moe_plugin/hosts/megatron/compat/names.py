@@ -29,6 +29,7 @@ _PLACES = {
     "pipeline_parallel.p2p_communication": ("P2PCommunicator",),
     "pipeline_parallel.schedules": ("get_forward_backward_func",),
     "process_groups_config": ("ProcessGroupCollection",),
+    "rerun_state_machine": ("get_rerun_state_machine",),
     "transformer.attention": ("Attention",),
     "transformer.dot_product_attention": ("DotProductAttention",),
     "transformer.module": ("Float16Module",),
