@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError, checksums
+from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
@@ -197,10 +198,35 @@ def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
 
 
 def older(root: str, iteration: int) -> list[int]:
-    """Iterations of the other checkpoints before `iteration`, newest first; equal on all ranks."""
+    """Iterations of the other checkpoints before `iteration`, newest first; equal on all ranks.
+
+    A folder whose save was killed before it had a description is none.
+    """
     names = os.listdir(root) if os.path.isdir(root) else []
     found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
-    return gather(sorted((number for number in found if number < iteration), reverse=True))[0]
+    return gather(sorted((number for number in found if number < iteration
+                          and described(folder(root, number))), reverse=True))[0]
+
+
+def described(path: str) -> bool:
+    """Whether the folder of a checkpoint has a description, be it ours or Megatron's."""
+    return (os.path.exists(os.path.join(path, META)) or of_megatron_alone(path)
+            or of_another_format(path))
+
+
+def of_megatron_alone(path: str) -> bool:
+    """Whether Megatron wrote it in the format `torch_dist`, without our description."""
+    return not os.path.exists(os.path.join(path, META)) and all(
+        os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA))
+
+
+def of_another_format(path: str) -> bool:
+    """Whether a checkpoint is in a format of Megatron's that only Megatron reads: the one of a
+    file a rank, or torch's own.
+    """
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return any(name.startswith("mp_rank_0") for name in names) or (
+        METADATA in names and not {COMMON, BACKEND, META}.intersection(names))
 
 
 def latest(root: str) -> int | None:
@@ -248,4 +274,5 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
 
 def say_lost(root: str) -> None:
     """Warn that the file which names the newest checkpoint is lost."""
-    logger.warning("%s is missing in %s: training resumes from its newest checkpoint", LATEST, root)
+    logger.warning("%s is missing or empty in %s: training resumes from its newest "
+                   "checkpoint", LATEST, root)

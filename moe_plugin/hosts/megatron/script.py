@@ -179,7 +179,9 @@ class Script:
             refuse_broken(given["model"], given["optimizer"])
             with _named("checkpoint"):
                 done = save(*args, **kwargs)
-            if not given.get("non_persistent_ckpt") and self.report is not None:
+            written = not (given.get("non_persistent_ckpt")
+                           or script_arguments().get("async_save"))  # which is only scheduled
+            if written and self.report is not None:
                 self.report.saved(given["iteration"])
             return done
 

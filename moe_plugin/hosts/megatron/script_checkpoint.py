@@ -7,6 +7,7 @@ writes them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -38,7 +39,10 @@ def whole_saves() -> None:
         given = signature.bind(*args, **kwargs)
         final = str(given.arguments["checkpoint_dir"])
         step = _STEP.search(final)
-        if given.arguments.get("async_sharded_save") or step is None or "://" in final:
+        if step is None or "://" in final:
+            return original(*args, **kwargs)
+        if given.arguments.get("async_sharded_save"):
+            files.together(final, lambda: _begin_again(final))
             return original(*args, **kwargs)
         given.arguments["checkpoint_dir"] = part = files.part_of(final)
         files.together(final, lambda: original(*given.args, **given.kwargs))
@@ -53,6 +57,15 @@ def whole_saves() -> None:
 
     save.whole = True  # type: ignore[attr-defined]
     dist_checkpointing.save = save
+
+
+def _begin_again(final: str) -> None:
+    """Take the descriptions out of a folder that is written again in place: while files are old
+    and new ones, nobody must take it for whole.
+    """
+    for name in (files.META, BACKEND, METADATA) if dist.get_rank() == 0 else ():
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(final, name))
 
 
 def _description(step: int) -> dict[str, Any]:
@@ -113,20 +126,48 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iter
 
 def _latest(root: str) -> int | None:
     """Iteration of the newest checkpoint; None: there is none, or Megatron finds it by other means.
+
+    A collective call.
     """
-    path = os.path.join(root, files.LATEST)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return None if stream.read().strip() == "release" else files.latest(root)
+    text = files.gather(_tracked(root))[0]
+    if text:
+        return None if text == "release" else files.latest(root)
     left = files.older(root, 10**15)
     if left:
         files.say_lost(root)
-    return left[0] if left else None
+    if text is None:
+        return left[0] if left else None
+    # a run was killed while it wrote the file, which Megatron does not read when it is empty
+    newest = None
+    if left:
+        path, _ = files.newest_whole(root, left[0], _verified)
+        newest = int(os.path.basename(path).removeprefix("iter_"))
+    files.together(root, lambda: _track(root, newest))
+    return newest
+
+
+def _tracked(root: str) -> str | None:
+    """What is in the file that names the newest checkpoint; None: there is no such file."""
+    path = os.path.join(root, files.LATEST)
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        return stream.read().strip()
+
+
+def _track(root: str, newest: int | None) -> None:
+    """Name the newest checkpoint; None: there is none. The first rank does."""
+    path = os.path.join(root, files.LATEST)
+    if dist.get_rank() != 0:
+        return
+    if newest is None:
+        os.remove(path)
+    else:
+        files.write_text(path, str(newest))
 
 
 def _verified(path: str) -> dict[str, Any]:
     """The description of a checkpoint; {} of one that Megatron wrote without ours."""
-    if not os.path.exists(os.path.join(path, files.META)) and all(
-            os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA)):
+    if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}
     return files.verified_meta(path)

@@ -1,0 +1,66 @@
+"""Which folders the launcher takes for checkpoints of Megatron's own loop; one rank, no training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron import script_checkpoint as checkpoint
+
+pytestmark = pytest.mark.megatron
+NATIVE = ".metadata", "metadata.json", "common.pt"
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _folder(root: Path, step: int, *names: str) -> Path:
+    path = Path(files.folder(str(root), step))
+    path.mkdir()
+    for name in names:
+        (path / name).write_text("")
+    return path
+
+
+def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path: Path) -> None:
+    _folder(tmp_path, 10)
+    _folder(tmp_path, 20, "common.pt", "__0_0.distcp")
+    assert checkpoint._latest(str(tmp_path)) is None
+
+
+def test_an_empty_file_of_the_newest_is_written_again(tmp_path: Path) -> None:
+    tracker = tmp_path / files.LATEST
+    tracker.write_text("")
+    _folder(tmp_path, 20)
+    assert checkpoint._latest(str(tmp_path)) is None
+    assert not tracker.exists()
+    tracker.write_text("")
+    _folder(tmp_path, 10, *NATIVE)
+    assert checkpoint._latest(str(tmp_path)) == 10
+    assert tracker.read_text() == "10"
+
+
+@pytest.mark.parametrize("names", [["mp_rank_00"], ["mp_rank_00_000"], [".metadata", "x.distcp"],
+                                   NATIVE])
+def test_formats_of_megatron_are_its_own_business(tmp_path: Path, names: list[str]) -> None:
+    assert checkpoint._verified(str(_folder(tmp_path, 10, *names))) == {}
+
+
+def test_a_folder_that_is_written_again_in_place_is_not_whole(tmp_path: Path) -> None:
+    path = _folder(tmp_path, 10, *NATIVE, files.META)
+    checkpoint._begin_again(str(path))
+    assert [each.name for each in path.iterdir()] == ["common.pt"]
+    with pytest.raises(CheckpointError, match="incomplete"):
+        checkpoint._verified(str(path))
