@@ -27,7 +27,7 @@ from moe_plugin.resilience.twins import WrongResultError
 
 # errors whose message says all
 _SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
-_WAIT_S = 2.0  # for the first rank: whoever starts ranks ends all when one has ended
+_WAIT_S = 5.0  # for the first rank: whoever starts ranks ends all when one has ended
 _OURS = str(Path(__file__).parents[2])
 # where Megatron checks arguments, also against those of a checkpoint
 _CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
@@ -49,6 +49,7 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
         given: the parsed arguments by name, for the names by which the user knows settings.
         message: of an error, where it says all; None: of a loop of our own.
     """
+    status = 0
     try:
         with stops_in_one_line(), hidden(MEGATRON), says_why():
             work()
@@ -60,15 +61,35 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
         rank = os.environ.get("RANK", "0")
         if not dist.is_initialized() and rank != "0":
             time.sleep(_WAIT_S)
-        if claim_first_report(text) if dist.is_initialized() else rank == "0":
+        # without a group nobody can be asked: the error may be this rank's alone
+        if not dist.is_initialized() or claim_first_report(text):
             where = "" if rank == "0" else f" (rank {rank})"
             text = as_given(text, given(), NATIVE_ARGUMENTS)
             sys.stderr.write(f"{prog}: error: {text}{where}\n")
-        return 2 if isinstance(error, (ValueError, AssertionError)) else 1
+            sys.stderr.flush()
+        status = 2 if isinstance(error, (ValueError, AssertionError)) else 1
     finally:
-        if dist.is_initialized():
+        # of a script that failed the group stays: its end may wait for ranks that still work, and
+        # the process ends without (`end_process`)
+        failed = isinstance(sys.exc_info()[1], Exception) or status
+        if dist.is_initialized() and not (failed and message is not None):
             dist.destroy_process_group()
-    return 0
+    return status
+
+
+def end_process(main: Callable[[], int]) -> None:
+    """Run the whole of a process; after an error it ends at once, without waiting for threads of
+    groups whose other ranks still work.
+    """
+    try:
+        status = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    if status:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
 
 
 def of_our_loop(error: Exception) -> str | None:

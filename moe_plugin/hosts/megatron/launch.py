@@ -17,6 +17,7 @@ import contextlib
 import os
 import runpy
 import sys
+import traceback
 
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
@@ -27,7 +28,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     mend_config_warning,
     script_arguments,
 )
-from moe_plugin.hosts.megatron.endings import of_a_script, status_of
+from moe_plugin.hosts.megatron.endings import end_process, of_a_script, status_of
 from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
@@ -106,9 +107,21 @@ def _run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | No
     end_writers_of_all_saves()
     whole_saves()
     load_without_missing()
-    with contextlib.closing(observe_script()):
-        runpy.run_path(script, run_name="__main__")
+    with contextlib.closing(observe_script()) as seen:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            # it has said why on its way, which nobody has seen
+            if output is not None and not seen.stepped and _by_megatron(end):
+                output.show_last()
+            raise
+
+
+def _by_megatron(error: BaseException) -> bool:
+    """Whether Megatron's own code raised it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")).split(".")[0] == "megatron"
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main)

@@ -4,6 +4,7 @@ log, token ids for routers that need them, torch's fused Adam, pipeline schedule
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import inspect
@@ -63,11 +64,12 @@ def check_seam(settings: PipelineConfig) -> None:
 class Script:
     """The features of the run that Megatron's training code makes, and its report.
 
-    Attributes: both are made with the model.
+    Attributes: both are made with the model. stepped: whether a step has begun.
     """
 
     def __init__(self) -> None:
         self.run, self.report = Run([FiniteSteps()]), None  # type: Run, Any
+        self.stepped = False
 
     def close(self) -> None:
         """Close their files."""
@@ -79,6 +81,7 @@ class Script:
 
         @functools.wraps(setup)
         def call(*args: Any, **kwargs: Any) -> Any:
+            _refuse_unfit_guard()
             with collectives_named("a collective of Megatron's set-up"):
                 built = setup(*args, **kwargs)
             self.connect(built[0])
@@ -119,6 +122,7 @@ class Script:
             number = script_arguments().get("curr_iteration", 0) + 1
             begins = StepInput(number, lambda: passes.first_batch(given["data_iterator"]),
                                lambda batch: passes.loss_of(given, batch))
+            self.stepped = True
             self.report.before_step()
             with self.run.around_step(begins), _named("step"):
                 done = step(*args, **kwargs)
@@ -203,6 +207,15 @@ class Script:
 def _named(what: str) -> Iterator[None]:
     with collectives_named(f"a collective of Megatron's {what}"):
         yield
+
+
+def _refuse_unfit_guard() -> None:
+    """Before a model is built, which takes minutes."""
+    # imported here: it imports Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron.guards import guard_of
+
+    arguments = script_arguments()
+    guard_of(argparse.Namespace(**arguments), settings_from_flags(arguments))
 
 
 def _facts(number: int, done: tuple[Any, ...], left_out: bool) -> StepFacts:

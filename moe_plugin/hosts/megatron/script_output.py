@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ from moe_plugin.messages import first_process
 
 logger = logging.getLogger("moe_plugin.megatron")
 _LIBRARIES = "megatron", "torch"
+_SHOWN = 20  # lines, where Megatron ends before the first step
 
 
 def log_of_first_rank() -> None:
@@ -34,6 +36,7 @@ class RunOutput:
 
     def __init__(self) -> None:
         self._file: TextIO = io.StringIO()
+        self._last = deque[str](maxlen=_SHOWN)
         self._rank = int(os.environ.get("RANK", "0"))
         self._writes = self._rank in (0, int(os.environ.get("WORLD_SIZE", "1")) - 1)
         screen = logging.StreamHandler(sys.stdout)
@@ -65,6 +68,7 @@ class RunOutput:
 
     def write(self, text: str) -> int:
         """Into the file."""
+        self._last.extend(text.splitlines())
         if self._writes:
             try:
                 self._file.write(text)
@@ -75,6 +79,14 @@ class RunOutput:
                     sys.__stderr__.write("Megatron's own lines are no longer written to "
                                          f"{self._file.name}: {error}\n")
         return len(text)
+
+    def show_last(self) -> None:
+        """Show the last lines of what nobody has seen."""
+        lines = [line for line in self._last if line.strip()]
+        if lines and sys.__stderr__ is not None:
+            sys.__stderr__.write("Megatron ended before the first step; its last lines:\n"
+                                 + "".join(f"  {line}\n" for line in lines))
+            sys.__stderr__.flush()
 
     def flush(self) -> None:
         """Every write does."""

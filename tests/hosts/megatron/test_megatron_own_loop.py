@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from typing import Any
 
 import pytest
@@ -55,10 +56,31 @@ def test_errors_of_a_users_code_keep_their_traceback(work: Any) -> None:
 def test_a_full_disk_ends_the_log_of_megatrons_lines_alone(capfd: pytest.CaptureFixture[str],
                                                            ) -> None:
     output = script_output.RunOutput.__new__(script_output.RunOutput)
+    output._last = deque[str](maxlen=20)
     output._writes, output._file = True, open("/dev/full", "w")  # noqa: SIM115
     assert [output.write("text\n"), output.write("more\n")] == [5, 5]
     assert capfd.readouterr().err.count("no longer written") == 1
     output._file = open(os.devnull, "w")  # noqa: SIM115
+
+
+def test_what_megatron_said_last_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    output = script_output.RunOutput.__new__(script_output.RunOutput)
+    output._last, output._writes = deque[str](maxlen=20), False
+    output.write("ERROR: no such file\n")
+    output.show_last()
+    assert "  ERROR: no such file\n" in capfd.readouterr().err
+
+
+def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(endings, "_WAIT_S", 0.0)
+
+    def work() -> None:
+        raise endings.TierError("no room")
+
+    assert endings.status_of("script", work, dict, endings.of_a_script) == 1
+    assert "script: error: no room (rank 3)" in capsys.readouterr().err
 
 
 def test_loaders_of_another_megatron_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
