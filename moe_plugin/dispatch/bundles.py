@@ -32,7 +32,7 @@ from moe_plugin.row_counts import RowCounts
 def first_of_each(key_TK: Tensor) -> Tensor:
     """Whether a choice is the first of its token with this key, bool [T, K]; not where it is -1."""
     # sorted, since comparing all pairs of choices takes K times the memory
-    sorted_TK, order_TK = key_TK.sort(1, stable=True)
+    sorted_TK, order_TK = key_TK.sort(dim=1, stable=True)
     first_TK = torch.ones_like(sorted_TK, dtype=torch.bool)
     first_TK[:, 1:] = sorted_TK[:, 1:] != sorted_TK[:, :-1]
     return (key_TK >= 0) & torch.empty_like(first_TK).scatter_(1, order_TK, first_TK)

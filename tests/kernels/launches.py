@@ -64,7 +64,7 @@ def install() -> None:
         name = func._schema.name.removeprefix("aten::")
         views = any(r.alias_info is not None and not r.alias_info.is_write
                     for r in func._schema.returns)
-        tensors = [x for x in counting._tensors((args, kwargs, out))
+        tensors = [x for x in counting.tensors_of((args, kwargs, out))
                    if isinstance(x, counting.OnDevice)]
         if tensors and name not in FREE and not views and any(x.numel() for x in tensors):
             LAUNCHES.note(name)
