@@ -40,10 +40,30 @@ def v2_why_not() -> str | None:
     return package_why_not(PACKAGE, "buffers/elastic.py", "DeepEP 2.1", SOURCE)
 
 
-class DeepEP(TokenExchange):
+class _Buffered(TokenExchange):
+    """What both buffers do alike.
+
+    Attributes: `later`: the argument by which an operation can be waited for later.
+    """
+
+    buffer: Any
+    later: dict[str, bool]
+
+    def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
+        return self.buffer.dispatch(x_TD, handle=handle)[0]
+
+    def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
+                  ) -> tuple[Tensor, Tensor | None, Wait]:
+        x_TD, weights_TK, event = self.buffer.combine(x_RD, handle, topk_weights=weights_RK,
+                                                      **self.later)
+        return x_TD, weights_TK, event.current_stream_wait
+
+
+class DeepEP(_Buffered):
     """`deep_ep.Buffer`."""
 
     agrees = False
+    later = {"async_finish": True}
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)
@@ -59,21 +79,14 @@ class DeepEP(TokenExchange):
         x_RD, ids_RK, weights_RK, counts, handle, event = self.buffer.dispatch(
             x_TD, topk_idx=ids_TK, topk_weights=weights_TK, num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node_rank, is_token_in_rank=is_in_rank,
-            num_tokens_per_expert=per_expert, async_finish=True)
+            num_tokens_per_expert=per_expert, **self.later)
         return Arrival(x_RD, ids_RK, weights_RK, list(counts), handle, event.current_stream_wait)
 
-    def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        return self.buffer.dispatch(x_TD, handle=handle)[0]
 
-    def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
-                  ) -> tuple[Tensor, Tensor | None, Wait]:
-        x_TD, weights_TK, event = self.buffer.combine(x_RD, handle, topk_weights=weights_RK,
-                                                      async_finish=True)
-        return x_TD, weights_TK, event.current_stream_wait
-
-
-class ElasticDeepEP(TokenExchange):
+class ElasticDeepEP(_Buffered):
     """`deep_ep.ElasticBuffer`."""
+
+    later = {"async_with_compute_stream": True}
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)
@@ -84,18 +97,9 @@ class ElasticDeepEP(TokenExchange):
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Arrival:
         x_RD, ids_RK, weights_RK, handle, event = self.buffer.dispatch(
             x_TD, topk_idx=ids_TK, topk_weights=weights_TK, num_experts=experts,
-            num_max_tokens_per_rank=self.size.tokens, async_with_compute_stream=True)
+            num_max_tokens_per_rank=self.size.tokens, **self.later)
         return Arrival(x_RD, ids_RK, weights_RK, list(handle.num_recv_tokens_per_expert_list),
                        handle, event.current_stream_wait)
-
-    def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        return self.buffer.dispatch(x_TD, handle=handle)[0]
-
-    def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
-                  ) -> tuple[Tensor, Tensor | None, Wait]:
-        x_TD, weights_TK, event = self.buffer.combine(x_RD, handle, topk_weights=weights_RK,
-                                                      async_with_compute_stream=True)
-        return x_TD, weights_TK, event.current_stream_wait
 
 
 @dispatchers.register("deepep", why_not=why_not, optional=True)
