@@ -1,6 +1,6 @@
 """Whether all ranks of a group called the same collectives in the same order.
 
-On NCCL two ranks that call in another order wait for each other for ever, or add up what does not
+On NCCL two ranks that call in another order wait for each other forever, or add up what does not
 belong together; on gloo such a fault may pass. Each rank notes its calls of `torch.distributed`,
 by group, and what must be equal of them: the operation, the dtype, the number of elements. The
 harness of the test compares them when all ranks have ended; no rank sends anything for it.

@@ -103,8 +103,8 @@ ONCE_SIZES = [(4, 16, None), (4, 2, None), (4, 4, 2), (8, 8, None)]
 def once_cells(dispatch: str,
                sizes: Sequence[tuple[int, int, int | None]] = tuple(ONCE_SIZES),
                **fewer: Sequence[Any]) -> list[Cell]:
-    """All pairs of the settings that go with rows sent once, for up to eight experts a token; none
-    for a dispatcher that does not declare it.
+    """All pairs of the settings that go with rows sent once, for up to eight experts per token;
+    none for a dispatcher that does not declare it.
     """
     if not traits_of(dispatch).sends_once:
         return []

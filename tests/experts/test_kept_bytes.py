@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fast
 SHAPE = Shape(tokens=64, width=48, experts=4, top_k=2, inner=32)
 D, F, K = SHAPE.width, SHAPE.inner, SHAPE.top_k
 GATES, MAPS = 4 * K, 16 * K  # float32; where each row is from and goes, int64
-# by strategy, `recompute_activation`: bytes a token of a gated expert in bfloat16
+# by strategy, `recompute_activation`: bytes per token of a gated expert in bfloat16
 KEPT: dict[tuple[str, bool], int] = {
     ("kernels", False): 2 * D + 4 * K * F,  # as SonicMoE: tokens, values before the activation
     ("fused", False): 2 * D + 4 * K * F,

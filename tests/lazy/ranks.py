@@ -45,7 +45,7 @@ FAULTS: dict[str, Callable[[str, Stream], bool]] = {
     "no other stream is recorded": lambda what, stream: what == "used_by",
     "the host waits for nothing": lambda what, stream: what == "reach",
 }
-# those with which ranks still agree on sizes, and none waits for ever
+# those with which ranks still agree on sizes, and none hangs
 OF_RANKS = tuple(FAULTS)[:3]
 MANY = range(20)  # seeds of which one must show a fault
 

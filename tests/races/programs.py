@@ -12,11 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.comm.handles import start
-from moe_plugin.config import from_dict
 from moe_plugin.dispatch.row_pages import PAGE, Pages
 from moe_plugin.memory.activations import swap
 from moe_plugin.memory.activations.auto import manage
@@ -28,10 +26,9 @@ from tests.races.changed import changed
 from tests.races.detector import Detector
 from tests.streams.fake import install
 from tests.streams.gpu import CUDA
+from tests.streams.programs import WIDTH, Block, layer_of
 from tests.waits import stand_ins
 from tests.waits.device import CountingDevice, OnDevice
-
-WIDTH = 8
 
 
 def prepare() -> Detector:
@@ -53,17 +50,6 @@ def found_by(detector: Detector, program: Callable[[], object]) -> list[str]:
         torch.ones(1, device=CUDA)  # what was freed is told with the next launch
     assert detector.launches, "nothing ran on the fake GPU"
     return [str(each) for each in detector.found]
-
-
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return x_TD + self.b(torch.relu(self.a(x_TD)))
 
 
 def rows(tokens: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -130,17 +116,6 @@ def streamed(segments: Sequence[int] | None = None, **options: Any) -> None:
         block.write([w + 1 for w in block.read()])
     trainer.step(batches())
     trainer.close()
-
-
-def layer_of(comm: Any, /, dtype: torch.dtype = torch.float32, **settings: Any) -> MoELayer:
-    """A layer on the fake GPU; settings by section."""
-    tree: dict[str, Any] = {
-        "model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 2},
-        "experts": {"kind": "gated_ffn", "hidden_dim": 8, "compute": "kernels"},
-        "parallel": {"mode": "fixed", "r": 1}}
-    for section, values in settings.items():
-        tree[section] = tree.get(section, {}) | values
-    return MoELayer(from_dict(tree), comm, dtype=dtype, device=CUDA)
 
 
 def train(*layers: nn.Module, steps: int = 2, tokens: int = 6) -> None:

@@ -27,8 +27,9 @@ from tests.exactness.cells import traits_of
 from tests.exactness.spills import planned, random_planner
 from tests.races.changed import changed
 from tests.races.mutants import TOGETHER
-from tests.races.programs import found_by, layer_of, prepare, train
+from tests.races.programs import found_by, prepare, train
 from tests.races.ranks import StreamComm, device_buffer
+from tests.streams.programs import layer_of
 
 FAKE_DEEPEP = str(Path(__file__).parents[1] / "fake_deepep")
 # of pieces, forward and backward; by every algorithm that a group of so many ranks has

@@ -24,7 +24,7 @@ from tests.waits.device import OnDevice
 WIDTH = 8
 
 
-def layer_of(comm: Comm, **settings: Any) -> MoELayer:
+def layer_of(comm: Comm, /, dtype: torch.dtype = torch.float32, **settings: Any) -> MoELayer:
     """A layer on the fake GPU; settings by section."""
     tree: dict[str, Any] = {
         "model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 2},
@@ -32,7 +32,7 @@ def layer_of(comm: Comm, **settings: Any) -> MoELayer:
         "parallel": {"mode": "fixed", "r": 1}}
     for section, values in settings.items():
         tree[section] = tree.get(section, {}) | values
-    return MoELayer(from_dict(tree), comm, dtype=torch.float32, device=cuda().device)
+    return MoELayer(from_dict(tree), comm, dtype=dtype, device=cuda().device)
 
 
 def drawn(rows: int) -> Tensor:
