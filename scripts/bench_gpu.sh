@@ -2,7 +2,7 @@
 # On a machine with one GPU and nothing but Python, torch and Triton: the layer, the checks of the
 # kernels, every operation and every installed peer. A step is a process of its own with a limit;
 # what it prints is kept in OUT/gpu_logs. A step that fails or takes too long ends nothing but
-# itself, and the page, OUT/gpu.md, is written anew after each.
+# itself, and the page, OUT/gpu.md, is written again after each.
 #
 #   bash scripts/bench_gpu.sh [OUT [OPTION ...]]
 #

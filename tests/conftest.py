@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,17 @@ def _no_mode_is_left() -> Iterator[None]:
     before = torch._C._len_torch_function_stack()
     yield
     assert torch._C._len_torch_function_stack() == before
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_as_before() -> Iterator[None]:
+    """A test that turns our lines off hides them from all later ones of its process."""
+    yield
+    ours = [logger for name, logger in logging.root.manager.loggerDict.items()
+            if name.split(".")[0] == "moe_plugin" and isinstance(logger, logging.Logger)]
+    off = [logger.name for logger in ours if logger.disabled or not logger.propagate
+           or logger.level > logging.WARNING]
+    assert not off and not logging.root.manager.disable, f"loggers turned off: {off}"
 
 
 @pytest.fixture

@@ -47,20 +47,20 @@ def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[...
 
 def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any]) -> Logged:
     """The passes, begun again until their rows fit."""
-    iterators, rows = given["data_iterator"], run.find(RowsFit)
-    several = isinstance(iterators, list)
-    kept = core.losses_so_far()
-    if rows is not None and rows.check.repeats:
-        again = [None if each is None else Rewindable(each)
-                 for each in (iterators if several else [iterators])]
-        given = {**given, "data_iterator": again if several else again[0]}
-    else:
-        again = []
 
     def once() -> Logged:
         logged = native(**given)
         run.after_passes()
         return logged
+
+    rows = run.find(RowsFit)
+    if rows is None or not rows.check.repeats:
+        return run.compute(once)
+    iterators, kept = given["data_iterator"], core.losses_so_far()
+    several = isinstance(iterators, list)
+    again = [None if each is None else Rewindable(each)
+             for each in (iterators if several else [iterators])]
+    given = {**given, "data_iterator": again if several else again[0]}
 
     def undo() -> None:
         core.set_logged_losses(kept)

@@ -39,9 +39,9 @@ def observe_script() -> Script:
         ("setup_model_and_optimizer", script.around_setup), ("train_step", script.around_step),
         ("training_log", script.around_log), ("evaluate", script.around_evaluation),
         ("evaluate_and_print_results", script.around_results),
-        ("save_checkpoint", script.around_save),
-        ("build_pretraining_data_loader", script.around_loader)):
-        replace_training(name, around)
+        ("save_checkpoint", script.around_save)):
+        replace_training(name, _seam(around))
+    replace_training("build_pretraining_data_loader", script.around_loader)
     # imported here: they import Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.passes import computed_by
     from moe_plugin.hosts.megatron.script_checkpoint import loads_whole
@@ -77,19 +77,14 @@ class Script:
         if self.report is not None:
             self.report.close()
 
-    def around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-
-        @functools.wraps(setup)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            _refuse_unfit_guard()
-            with collectives_named("a collective of Megatron's set-up"):
-                built = setup(*args, **kwargs)
-            self.connect(built[0])
-            if built[1] is not None:  # evaluation has no optimizer
-                use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
-            return built
-
-        return call
+    def around_setup(self, given: Mapping[str, Any], setup: Callable[[], Any]) -> Any:
+        _refuse_unfit_guard()
+        with collectives_named("a collective of Megatron's set-up"):
+            built = setup()
+        self.connect(built[0])
+        if built[1] is not None:  # evaluation has no optimizer
+            use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
+        return built
 
     def connect(self, chunks: list[Any]) -> None:
         # imported once the script's arguments are parsed, because a layer spec follows them
@@ -111,85 +106,52 @@ class Script:
         """The settings of pipeline stages."""
         return run_config(settings_from_flags(script_arguments())).pipeline
 
-    def around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(step)
+    def around_step(self, given: Mapping[str, Any], step: Callable[[], Any]) -> Any:
+        from moe_plugin.hosts.megatron import passes
 
-        @functools.wraps(step)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            from moe_plugin.hosts.megatron import passes
+        number = script_arguments().get("curr_iteration", 0) + 1
+        begins = StepInput(number, lambda: passes.first_batch(given["data_iterator"]),
+                           lambda batch: passes.loss_of(given, batch))
+        self.stepped = True
+        self.report.before_step()
+        with self.run.around_step(begins), _named("step"):
+            done = step()
+        left_out = self.run.left_out is not None
+        self.run.after_step(_facts(number, done, left_out))
+        self.report.after_step(done[0], counts=not (left_out or done[1]))
+        return done
 
-            given = names.bind(*args, **kwargs).arguments
-            number = script_arguments().get("curr_iteration", 0) + 1
-            begins = StepInput(number, lambda: passes.first_batch(given["data_iterator"]),
-                               lambda batch: passes.loss_of(given, batch))
-            self.stepped = True
-            self.report.before_step()
-            with self.run.around_step(begins), _named("step"):
-                done = step(*args, **kwargs)
-            left_out = self.run.left_out is not None
-            self.run.after_step(_facts(number, done, left_out))
-            self.report.after_step(done[0], counts=not (left_out or done[1]))
-            return done
+    def around_log(self, given: Mapping[str, Any], log: Callable[[], Any]) -> Any:
+        with _named("log"):
+            done = log()
+        self.report.after_log(*(given[name] for name in (
+            "iteration", "learning_rate", "loss_scale", "grad_norm")))
+        return done
 
-        return call
+    def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
+        with _named("evaluation"):
+            done = evaluate()
+        self.run.after_evaluation(script_arguments().get("curr_iteration", 0))
+        losses = done[0] if done else None
+        if isinstance(losses, Mapping):  # None: the time is up
+            self.report.after_evaluation(losses)
+        return done
 
-    def around_log(self, log: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(log)
+    def around_results(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
+        self.report.evaluates = given["prefix"], given["iteration"]
+        return evaluate()
 
-        @functools.wraps(log)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = names.bind(*args, **kwargs).arguments
-            with _named("log"):
-                done = log(*args, **kwargs)
-            self.report.after_log(*(given[name] for name in (
-                "iteration", "learning_rate", "loss_scale", "grad_norm")))
-            return done
+    def around_save(self, given: Mapping[str, Any], save: Callable[[], Any]) -> Any:
+        from moe_plugin.hosts.megatron.script_checkpoint import refuse_broken
 
-        return call
-
-    def around_evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-
-        @functools.wraps(evaluate)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with _named("evaluation"):
-                done = evaluate(*args, **kwargs)
-            self.run.after_evaluation(script_arguments().get("curr_iteration", 0))
-            losses = done[0] if done else None
-            if isinstance(losses, Mapping):  # None: the time is up
-                self.report.after_evaluation(losses)
-            return done
-
-        return call
-
-    def around_results(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(evaluate)
-
-        @functools.wraps(evaluate)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = names.bind(*args, **kwargs).arguments
-            self.report.evaluates = given["prefix"], given["iteration"]
-            return evaluate(*args, **kwargs)
-
-        return call
-
-    def around_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(save)
-
-        @functools.wraps(save)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            from moe_plugin.hosts.megatron.script_checkpoint import refuse_broken
-
-            given = names.bind(*args, **kwargs).arguments
-            refuse_broken(given["model"], given["optimizer"])
-            with _named("checkpoint"):
-                done = save(*args, **kwargs)
-            written = not (given.get("non_persistent_ckpt")
-                           or script_arguments().get("async_save"))  # which is only scheduled
-            if written and self.report is not None:
-                self.report.saved(given["iteration"])
-            return done
-
-        return call
+        refuse_broken(given["model"], given["optimizer"])
+        with _named("checkpoint"):
+            done = save()
+        written = not (given.get("non_persistent_ckpt")
+                       or script_arguments().get("async_save"))  # which is only scheduled
+        if written and self.report is not None:
+            self.report.saved(given["iteration"])
+        return done
 
     def around_loader(self, build: Callable[..., Any]) -> Callable[..., Any]:
 
@@ -201,6 +163,23 @@ class Script:
                 return build(dataset, *args, **kwargs)
 
         return call
+
+
+def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
+          ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Puts `around` about a function of Megatron's; it gets the arguments by name, and the call."""
+
+    def replaced(native: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(native)
+
+        @functools.wraps(native)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(names.bind(*args, **kwargs).arguments,
+                          functools.partial(native, *args, **kwargs))
+
+        return call
+
+    return replaced
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def whole_saves() -> None:
 
 def _begin_again(final: str) -> None:
     """Take the descriptions out of a folder that is written again in place: while files are old
-    and new ones, nobody must take it for whole.
+    and new ones, it must not pass for a whole one.
     """
     for name in (files.META, BACKEND, METADATA) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -116,8 +116,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iter
     if asked:
         _verified(files.folder(root, asked))
     else:
-        path, _ = files.newest_whole(root, newest, _verified)
-        arguments["ckpt_step"] = int(os.path.basename(path).removeprefix("iter_"))
+        arguments["ckpt_step"] = _newest_number(root, newest)
     try:
         yield
     finally:
@@ -138,16 +137,19 @@ def _latest(root: str) -> int | None:
     if text is None:
         return left[0] if left else None
     # a run was killed while it wrote the file, which Megatron does not read when it is empty
-    newest = None
-    if left:
-        path, _ = files.newest_whole(root, left[0], _verified)
-        newest = int(os.path.basename(path).removeprefix("iter_"))
+    newest = _newest_number(root, left[0]) if left else None
     files.together(root, lambda: _track(root, newest))
     return newest
 
 
+def _newest_number(root: str, iteration: int) -> int:
+    """Iteration of the newest whole checkpoint up to one; see `checkpoint_files.newest_whole`."""
+    path, _ = files.newest_whole(root, iteration, _verified)
+    return int(os.path.basename(path).removeprefix("iter_"))
+
+
 def _tracked(root: str) -> str | None:
-    """What is in the file that names the newest checkpoint; None: there is no such file."""
+    """What is in the file that names the newest checkpoint; None: that file is missing."""
     path = os.path.join(root, files.LATEST)
     if not os.path.exists(path):
         return None

@@ -81,7 +81,7 @@ class RunOutput:
         return len(text)
 
     def show_last(self) -> None:
-        """Show the last lines of what nobody has seen."""
+        """Show the last lines that went to the file alone."""
         lines = [line for line in self._last if line.strip()]
         if lines and sys.__stderr__ is not None:
             sys.__stderr__.write("Megatron ended before the first step; its last lines:\n"

@@ -30,7 +30,7 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
          torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
          torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas")
-ALIGNED = 16  # Triton compiles anew for addresses and numbers that are multiples of it
+ALIGNED = 16  # Triton compiles again for addresses and numbers that are multiples of it
 
 
 @dataclass(frozen=True)
