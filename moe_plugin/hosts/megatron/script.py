@@ -44,8 +44,8 @@ def observe_script() -> Script:
     replace_training("build_pretraining_data_loader", script.around_loader)
     # imported here: they import Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.passes import computed_by
+    from moe_plugin.hosts.megatron.pipeline import scheduled
     from moe_plugin.hosts.megatron.script_checkpoint import loads_whole
-    from moe_plugin.hosts.megatron.trainer.pipeline import scheduled
 
     replace_training("load_checkpoint", loads_whole)
     replace_training(_SEAM, lambda get: computed_by(

@@ -74,7 +74,7 @@ def swap_attention(spec: Any) -> Any:
     `pipeline.schedule=terapipe`; with whole sequences it is Megatron's `DotProductAttention`.
     """
     # imported here: it imports Megatron's layers, which other schedules may not have
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import SliceAttention
+    from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention
 
     return core.replace_attention(spec, SliceAttention)
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.trainer.pipeline import scheduled, schedules
+from moe_plugin.hosts.megatron.pipeline import scheduled, schedules
 from moe_plugin.planner.pipeline.choice import choose
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, refusal, trained
@@ -172,7 +172,7 @@ SIZES = [(1,), (1 << 20,), (3, 7), (1 << 21,), (2,)]
 
 def _crossing() -> list[float]:
     """Both stages send everything before they receive anything; sums of what arrives."""
-    from moe_plugin.hosts.megatron.trainer.pipeline.links import Links
+    from moe_plugin.hosts.megatron.pipeline.links import Links
 
     group = torch.distributed.group.WORLD
     links = Links(group, group, SIZES, SIZES, torch.float32, torch.device("cpu"))
@@ -188,7 +188,7 @@ def _crossing() -> list[float]:
 
 def _alive(argv: list[str]) -> list[int]:
     """Most micro-batches alive on this stage in each step of eager 1F1B."""
-    from moe_plugin.hosts.megatron.trainer.pipeline import executor
+    from moe_plugin.hosts.megatron.pipeline import executor
 
     most, run = [], executor.Step.run
 

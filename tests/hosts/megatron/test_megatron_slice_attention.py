@@ -23,7 +23,7 @@ def _attention(**native: Any) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import SliceAttention
+    from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention
 
     values = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4,
               "attention_dropout": 0.0, "use_cpu_initialization": True, **native}
@@ -54,7 +54,7 @@ def _sliced(attention: Any, inputs: list[Tensor], mask: Tensor | None, grad: Ten
             slices: Sequence[int], recompute: bool) -> list[Tensor]:
     from megatron.core import tensor_parallel
 
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
+    from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SlicePart
 
     ends = list(itertools.accumulate(slices, initial=0))
     whole = Sequences(LENGTH, inputs[0].device, mask)
@@ -113,7 +113,7 @@ def test_slices_give_the_outputs_and_gradients_of_the_whole_sequence() -> None:
 
 def _refusals() -> list[str]:
     from moe_plugin.hosts.megatron.compat import cpu
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
+    from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SlicePart
     from tests.hosts.megatron.layers import Case, initialise_parallel
 
     cpu.enable()

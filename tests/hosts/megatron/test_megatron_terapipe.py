@@ -210,8 +210,8 @@ def _of_lengths(runs: list[tuple[list[str], list[int]]]) -> list[Outcome]:
     """(slices by step, losses, what was refused) of each run: its arguments, its sequences' lengths
     by step. One and two equal slices are measured.
     """
+    from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
     from moe_plugin.hosts.megatron.trainer import arguments, train
-    from moe_plugin.hosts.megatron.trainer.pipeline import slice_step, slice_trials
 
     slice_trials.COUNTS, slice_trials.ROUNDS = (1, 2), 1
     taken: list[tuple[int, ...]] = []
@@ -287,8 +287,8 @@ class _Model(torch.nn.Module):
 
 
 def test_a_batch_of_another_length_than_the_slices_is_refused() -> None:
-    from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
-    from moe_plugin.hosts.megatron.trainer.pipeline.cutting import CutModel
+    from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SlicePart
+    from moe_plugin.hosts.megatron.pipeline.cutting import CutModel
 
     model, x = _Model(), torch.arange(32)[None]
     cut = CutModel(model, 16)
@@ -304,8 +304,8 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
     """(slices of the trials and after them, profile, losses, most slices alive by step) of a run
     without given slices.
     """
+    from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
     from moe_plugin.hosts.megatron.trainer import arguments, train
-    from moe_plugin.hosts.megatron.trainer.pipeline import slice_step, slice_trials
 
     args = arguments.parser().parse_args(argv)
     train.start(args)
@@ -351,8 +351,8 @@ def _automatic(argv: list[str], choices: list[str]) -> list[tuple[str, tuple[int
     """With auto and slices: what was chosen, how it cuts, and the losses. What is the fastest
     is not up to this machine's clock: each choice in turn.
     """
+    from moe_plugin.hosts.megatron.pipeline import auto, base
     from moe_plugin.hosts.megatron.trainer import arguments, train
-    from moe_plugin.hosts.megatron.trainer.pipeline import auto, base
 
     found, agreed, second, made = [], auto.choose, base._second, []
     base._second = lambda group: made.append(group) or second(group)

@@ -24,6 +24,7 @@ from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
+from moe_plugin.hosts.megatron.pipeline import forward_backward_func
 from moe_plugin.hosts.megatron.report import (
     auxiliary_losses,
     balance,
@@ -38,7 +39,6 @@ from moe_plugin.hosts.megatron.trainer.checkpoint import Progress, save
 from moe_plugin.hosts.megatron.trainer.data import batches as batches_of
 from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.trainer.model import forward_step
-from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
 from moe_plugin.observe import progress as progress_bar
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN

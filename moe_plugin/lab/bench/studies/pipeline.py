@@ -126,7 +126,7 @@ def measure_stages(part: str, schedules: Mapping[str, dict[str, str] | None],
     from moe_plugin.config import PipelineConfig
     from moe_plugin.hosts.megatron.compat import cpu
     from moe_plugin.hosts.megatron.compat.names import TransformerConfig, get_forward_backward_func
-    from moe_plugin.hosts.megatron.trainer.pipeline import forward_backward_func
+    from moe_plugin.hosts.megatron.pipeline import forward_backward_func
 
     cpu.enable(force=True)
     ps.initialize_model_parallel(1, STAGES)
@@ -154,7 +154,7 @@ def _overlapped(**passes: Any) -> None:
     # the order of 1F1B, by our transfers: what eager's order adds to them
     from megatron.core import parallel_state as ps
 
-    from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
+    from moe_plugin.hosts.megatron.pipeline.executor import Step
 
     group = ps.get_pipeline_model_parallel_group()
     Step(passes, passes["model"].config, group, group).run()

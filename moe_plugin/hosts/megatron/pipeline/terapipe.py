@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.trainer.pipeline.base import (
+from moe_plugin.hosts.megatron.pipeline.base import (
     ForwardBackward,
     PipelineSchedule,
     refuse,
     register,
 )
-from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import NAME, SliceStep
-from moe_plugin.hosts.megatron.trainer.pipeline.slice_trials import SliceTrials
+from moe_plugin.hosts.megatron.pipeline.slice_step import NAME, SliceStep
+from moe_plugin.hosts.megatron.pipeline.slice_trials import SliceTrials
 from moe_plugin.planner.pipeline.schedules import equal_slices
 
 

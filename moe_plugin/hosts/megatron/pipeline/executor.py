@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_plugin.comm.host_collectives import named
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import schedules
-from moe_plugin.hosts.megatron.trainer.pipeline.links import Links
+from moe_plugin.hosts.megatron.pipeline.links import Links
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.schedules import order, warm_up
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.comm.host_collectives import gather_objects
-from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step, transfer_s
+from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
 from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.choice import StageProfile
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_plugin.hosts.megatron.trainer.pipeline.base import PipelineSchedule, register
-from moe_plugin.hosts.megatron.trainer.pipeline.executor import Step
+from moe_plugin.hosts.megatron.pipeline.base import PipelineSchedule, register
+from moe_plugin.hosts.megatron.pipeline.executor import Step
 
 
 @register

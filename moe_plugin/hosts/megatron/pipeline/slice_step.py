@@ -17,17 +17,17 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import schedules
-from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
-from moe_plugin.hosts.megatron.trainer.pipeline.attention import Sequences, SlicePart
-from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
-from moe_plugin.hosts.megatron.trainer.pipeline.cutting import (
+from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SlicePart
+from moe_plugin.hosts.megatron.pipeline.base import refuse
+from moe_plugin.hosts.megatron.pipeline.cutting import (
     NAME,
     Again,
     CutModel,
     check_model,
     weighed,
 )
-from moe_plugin.hosts.megatron.trainer.pipeline.executor import Shape, Step
+from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
+from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import wait_for_device
 

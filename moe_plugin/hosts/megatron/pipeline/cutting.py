@@ -13,8 +13,8 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import Attention
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.trainer.pipeline.attention import SliceAttention, SlicePart
-from moe_plugin.hosts.megatron.trainer.pipeline.base import refuse
+from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention, SlicePart
+from moe_plugin.hosts.megatron.pipeline.base import refuse
 
 NAME = "terapipe"
 _BY_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")  # [B, S]

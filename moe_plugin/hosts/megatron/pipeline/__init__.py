@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.trainer.pipeline import auto, eager, terapipe  # noqa: F401, register
-from moe_plugin.hosts.megatron.trainer.pipeline.base import ForwardBackward, schedules
+from moe_plugin.hosts.megatron.pipeline import auto, eager, terapipe  # noqa: F401, register
+from moe_plugin.hosts.megatron.pipeline.base import ForwardBackward, schedules
 
 __all__ = ["ForwardBackward", "forward_backward_func", "schedules", "scheduled"]
 

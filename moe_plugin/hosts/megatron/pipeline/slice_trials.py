@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import comm_of
-from moe_plugin.hosts.megatron.trainer.pipeline.executor import transfer_s
-from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import Seconds, SliceStep
+from moe_plugin.hosts.megatron.pipeline.executor import transfer_s
+from moe_plugin.hosts.megatron.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.planner.pipeline.schedules import equal_slices
 from moe_plugin.planner.pipeline.slices import SliceProfile, fit
 

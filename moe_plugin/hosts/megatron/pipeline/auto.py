@@ -15,16 +15,16 @@ from typing import Any
 from megatron.core import parallel_state as ps
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.trainer.pipeline.base import (
+from moe_plugin.hosts.megatron.pipeline.base import (
     ForwardBackward,
     PipelineSchedule,
     refuse,
     register,
 )
-from moe_plugin.hosts.megatron.trainer.pipeline.eager import EagerSchedule
-from moe_plugin.hosts.megatron.trainer.pipeline.measuring import MeasuredStep, agreed
-from moe_plugin.hosts.megatron.trainer.pipeline.slice_step import check_slices
-from moe_plugin.hosts.megatron.trainer.pipeline.terapipe import SliceSchedule, given_slices
+from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
+from moe_plugin.hosts.megatron.pipeline.measuring import MeasuredStep, agreed
+from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
+from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
 from moe_plugin.planner.units import parse_size, show_time
 
