@@ -123,8 +123,8 @@ class OffloadConfig(SettingsSection):
         "explains", flag="activation-profile")
     weights: str = option(
         "device",
-        "where the weights of the whole model lie, in plain PyTorch's streamed_trainer and in our "
-        "training script for Megatron. device: on it; host: in host memory (on a CPU: on a disk), "
+        "where the weights of the whole model lie, in plain PyTorch's streamed_trainer and in "
+        "Megatron. device: on it; host: in host memory (on a CPU: on a disk), "
         "from where they stream through the device block by block",
         choices=("device", "host"), flag="weights-on", prefix="--")
     weights_memory: str | None = option(

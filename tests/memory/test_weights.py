@@ -163,6 +163,20 @@ def test_clips_by_the_norm_of_all_blocks(tmp_path, kind, optimizer, count, segme
     trainer.close()
 
 
+def test_passes_that_are_forgotten_leave_nothing(tmp_path):
+    blocks = model()
+    expected = resident(blocks, SGD, 2, steps=1, clip=2.4)
+    trainer = StreamedTrainer(model(), loss(2), SGD, DiskTier(tmp_path), clip=PartedClip(2.4))
+    trainer.accumulate(batches(7, 2))
+    trainer.forget()
+    assert torch.equal(trainer.accumulate(batches(0, 2)).norm, expected[-1])
+    trainer.update()
+    trainer.settle()
+    assert trainer.steps == 1
+    same(trainer, blocks)
+    trainer.close()
+
+
 def test_a_disk_without_room_for_gradients_changes_no_weight(tmp_path, monkeypatch):
     """With clipping nothing is stepped before all gradients are there; the next step is whole."""
     blocks = model()

@@ -276,3 +276,11 @@ def say_lost(root: str) -> None:
     """Warn that the file which names the newest checkpoint is lost."""
     logger.warning("%s is missing or empty in %s: training resumes from its newest "
                    "checkpoint", LATEST, root)
+
+
+def nothing_found(root: str, evaluates: bool) -> None:
+    """Warn that training starts from the beginning. `ValueError` for an evaluation."""
+    if evaluates:
+        raise ValueError(f"no checkpoint found in {root}: there is nothing to evaluate; give the "
+                         "folder with iter_... of a run to --load")
+    logger.warning("no checkpoint found in %s: training starts from the beginning", root)

@@ -29,7 +29,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
 )
 from moe_plugin.hosts.megatron.endings import end_process, of_a_script, status_of
-from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE
+from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
@@ -44,7 +44,7 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
     For scripts that call Megatron's `pretrain` themselves.
     """
-    for name, options in (FUSED_ADAM, LOG_FILE):
+    for name, options in (FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
     return parser

@@ -283,6 +283,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return token_info(x_SBD, ids_SB, self.needs)
 
     def _passes_a_step(self) -> int | None:
+        if self.plan.run.offload.weights == "host":
+            return None  # passes come again, and the loop says when a step ends
         microbatches = core.microbatches_a_step()
         return None if microbatches is None else microbatches * self.losses.passes
 

@@ -13,3 +13,6 @@ FUSED_ADAM: Flag = ("moe-fused-adam", {
 })
 LOG_FILE: Flag = ("log-file", {
     "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"})
+STAGE_LAYOUTS: Flag = ("stage-layouts", {
+    "nargs": "+", "metavar": "tp=N,ep=N",
+    "help": "pipeline stages of unequal layout, one entry a stage"})

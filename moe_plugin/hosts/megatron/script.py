@@ -16,6 +16,7 @@ from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
+    extend_parse_args,
     parsed_defaults,
     replace_training,
     script_arguments,
@@ -43,13 +44,16 @@ def observe_script() -> Script:
         replace_training(name, _seam(around))
     replace_training("build_pretraining_data_loader", script.around_loader)
     # imported here: they import Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron import script_stages
     from moe_plugin.hosts.megatron.passes import computed_by
     from moe_plugin.hosts.megatron.pipeline import scheduled
     from moe_plugin.hosts.megatron.script_checkpoint import loads_whole
 
+    extend_parse_args(lambda provider: provider or (lambda parser: parser), script.prepare)
+    script_stages.follow(lambda: script.stages)
     replace_training("load_checkpoint", loads_whole)
     replace_training(_SEAM, lambda get: computed_by(
-        lambda: script.run, scheduled(get, script.pipeline)))
+        lambda: script.run, script.in_place(scheduled(get, script.pipeline))))
     return script
 
 
@@ -65,11 +69,21 @@ class Script:
     """The features of the run that Megatron's training code makes, and its report.
 
     Attributes: both are made with the model. stepped: whether a step has begun.
+        passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that, by
+            the schedule. stages: of unequal layout; None: all are alike.
     """
 
     def __init__(self) -> None:
         self.run, self.report = Run([FiniteSteps()]), None  # type: Run, Any
-        self.stepped = False
+        self.stepped, self.passes = False, None  # type: bool, Callable[..., Any] | None
+        self.stages: Any = None
+        self._save: Callable[[Mapping[str, Any]], None] | None = None  # in the place of Megatron's
+
+    def prepare(self, args: argparse.Namespace) -> None:
+        """Take what parsed arguments say of stages."""
+        from moe_plugin.hosts.megatron.script_stages import prepared
+
+        self.stages = prepared(args)
 
     def close(self) -> None:
         """Close their files."""
@@ -79,12 +93,27 @@ class Script:
 
     def around_setup(self, given: Mapping[str, Any], setup: Callable[[], Any]) -> Any:
         _refuse_unfit_guard()
+        if run_config(settings_from_flags(script_arguments())).offload.weights == "host":
+            from moe_plugin.hosts.megatron import script_streamed
+
+            built = script_streamed.set_up(given, lambda: self.run)
+            self.passes, self._save = built[0][0].passes, script_streamed.save
+            self.connect(built[0])
+            return built
         with collectives_named("a collective of Megatron's set-up"):
             built = setup()
+            if self.stages is not None:
+                from moe_plugin.hosts.megatron.script_stages import passes_of
+
+                self.passes = passes_of(self.stages, *built[:2])
         self.connect(built[0])
         if built[1] is not None:  # evaluation has no optimizer
             use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
         return built
+
+    def in_place(self, get: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+        """The same, but `passes` where they are set."""
+        return lambda *args, **kwargs: self.passes or get(*args, **kwargs)
 
     def connect(self, chunks: list[Any]) -> None:
         # imported once the script's arguments are parsed, because a layer spec follows them
@@ -144,7 +173,10 @@ class Script:
     def around_save(self, given: Mapping[str, Any], save: Callable[[], Any]) -> Any:
         from moe_plugin.hosts.megatron.script_checkpoint import refuse_broken
 
-        refuse_broken(given["model"], given["optimizer"])
+        if self._save is not None:
+            save = functools.partial(self._save, given)
+        else:
+            refuse_broken(given["model"], given["optimizer"])
         with _named("checkpoint"):
             done = save()
         written = not (given.get("non_persistent_ckpt")

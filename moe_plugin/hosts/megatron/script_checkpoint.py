@@ -70,8 +70,11 @@ def _begin_again(final: str) -> None:
 
 def _description(step: int) -> dict[str, Any]:
     # model and sizes are in Megatron's own files
-    return {"model": {}, "layout": {}, "iteration": step, "megatron_core": core.core_version,
-            "consumed_samples": script_arguments().get("consumed_train_samples", 0)}
+    arguments = script_arguments()
+    layouts = arguments.get("stage_layouts")
+    return {"model": {}, "layout": {"stage_layouts": layouts} if layouts else {}, "iteration": step,
+            "megatron_core": core.core_version,
+            "consumed_samples": arguments.get("consumed_train_samples", 0)}
 
 
 def refuse_broken(chunks: list[Any], optimizer: Any) -> None:

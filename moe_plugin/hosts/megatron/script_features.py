@@ -18,6 +18,7 @@ from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.report import log_path
 from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of
+from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, listen
@@ -46,6 +47,8 @@ def features_of(chunks: list[Any]) -> tuple[list[RunFeature | None], StatsRecord
     if config.observe.writes and layers:
         records = records_of(layers, config.observe, activations, drops.validation.add,
                              has_log=log_path(vars(args)) is not None)
+        if isinstance(chunks[0], StreamedModel):
+            chunks[0].watch(records.recorder)
     recorder = StatsRecorder(
         ObserveConfig(), comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True)),
         host="megatron")

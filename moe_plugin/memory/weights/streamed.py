@@ -201,7 +201,6 @@ class StreamedTrainer:
             largest += resident
         return resident + largest + (self._room.nbytes if isinstance(self.tier, DiskTier) else 0)
 
-    @ends_all_ranks(TierError)
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
         """Train on micro-batches (input of the first block, target) and step the optimizer.
 
@@ -210,24 +209,29 @@ class StreamedTrainer:
             TierError: a copy failed; weights are held as they were before it, and the other ranks
                 end, too.
         """
+        result = self.accumulate(micro_batches)
+        if self.clip is not None:
+            self.update(self.skip_not_finite and not bool(result.norm.isfinite()))
+        return result
+
+    @ends_all_ranks(TierError)
+    def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
+        """The passes of a step: with `clip` its gradients wait in the tier for `update`; without
+        it, this is the whole step. Arguments and errors as of `step`.
+        """
         if not micro_batches:
             raise ValueError("a step of 0 micro-batches: give at least 1")
         self._passes.begin(micro_batches)
         self._forward(range(len(self.blocks) - 1))
         for number, size in enumerate(self._passes.kept_bytes):
             self.profile[number].input_bytes = size
-        try:
-            norm = self._backward()
-        except BaseException:
-            for block in self.blocks:
-                block.forget_gradients()
-            if self.clip is not None:
-                self.clip.forget()
-            raise
-        self.steps += 1
+        with self._forgetting():
+            self._backward()
+            norm = None if self.clip is None else self.clip.norm()
+        self.steps += self.clip is None
         return StepResult(*self._passes.end(), norm)
 
-    def _backward(self) -> Tensor | None:
+    def _backward(self) -> None:
         order = range(len(self.segments))[::-1]
         before = self._fetch_state if self.clip is None else lambda block: None
         last: StreamedBlock | None = None
@@ -244,15 +248,38 @@ class StreamedTrainer:
             block.keep_gradients(self.copier)
             block.forget_memory()
             last = block
-        return None if self.clip is None else self._step_clipped(self.clip)
 
-    def _step_clipped(self, clip: Clip) -> Tensor:
-        norm = clip.norm()
-        if self.skip_not_finite and not norm.isfinite():
+    @ends_all_ranks(TierError)
+    def update(self, skip: bool = False) -> None:
+        """Step the optimizers with the clipped gradients of `accumulate`.
+
+        skip: no weight and no state of an optimizer changes. Errors as of `step`.
+        """
+        if skip:
+            self.forget()
             for block in self.blocks:
-                block.forget_gradients()
                 finish_step_of_any(block.module)
-            return norm
+        else:
+            with self._forgetting():
+                self._step_clipped(self.clip)
+        self.steps += 1
+
+    def forget(self) -> None:
+        """Drop the gradients of `accumulate`."""
+        for block in self.blocks:
+            block.forget_gradients()
+        if self.clip is not None:
+            self.clip.forget()
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+
+    def _step_clipped(self, clip: Clip) -> None:
         if isinstance(self.tier, HostTier):  # where the optimizers step
             turns: Iterator[StreamedBlock] = iter(self.blocks)
         else:
@@ -260,7 +287,6 @@ class StreamedTrainer:
                                        self._fetch_state)
         for block in turns:
             self._step_block(block, clip.scale)
-        return norm
 
     @ends_all_ranks(TierError)
     def evaluate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:

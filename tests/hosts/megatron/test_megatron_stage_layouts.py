@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core",
 
 from moe_plugin.cli.main import main as command
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL
+from tests.hosts.megatron.training import LOOPS, MODEL, records_of
 
 pytestmark = pytest.mark.megatron
 PP2 = ["--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights"]
@@ -25,15 +25,11 @@ SGD = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3", "--clip-grad"
        "--lr-decay-style", "constant", "--moe-aux-loss-coeff", "0"]
 
 
-def _curve(argv: list[str]) -> list[tuple[float, float]]:
-    """Loss and gradient norm by step, from rank 0."""
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    with tempfile.NamedTemporaryFile("r") as log:
-        args = arguments.parser().parse_args([*argv, "--log-file", log.name])
-        script.run(args, script.start(args))
-        return [(row["lm_loss"], row["grad_norm"]) for row in map(json.loads, log)]
+def _curve(loop: str, world: int, argv: list[str], folder: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm by step."""
+    log = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    return [(row["lm_loss"], row["grad_norm"]) for row in records_of(loop, world, argv, log)
+            if "lm_loss" in row]
 
 
 def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
@@ -58,6 +54,7 @@ def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("layouts,flags", [
     (["tp=2", "tp=1"], [[], ["--calculate-per-token-loss"]]),
     (["tp=1,ep=2", "tp=2"], [["--sequence-parallel"], []]),
@@ -65,23 +62,23 @@ def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
                               "--overlap-grad-reduce"], ["--optimizer", "adam", "--lr", "3e-3"]]),
 ], ids=["tensor then data parallel", "expert then tensor and sequence parallel",
         "optimizer state over replicas"])
-def test_curves_equal_those_of_equal_stages(data: str, layouts: list[str],
-                                            flags: list[list[str]]) -> None:
+def test_curves_equal_those_of_equal_stages(loop: str, data: str, layouts: list[str],
+                                            flags: list[list[str]], tmp_path: Path) -> None:
     """SGD shows a wrong gradient scale; clipping in force shows a wrong norm.
 
     flags: of the run with unequal stages, and of both runs.
     """
     own, shared = flags
     argv = [*MODEL, *PP2, "--data-path", data, "--train-iters", "6", *SGD, *shared]
-    wanted = on_ranks(4, _curve, argv)[0]
-    got = on_ranks(4, _curve, [*argv, *own, "--stage-layouts", *layouts])[0]
+    wanted = _curve(loop, 4, argv, tmp_path)
+    got = _curve(loop, 4, [*argv, *own, "--stage-layouts", *layouts], tmp_path)
     assert len(wanted) == 6 and wanted[0][0] - wanted[-1][0] > 0.1
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_overflow_on_a_stage_lowers_the_loss_scale_of_all(data: str) -> None:
+def test_an_overflow_on_a_stage_lowers_the_loss_scale_of_all(data: str, tmp_path: Path) -> None:
     argv = [*MODEL, *PP2, "--data-path", data, *SGD, "--fp16", "--hysteresis", "1"]
     layouts = ["--stage-layouts", "tp=2", "tp=1,ep=2"]
     ranks = on_ranks(4, _scaled, [*argv, *layouts, "--train-iters", "9", "--initial-loss-scale",
@@ -90,7 +87,7 @@ def test_an_overflow_on_a_stage_lowers_the_loss_scale_of_all(data: str) -> None:
     assert 0 < steps[-1][1] < 9 and all(scale == 2**22 / 2**skipped for scale, skipped in steps)
     assert {scale for scale, _ in ranks} == {steps[-1][0]}
     argv = [*argv, "--train-iters", "3", "--initial-loss-scale", "1024"]
-    wanted, got = (on_ranks(4, _curve, [*argv, *more])[0] for more in ([], layouts))
+    wanted, got = (_curve("ours", 4, [*argv, *more], tmp_path) for more in ([], layouts))
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=5e-3, atol=0)
 
 
@@ -98,23 +95,25 @@ ADAM = ["--train-iters", "6", "--moe-aux-loss-coeff", "0"]
 FIRST, SECOND = ["--stage-layouts", "tp=2", "tp=1,ep=2"], ["--stage-layouts", "tp=1,ep=2", "tp=2"]
 
 
-def _goes_on(data: str, folder: Path, writer: list[str], *readers: tuple[int, list[str]]) -> None:
+def _goes_on(loop: str, data: str, folder: Path, writer: list[str],
+             *readers: tuple[int, list[str]]) -> None:
     """What `writer`, on four ranks, saved after three of six steps, each reader (ranks, sizes)
     goes on with: losses and norms of steps 4 to 6.
     """
-    argv = [*MODEL, *PP2[2:], "--data-path", data, *ADAM]
-    wanted = on_ranks(4, _curve, [*argv, *PP2[:2], *writer])[0]
-    saving = [*argv, *PP2[:2], *writer, "--save", str(folder), "--exit-interval", "3"]
-    assert on_ranks(4, _curve, saving)[0] == wanted[:3]
+    argv, saved = [*MODEL, *PP2[2:], "--data-path", data, *ADAM], str(folder / "saved")
+    wanted = _curve(loop, 4, [*argv, *PP2[:2], *writer], folder)
+    saving = [*argv, *PP2[:2], *writer, "--save", saved, "--exit-interval", "3"]
+    assert _curve(loop, 4, saving, folder) == wanted[:3]
     for world, sizes in readers:
-        got = on_ranks(world, _curve, [*argv, *sizes, "--load", str(folder)])[0]
+        got = _curve(loop, world, [*argv, *sizes, "--load", saved], folder)
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted[3:]), rtol=1e-3, atol=0)
 
 
 @pytest.mark.distributed
-def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(data: str,
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(loop: str, data: str,
                                                                    tmp_path: Path) -> None:
-    _goes_on(data, tmp_path, FIRST, (4, [*PP2[:2], *SECOND]), (1, []))
+    _goes_on(loop, data, tmp_path, FIRST, (4, [*PP2[:2], *SECOND]), (1, []))
 
 
 def _validation(argv: list[str]) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def test_a_checkpoint_of_unequal_stages_is_shown_converted_and_evaluated(
         data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*MODEL, *PP2[2:], "--data-path", data, *ADAM, "--split", "80,20,0"]
     saved, unequal = str(tmp_path / "saved"), [*PP2[:2], *FIRST]
-    on_ranks(4, _curve, [*argv, *unequal, "--save", saved, "--exit-interval", "1"])
+    _curve("ours", 4, [*argv, *unequal, "--save", saved, "--exit-interval", "1"], tmp_path)
     assert command(["inspect", saved]) == 0
     shown = capsys.readouterr().out
     assert "stage_layouts ['tp=2,ep=1', 'tp=1,ep=2']" in shown
@@ -152,15 +151,17 @@ SHARDED = ["--use-distributed-optimizer"]
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("writer", [
     [*FIRST, *SHARDED], SECOND, SHARDED, ["--expert-model-parallel-size", "2"]],
     ids=["unequal, distributed optimizer", "unequal", "equal, distributed optimizer", "equal"])
-def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], data: str,
+def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], loop: str, data: str,
                                                  tmp_path: Path) -> None:
     shared = [flag for flag in writer if flag in SHARDED]
     sizes = [[*PP2[:2], *FIRST], [*PP2[:2], *SECOND, "--sequence-parallel"],
              ["--tensor-model-parallel-size", "2", *PP2[:2]], []]
-    _goes_on(data, tmp_path, writer, *((4 if more else 1, [*more, *shared]) for more in sizes))
+    _goes_on(loop, data, tmp_path, writer,
+             *((4 if more else 1, [*more, *shared]) for more in sizes))
 
 
 @pytest.mark.parametrize("further,said", [
@@ -175,8 +176,8 @@ def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], data: str,
      "pipeline.schedule=eager-1f1b .*must be 1f1b"),
 ])
 def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> None:
+    from moe_plugin.hosts.megatron.stage_layouts import stages_of
     from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer.stage_layouts import stages_of
 
     argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1", *further]
     args = arguments.parser().parse_args(argv)
@@ -185,8 +186,8 @@ def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> 
 
 
 def test_tied_embeddings_are_cut_alike() -> None:
+    from moe_plugin.hosts.megatron.stage_layouts import stages_of
     from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer.stage_layouts import stages_of
 
     argv = [*MODEL, *PP2[:2], "--data-path", "x", "--train-iters", "1", "--stage-layouts"]
     alike = arguments.parser().parse_args([*argv, "tp=2,ep=1", "tp=2,etp=1"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +11,8 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.observe.history import read_run
-from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, refusal
+from tests.hosts.megatron.ranks import on_ranks, run_main
+from tests.hosts.megatron.training import LOOPS, MODEL, command_of, records_of
 
 pytestmark = pytest.mark.megatron
 UNTIED = [*MODEL, "--untie-embeddings-and-output-weights", "--train-iters", "4",
@@ -29,35 +27,18 @@ KINDS = {
 }
 
 
-def _records(argvs: list[list[str]]) -> list[list[dict[str, Any]]]:
-    """What runs with these arguments log, one after another; without times."""
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-    from moe_plugin.hosts.megatron.trainer.train import seed_everything
-
-    found = []
-    for argv in argvs:
-        args = arguments.parser().parse_args(argv)
-        if not found:
-            script.start(args)
-        arguments.check(args, 1)
-        seed_everything(args.seed)
-        script.run(args)
-        lines = Path(args.log_file).read_text().splitlines()
-        found.append([{name: value for name, value in json.loads(line).items()
-                       if name not in ("seconds", "tokens_per_s")} for line in lines])
-    return found
-
-
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_path: Path) -> None:
-    stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl")]
+def test_losses_are_those_of_a_model_on_the_device(kind: str, loop: str, data: str,
+                                                   tmp_path: Path) -> None:
+    stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl"), "--moe-stats-interval",
+             "2"]
     argv = [*UNTIED, *KINDS[kind], "--data-path", data]
     host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path)]
-    [(whole, streamed)] = on_ranks(1, _records, [
-        [*argv, "--log-file", str(tmp_path / "whole.jsonl")],
-        [*argv, *host, *stats, "--log-file", str(tmp_path / "streamed.jsonl")]])
-    assert len(whole) == 6 and whole[0]["lm_loss"] != whole[-2]["lm_loss"]
+    whole, streamed = (records_of(loop, 1, [*argv, *more], tmp_path / name) for more, name in (
+        ([], "whole.jsonl"), ([*host, *stats], "streamed.jsonl")))
+    assert [row["iteration"] for row in whole][:6] == [1, 2, 2, 3, 4, 4]
+    assert whole[0]["lm_loss"] != whole[4]["lm_loss"]
     norms = [[record.pop("grad_norm", None) for record in run] for run in (whole, streamed)]
     assert streamed == whole
     if "--clip-grad" not in KINDS[kind] or "0" != argv[argv.index("--clip-grad") + 1]:
@@ -66,20 +47,20 @@ def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_pat
     assert sum(record.bytes for record in copies) > 0
 
 
-def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_resumed_run_goes_on(loop: str, data: str, tmp_path: Path) -> None:
     host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path), "--weights-memory",
             "2MiB", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     argv = [*UNTIED, *host, "--data-path", data, "--lr-decay-iters", "4"]
-    folder = str(tmp_path / "saved")
-    runs = [[*argv, "--log-file", str(tmp_path / "whole.jsonl")],
-            [*argv, "--train-iters", "2", "--save", folder],
-            [*argv, "--load", folder, "--log-file", str(tmp_path / "rest.jsonl")],
-            [*argv, "--load", folder, "--skip-train", "--log-file", str(tmp_path / "valid.jsonl")]]
-    for run in runs:  # the second one has its log with what it saves
-        if "--log-file" not in run:
-            run += ["--log-file", str(tmp_path / "first.jsonl")]
-    [(whole, first, rest, valid)] = on_ranks(1, _records, runs)
-    assert first == whole[:3] and rest == whole[3:] and valid == whole[2:3]
+    saved = str(tmp_path / "saved")
+    whole, first, rest, valid = (records_of(loop, 1, [*argv, *more], tmp_path / f"{name}.jsonl")
+                                 for name, more in {
+        "whole": [], "first": ["--exit-interval", "2", "--save", saved],
+        "rest": ["--load", saved], "valid": ["--load", saved, "--skip-train"]}.items())
+    assert first == whole[:3] and rest == whole[3:]
+    assert [row["iteration"] for row in valid] == [2]
+    if loop == "ours":  # Megatron's goes on in the validation set
+        assert valid == whole[2:3]
 
 
 def _refused(argv: list[str], folder: str) -> list[str]:
@@ -128,16 +109,16 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from moe_plugin.hosts.megatron.trainer import arguments, streamed
+    from moe_plugin.hosts.megatron.trainer import arguments, model
     from moe_plugin.hosts.megatron.trainer import train as script
 
     args = arguments.parser().parse_args(argv)
     script.start(args)
-    training = streamed.build(args, arguments.transformer_config(args, cpu=True),
+    training = model.build(args, arguments.transformer_config(args, cpu=True),
                            arguments.our_settings(args), 257)
 
     def drawn(part: int) -> torch.Tensor:
-        with training.trainer.randomness(0, part):
+        with training.chunks[0].trainer.randomness(0, part):
             own = torch.rand(8)
             with get_cuda_rng_tracker().fork():
                 return torch.cat([own, torch.rand(8)])
@@ -148,6 +129,7 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
         [first[8:], drawn(2)])).any()
 
 
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("more", "message"), [
     ([], "tied embeddings.*--untie-embeddings-and-output-weights"),
     (["--bf16"], "--bf16 or --fp16 in Megatron: train in float32"),
@@ -158,11 +140,12 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
     (["--weights-memory", "64KiB"], "limit=65536 bytes is smaller than two segments"),
     (["--load", "here"], "was not written with --weights-on host"),
 ])
-def test_what_does_not_fit_is_refused(more: list[str], message: str, data: str, tmp_path: Path,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(more: list[str], message: str, loop: str, data: str,
+                                      tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "iter_0000002").mkdir(parents=True)
     (tmp_path / "here" / "latest_checkpointed_iteration.txt").write_text("2")
-    argv = (MODEL if not more else UNTIED) + ["--data-path", data, "--weights-on", "host", *more]
-    [found] = on_ranks(1, refusal, [*argv, "--train-iters", "2"])
-    assert re.search(message, found), found
+    argv = [*(UNTIED if more else MODEL), "--data-path", data, "--weights-on", "host", *more,
+            "--train-iters", "2"]
+    log = run_main(*command_of(loop, argv), 1, tmp_path, fails=True)
+    assert re.search("error: .*" + message, log), log

@@ -1,11 +1,28 @@
-"""Runs of the training script in a rank of a test, and what they leave behind."""
+"""Runs of the training script, or of Megatron's own loop, in a rank of a test, and what they leave
+behind.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from tests.hosts.megatron.ranks import ROOT, run_main
+
+HAS_TRAINING = (importlib.util.find_spec("megatron") is not None
+                and importlib.util.find_spec("megatron.training") is not None)
+# what a test of both loops is parametrized with: ours, and Megatron's by the launcher
+LOOPS = ["ours", pytest.param("megatron", marks=[pytest.mark.slow, pytest.mark.skipif(
+    not HAS_TRAINING, reason="needs megatron.training, which megatron-core 0.17 and newer hold: "
+    "bash scripts/test_megatron_versions.sh 0.19.2")])]
+SCRIPT = str(Path(ROOT, "scripts", "pretrain_gpt_moe.py"))
+AS_SCRIPT = """--max-position-embeddings 32 --vocab-size 257 --num-workers 0 --attention-backend
+unfused --use-cpu-initialization --dist-ckpt-optim-fully-reshardable""".split()
 
 MODEL = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
@@ -36,6 +53,21 @@ def refusal(argv: list[str]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def command_of(loop: str, argv: list[str]) -> tuple[str, list[str]]:
+    """Module and arguments of a command that trains."""
+    if loop == "ours":
+        return "moe_plugin.hosts.megatron.train", argv
+    return "moe_plugin.hosts.megatron.launch", ["--moe-cpu", "--moe-verbose", SCRIPT, *AS_SCRIPT,
+                                                *argv]
+
+
+def records_of(loop: str, world: int, argv: list[str], log: Path) -> list[dict[str, Any]]:
+    """What a run with these arguments logs, without times; log: a file that is not there."""
+    run_main(*command_of(loop, [*argv, "--log-file", str(log)]), world, log.parent)
+    return [{name: value for name, value in json.loads(line).items()
+             if name not in ("seconds", "tokens_per_s")} for line in log.read_text().splitlines()]
 
 
 def losses_of(path: str) -> dict[int, float]:

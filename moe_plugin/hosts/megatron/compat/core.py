@@ -27,6 +27,7 @@ from megatron.core import __version__ as core_version
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -346,6 +347,22 @@ def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -
             if (has_transformer_engine() if transformer_engine is None else transformer_engine)
             else gpt_layer_specs.get_gpt_layer_local_spec)
     return make(num_experts=1, moe_grouped_gemm=grouped)
+
+
+@contextlib.contextmanager
+def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+    """Inside, a transformer block is built of those of its layers' specs that `choose` returns."""
+    all_layers = transformer_block._get_block_submodules  # 0.15 to 0.19
+
+    def chosen(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
+        block = all_layers(*args, **kwargs)
+        return replace(block, layer_specs=choose(block.layer_specs))
+
+    transformer_block._get_block_submodules = chosen
+    try:
+        yield
+    finally:
+        transformer_block._get_block_submodules = all_layers
 
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,

@@ -70,6 +70,11 @@ def enable(force: bool = False) -> bool:
     return True
 
 
+def enabled() -> bool:
+    """Whether this process stays on CPU for good."""
+    return hasattr(torch.cuda, "_moe_plugin_literals")
+
+
 @contextlib.contextmanager
 def building() -> Iterator[None]:
     """Megatron-core's objects are built on CPU in this block, in a process that others share.

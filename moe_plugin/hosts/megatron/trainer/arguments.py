@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron import balance
-from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, Flag
+from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, Flag
 from moe_plugin.hosts.megatron.trainer import copied_flags, ensemble
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.machine import memory_bytes
@@ -98,8 +98,7 @@ _PARALLEL = (
             expert_tensor_parallel_size=None, context_parallel_size=1),
     *_typed(float, distributed_timeout_minutes=10.0),
     *_switches("sequence-parallel", "overlap-moe-expert-parallel-comm"),
-    ("stage-layouts", {"nargs": "+", "metavar": "tp=N,ep=N",
-                       "help": "pipeline stages of unequal layout, one entry a stage"}))
+    STAGE_LAYOUTS)
 _FILES = (
     ("data-path", {"required": True}), ("split", {"default": "969,30,1"}), ("data-cache-path", {}),
     ("save", {}), ("load", {}), *_switches("trust-checkpoint"),

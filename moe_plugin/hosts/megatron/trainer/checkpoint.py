@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,17 @@ from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron import streamed_checkpoint
 from moe_plugin.hosts.megatron.checkpoint_files import LATEST, folder, latest
 from moe_plugin.hosts.megatron.compat import core, writers
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.names import DistributedOptimizer, ShardedObject
+from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.trainer.model import Training
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 STAGES = "stage_layouts"  # of `layout`
-# settings that say which tensors there are, and those that change what is computed with them
-_TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
-            "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate")
-_COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embedding_type",
-             "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-             "moe_router_topk_scaling_factor", "squared_relu")
 
 
 @dataclass(frozen=True)
@@ -97,6 +91,9 @@ def save(root: str, training: Training, progress: Progress) -> str:
             is written.
         CheckpointError: it cannot be written; on every rank.
     """
+    if training.streams:
+        return streamed_checkpoint.save(root, training.chunks[0], training.optimizer,
+                                        training.settings, asdict(progress))
     training.gather_parameters()
     files.refuse_not_finite(root, training.bare(), training.optimizer)
     final = folder(root, progress.iteration)
@@ -137,12 +134,17 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         ValueError: the checkpoint is of another model, incomplete, truncated or unreadable. Nothing
             is changed on disk.
     """
+    if training.streams:
+        found = streamed_checkpoint.load(root, training.chunks[0], training.optimizer,
+                                         training.settings)
+        return Progress(found["iteration"], found["consumed_samples"]) if found else Progress()
     iteration = latest(root)
     if iteration is None and (left := files.older(root, 10**15)):
         iteration = left[0]  # a killed save, or a lost file, must not lose what is there
         files.say_lost(root)
     if iteration is None:
-        return nothing_found(root, training.optimizer is None)
+        files.nothing_found(root, training.optimizer is None)
+        return Progress()
     path = folder(root, iteration)
     meta = _of_megatron(path, trust)
     if meta is None:
@@ -188,15 +190,6 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     return Progress(meta["iteration"], meta["consumed_samples"])
 
 
-def nothing_found(root: str, evaluates: bool) -> Progress:
-    """Training starts from the beginning, with a warning. `ValueError` for an evaluation."""
-    if evaluates:
-        raise ValueError(f"no checkpoint found in {root}: there is nothing to evaluate; give the "
-                         "folder with iter_... of a run to --load")
-    logger.warning("no checkpoint found in %s: training starts from the beginning", root)
-    return Progress()
-
-
 def _of_megatron(path: str, trust: bool) -> dict[str, Any] | None:
     """Description of a checkpoint that Megatron-LM's own script wrote; None: it is of another one.
     """
@@ -226,30 +219,6 @@ def check(path: str, meta: dict[str, Any], training: Training) -> None:
         if name in meta["model"] and meta["model"][name] != mine:
             raise ValueError(differs(path, name, meta["model"][name], mine))
     check_settings(path, meta.get("settings") or {}, training.settings)
-
-
-def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """The same of what `model_settings` gave when it was saved, and gives now."""
-    both = [name for name in mine if name in saved and name != "moe_plugin"
-            and (saved[name] or None) != (mine[name] or None)]
-    for name in both:
-        if name in _TENSORS or name == "max_position_embeddings" and _learned(saved, mine):
-            raise ValueError(differs(path, name, saved[name], mine[name]))
-        if name in _COMPUTED:
-            logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
-                           short(saved[name]), short(mine[name]))
-
-
-def _learned(*settings: Mapping[str, Any]) -> bool:
-    # positions are rows of a tensor; who does not say it agrees
-    name, learned = "position_embedding_type", "learned_absolute"
-    return all(each.get(name, learned) == learned for each in settings)
-
-
-def differs(path: str, name: str, saved: Any, mine: Any) -> str:
-    """Message: a setting differs, with the remedy."""
-    return (f"checkpoint {path!r} has {name}={short(saved)}, this run has {name}={mine!r}; give "
-            "the same arguments as when it was saved, or another --load")
 
 
 def _state(training: Training, *, loading: bool, same_layout: bool,

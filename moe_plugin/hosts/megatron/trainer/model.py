@@ -14,7 +14,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
 from moe_plugin.config import run_config
-from moe_plugin.hosts.megatron import parameters
+from moe_plugin.hosts.megatron import parameters, streamed
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
@@ -32,30 +32,17 @@ from moe_plugin.hosts.megatron.compat.names import (
     get_model_config,
 )
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
-from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
+from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.tokens import give_token_ids
 from moe_plugin.hosts.megatron.trainer.arguments import values_for
 from moe_plugin.hosts.megatron.trainer.data import Batch
 from moe_plugin.hosts.megatron.trainer.ensemble import Ensemble, add_heads, ensemble_of
-from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.memory.activations.offload import Activations
-from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.pregate import link
-
-# settings of a model that its checkpoints state
-_OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-              "ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-              "moe_shared_expert_intermediate_size")
-_OF_ARGUMENTS = (
-    "norm_epsilon", "rotary_base", "rotary_percent", "swiglu", "squared_relu",
-    "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
-    "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_score_function",
-    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
-    "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
-    "moe_apply_probs_on_input", "moe_shared_expert_gate")
 
 
 @dataclass
@@ -93,12 +80,19 @@ class Training:
             m for chunk in self.chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)
         ]
 
+    @property
+    def streams(self) -> bool:
+        """Whether the weights do."""
+        return isinstance(self.chunks[0], StreamedModel)
+
     def watch(self, recorder: StatsRecorder) -> None:
-        """Let a recorder watch copies that are not of activations; here there are none."""
+        """Let a recorder watch copies that are not of activations."""
+        if self.streams:
+            self.chunks[0].watch(recorder)
 
     def gather_parameters(self) -> None:
         """See `parameters.gather`. A collective call."""
-        if self.optimizer is not None:
+        if self.optimizer is not None and not self.streams:
             parameters.gather(self.chunks)
 
 
@@ -108,7 +102,8 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
     groups must be initialised.
     """
     run = run_config(settings)
-    refuse_streamed_weights(run.offload, "this program")
+    if run.offload.weights == "host":
+        return _streamed(args, config, settings, vocab_size)
     stages = args.num_virtual_stages_per_pipeline_rank or 1
     wrapper = DistributedDataParallelConfig(
         **values_for(DistributedDataParallelConfig, args), bucket_size=args.ddp_bucket_size,
@@ -147,6 +142,16 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         config.no_sync_func = held_back if stages > 1 else held_back[0]
     activations = activations_of(run.offload, config, [chunk.module for chunk in chunks])
     return Training(chunks, optimizer, config, model_settings(args, config), activations, ensemble)
+
+
+def _streamed(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
+              vocab_size: int) -> Training:
+    def stage(**part: bool) -> nn.Module:
+        return gpt(args, config, layer_spec(args, config, settings, None), vocab_size, **part)
+
+    chunk, optimizer = streamed.build(stage, args, settings)
+    return Training([chunk], None if args.skip_train else optimizer, config,
+                    model_settings(args, config), passes=chunk.passes)
 
 
 def _stage(args: argparse.Namespace, config: Any, settings: Mapping[str, Any], vocab_size: int,
@@ -192,16 +197,6 @@ def _optimizer(args: argparse.Namespace, config: Any, chunks: list[Any]) -> Any:
     settings = OptimizerConfig(**values_for(OptimizerConfig, args),
                                params_dtype=config.params_dtype)
     return get_megatron_optimizer(settings, chunks)
-
-
-def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """What the model computes, by the names of Megatron's arguments, and ours as "moe_plugin"; JSON
-    values, for checkpoints.
-    """
-    found = {name: setting(config, name) for name in _OF_CONFIG}
-    found.update({name: getattr(args, name) for name in _OF_ARGUMENTS})
-    found["max_position_embeddings"] = args.max_position_embeddings or args.seq_length
-    return {**found, "moe_plugin": settings_from_flags(vars(args))}
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor | None:

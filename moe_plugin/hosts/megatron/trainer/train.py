@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import random
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,30 +22,22 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from moe_plugin import determinism
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import collectives_named
-from moe_plugin.config import run_config
 from moe_plugin.config.options import MOST_SECONDS
 from moe_plugin.hosts.megatron.compat import cpu
 from moe_plugin.hosts.megatron.compat.core import quiet_unknown_mlp
 from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
 from moe_plugin.hosts.megatron.guards import guard_of
 from moe_plugin.hosts.megatron.report import RunLog, log_path
-from moe_plugin.hosts.megatron.state import load_without_missing
-from moe_plugin.hosts.megatron.trainer import (
-    arguments,
-    checkpoint,
-    copied_flags,
-    model,
-    streamed,
-    streamed_loop,
-)
-from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
-from moe_plugin.hosts.megatron.trainer.loop import Loop
-from moe_plugin.hosts.megatron.trainer.stage_layouts import (
+from moe_plugin.hosts.megatron.stage_layouts import (
     StageLayouts,
     initialize,
     stages_of,
     unequal_passes,
 )
+from moe_plugin.hosts.megatron.state import load_without_missing
+from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, copied_flags, model
+from moe_plugin.hosts.megatron.trainer.data import build_dataset, check_prefix, tokenizer_of
+from moe_plugin.hosts.megatron.trainer.loop import Loop
 from moe_plugin.hosts.megatron.translate import timeout_of
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -83,20 +74,22 @@ def start(args: argparse.Namespace) -> StageLayouts | None:
     mend_config_warning()
     load_without_missing()
 
-    def groups(sizes: argparse.Namespace) -> None:
-        ps.initialize_model_parallel(
-            sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=sizes.num_virtual_stages_per_pipeline_rank,
-            distributed_timeout_minutes=timeout / timedelta(minutes=1),
-            expert_model_parallel_size=sizes.expert_model_parallel_size,
-            expert_tensor_parallel_size=sizes.expert_tensor_parallel_size)
+    groups = functools.partial(
+        ps.initialize_model_parallel,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1))
 
     try:
         with collectives_named("the making of Megatron's process groups"):
             if stages is None:
-                groups(args)
+                groups(tensor_model_parallel_size=args.tensor_model_parallel_size,
+                       expert_model_parallel_size=args.expert_model_parallel_size,
+                       expert_tensor_parallel_size=args.expert_tensor_parallel_size)
             else:
-                initialize(stages, args, groups)
+                initialize(stages, groups)
+                own = stages.stage_of(dist.get_rank())
+                vars(args).update(vars(stages.arguments(args, own)))
     except CommError:
         raise
     except (AssertionError, RuntimeError) as error:
@@ -139,18 +132,19 @@ def run(args: argparse.Namespace, stages: StageLayouts | None = None) -> dict[st
     settings = arguments.our_settings(args)
     guard_of(args, settings)
     check_prefix(args.data_path)
-    build, kind, load = _kind(args)
     # before the data are read: settings that do not fit are found here
-    training = build(args, config, settings, tokenizer_of(args).vocab_size)
+    training = model.build(args, config, settings, tokenizer_of(args).vocab_size)
     _, train_set, valid_set = make_datasets(args)
     _check_validation(args, valid_set)
     if stages is not None:
-        training.passes = unequal_passes(stages, args, training)
+        training.passes = unequal_passes(stages, args, training.config, training.optimizer)
         training.stage_layouts = [str(layout) for layout in stages.layouts]
-    progress = load(args.load, training) if args.load else checkpoint.Progress()
+    progress = checkpoint.Progress()
+    if args.load:
+        progress = checkpoint.load(args.load, training, trust=args.trust_checkpoint)
     log = RunLog(log_path(vars(args)), vars(args), arguments.changed_defaults(args))
     with contextlib.closing(log):
-        loop = kind(args, training, log, train_set, valid_set)
+        loop = Loop(args, training, log, train_set, valid_set)
         with contextlib.closing(loop.features):
             return loop.evaluate(progress.iteration) if args.skip_train else loop.run(progress)
 
@@ -169,15 +163,6 @@ def _check_validation(args: argparse.Namespace, valid_set: Any) -> None:
                          "to evaluate, because whole documents are split: give more documents "
                          "(blank lines end them), a larger second part, or another text "
                          "(--data-path with --split 0,1,0)")
-
-
-def _kind(args: argparse.Namespace) -> tuple[Callable[..., Any], type[Loop], Callable[..., Any]]:
-    """What builds a model, trains or evaluates, and loads a checkpoint, with weights on the device
-    or streaming.
-    """
-    if run_config(arguments.our_settings(args)).offload.weights == "host":
-        return streamed.build, streamed_loop.StreamedLoop, streamed_loop.load
-    return model.build, Loop, functools.partial(checkpoint.load, trust=args.trust_checkpoint)
 
 
 def make_datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:

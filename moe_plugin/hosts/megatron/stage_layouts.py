@@ -38,7 +38,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import (
     parts,
 )
 from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
-from moe_plugin.hosts.megatron.trainer.arguments import our_settings
+from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.planner.resharding import TensorLayout
 
 _FIELDS = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size",
@@ -155,7 +155,10 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
            ) -> list[tuple[bool, str, Any, str, str]]:
     """What Megatron's model and optimizer code cannot have at stages of unequal layout."""
     given = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
-    schedule = run_config(our_settings(args)).pipeline.schedule
+    schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule
+    virtual = [name for name in ("num_virtual_stages_per_pipeline_rank",
+                                 "num_layers_per_virtual_pipeline_stage")
+               if (getattr(args, name, None) or 1) > 1]
     return [
         (given != (1, 1) or args.expert_tensor_parallel_size is not None,
          "tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size",
@@ -166,34 +169,33 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
          "True where the first and the last stage have different tp",
          "use --untie-embeddings-and-output-weights: the two stages cut the vocabulary "
          "differently, and Megatron sums the gradients of tied weights rank by rank"),
-        ((args.num_virtual_stages_per_pipeline_rank or 1) > 1,
-         "num_virtual_stages_per_pipeline_rank", args.num_virtual_stages_per_pipeline_rank, "1",
+        *((True, name, getattr(args, name), "1", "leave it out") for name in virtual),
+        (args.context_parallel_size != 1, "context_parallel_size", args.context_parallel_size, "1",
          "leave it out"),
         (schedule != "1f1b", "pipeline.schedule", schedule, "1f1b", "leave it out"),
-        (bool(args.moe_lighthouse), "moe_lighthouse", args.moe_lighthouse, "left out",
+        (bool(getattr(args, "moe_lighthouse", None)), "moe_lighthouse",
+         getattr(args, "moe_lighthouse", None), "left out",
          "its replicas of a rank are of one layout"),
     ]
 
 
-def initialize(stages: StageLayouts, args: argparse.Namespace,
-               groups: Callable[[argparse.Namespace], None]) -> None:
+def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
     """Megatron's groups of every layout, of which this rank keeps those of its stage.
 
-    `args` gets the sizes of that stage. Groups of ranks of equal index in their stages are those of
-    the first layout everywhere. A collective call.
+    Groups of ranks of equal index in their stages are those of the first layout everywhere. A
+    collective call.
 
-    groups: calls Megatron's `initialize_model_parallel` with the sizes of arguments.
+    groups: Megatron's `initialize_model_parallel`, which gets the sizes of layouts.
     """
     own = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
     for layout in dict.fromkeys(stages.layouts):
-        groups(stages.arguments(args, stages.layouts.index(layout)))
+        groups(**{field: getattr(layout, name) for name, field in _FIELDS.items()})
         made[layout] = _state(ps)
         _restore(ps, before)
     across = {name: value for name, value in made[stages.layouts[0]].items()
               if name.startswith(("_PIPELINE", "_EMBEDDING", "_POSITION_EMBEDDING"))}
     _restore(ps, made[stages.layouts[own]] | across)
-    vars(args).update(vars(stages.arguments(args, own)))
 
 
 def _state(module: Any) -> dict[str, Any]:
@@ -244,12 +246,12 @@ def boundaries(stages: StageLayouts, world: Comm,
     return found
 
 
-def unequal_passes(stages: StageLayouts, args: argparse.Namespace,
-                   training: Any) -> Callable[..., Any]:
+def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
+                   optimizer: Any) -> Callable[..., Any]:
     """Megatron's 1F1B with messages between stages of unequal layout; clips by the norm of all
     stages. A collective call.
 
-    training: see `model.Training`.
+    config: Megatron's. optimizer: Megatron's; None: the model only evaluates.
     Raises: ValueError: this version of Megatron has no place for a communicator of others.
     """
     native = get_forward_backward_func()
@@ -289,14 +291,17 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace,
     groups.embd = ps.get_embedding_group(check_initialized=False)
     groups.pos_embd = ps.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = ps.get_data_parallel_group(with_context_parallel=True)
-    unequal = Unequal(groups.pp, training.config)
-    if training.optimizer is not None:
-        _agree_over_all_stages(training.optimizer)
-    if args.calculate_per_token_loss:
-        _count_tokens_of_all(training.config, own == len(between))
+    unequal = Unequal(groups.pp, config)
+    if optimizer is not None:
+        _agree_over_all_stages(optimizer)
+    counted = not args.calculate_per_token_loss
 
     def run(**given: Any) -> Any:
-        return native(**given, p2p_communicator=unequal, pg_collection=groups)
+        nonlocal counted
+        if not counted and config.finalize_model_grads_func is not None:  # loops set it late
+            _count_tokens_of_all(config, own == len(between))
+            counted = True
+        return native(**{**given, "p2p_communicator": unequal, "pg_collection": groups})
 
     return run
 

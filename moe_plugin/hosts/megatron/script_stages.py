@@ -1,0 +1,89 @@
+"""`--stage-layouts` on Megatron's own loop: arguments of each rank's stage, groups of all layouts,
+checkpoints with each layer's tensors by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as ps
+
+from moe_plugin.hosts.megatron.compat.names import get_model_config
+from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
+from moe_plugin.hosts.megatron.passes import bare
+from moe_plugin.hosts.megatron.stage_layouts import (
+    StageLayouts,
+    initialize,
+    stages_of,
+    unequal_passes,
+)
+
+_APART = "non_homogeneous_layers"
+
+
+def prepared(args: argparse.Namespace) -> StageLayouts | None:
+    """The stages that parsed arguments ask for; the arguments get the sizes of this rank's stage.
+
+    Raises: ValueError: see `stages_of`.
+    """
+    stages = stages_of(args, args.world_size)
+    if stages is None:
+        return None
+    vars(args).update(vars(stages.arguments(args, stages.stage_of(args.rank))))
+    # the padded vocabulary of all stages is one
+    args.make_vocab_size_divisible_by *= math.lcm(
+        *(layout.tp for layout in stages.layouts)) // args.tensor_model_parallel_size
+    # Megatron saves random states by tensor-parallel rank: here they start from the seed again
+    args.no_save_rng = args.no_load_rng = True
+    args.dist_ckpt_optim_fully_reshardable = True
+    return stages
+
+
+def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
+    """What runs a step's passes; see `unequal_passes`. A collective call."""
+    found = unequal_passes(stages, argparse.Namespace(**script_arguments()),
+                           get_model_config(chunks[0]), optimizer)
+    # Megatron agrees on a step over a model's ranks, which here are other ones on each stage
+    ps._MODEL_PARALLEL_GROUP = dist.group.WORLD
+    for groups in (getattr(bare(chunk), "pg_collection", None) for chunk in chunks):
+        if groups is not None:
+            groups.mp = dist.group.WORLD
+    return found
+
+
+def follow(stages: Callable[[], StageLayouts | None]) -> None:
+    """Let Megatron make its groups, and its checkpoints, as the stages need it; stays for the life
+    of the process.
+
+    stages: of the run, once its arguments are parsed; None: all are alike.
+    """
+    make, load = ps.initialize_model_parallel, dist_checkpointing.load
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def groups(*args: Any, **kwargs: Any) -> None:
+        found, given = stages(), signature.bind(*args, **kwargs).arguments
+        if found is None:
+            make(**given)
+        else:
+            initialize(found, lambda **sizes: make(**{**given, **sizes}))
+
+    @functools.wraps(load)
+    def loaded(state: dict[str, Any], checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        if stages() is not None and not (
+                dist_checkpointing.load_content_metadata(checkpoint_dir) or {}).get(_APART):
+            # of layers that the checkpoint has as one tensor these stages ask for unequal parts
+            kwargs["validate_access_integrity"] = False
+        return load(state, checkpoint_dir, *args, **kwargs)
+
+    ps.initialize_model_parallel, dist_checkpointing.load = groups, loaded
+    replace_training("_build_sharded_state_dict_metadata", lambda build: functools.wraps(build)(
+        lambda *args, **kwargs: {**build(*args, **kwargs),
+                                 **({} if stages() is None else {_APART: True})}))

@@ -1,0 +1,392 @@
+"""`--weights-on host`: Megatron's model streams through one device, in any loop of Megatron's form.
+
+The model is built in parts, as Megatron builds pipeline stages: the embedding, each transformer
+layer, the output layer. A part is a block of a `StreamedTrainer`, which lets one part after another
+compute all micro-batches of a step. The loop has one model, optimizer and function of the passes:
+what its forward step gives the model is kept for each micro-batch, and every part is called with
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor, nn
+
+from moe_plugin.config import OffloadConfig, run_config
+from moe_plugin.hosts.megatron.compat import core, cpu
+from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.memory.tiers import tier_of
+from moe_plugin.memory.weights.refusal import weights_may_stream
+from moe_plugin.memory.weights.segments import plan_segments
+from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.observe import StatsRecorder
+from moe_plugin.planner.units import parse_size
+
+logger = logging.getLogger("moe_plugin.megatron")
+MakePart = Callable[..., nn.Module]  # of pre_process and post_process, as of a pipeline stage
+
+
+@dataclass
+class _Calls:
+    """Of the model, by micro-batch; now: whose turn it is."""
+
+    given: list[dict[str, Any]] = field(default_factory=list)
+    now: int = 0
+
+
+class ModelPart(nn.Module):
+    """A part of Megatron's GPT model: to [T, B, D], or the last one to losses [B, T]."""
+
+    def __init__(self, part: nn.Module, calls: _Calls) -> None:
+        super().__init__()
+        self.part, self.calls = part, calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, B, D]; of the first part anything."""
+        given = self.calls.given[self.calls.now]
+        if self.part.pre_process:
+            return self.part(**given)
+        self.part.set_input_tensor(x)
+        try:
+            return self.part(**given)
+        finally:
+            self.part.set_input_tensor(None)  # it would keep the input
+
+
+class MegatronTrainer(StreamedTrainer):
+    """A `StreamedTrainer` whose blocks also draw from Megatron's tracker of random states."""
+
+    def __init__(self, calls: _Calls, *args: Any, **kwargs: Any) -> None:
+        self.calls = calls
+        super().__init__(*args, **kwargs)
+
+    @contextmanager
+    def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
+        """See `StreamedTrainer`."""
+        self.calls.now = micro_batch
+        tracker = get_cuda_rng_tracker()
+        before, own = tracker.get_states(), {}
+        with super().randomness(micro_batch, block):
+            first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
+            for name, seed in zip(before, seeds, strict=True):
+                torch.manual_seed(seed)
+                own[name] = torch.cuda.get_rng_state()
+            torch.manual_seed(first)
+            tracker.set_states(own)
+            try:
+                yield
+            finally:
+                tracker.set_states(before)
+
+
+class StreamedModel(nn.Module):
+    """The parts, as the one chunk of a model of Megatron's.
+
+    Attributes:
+        module: the parts. trainer: of them. config: Megatron's.
+        norm: of the gradients of the last passes.
+    """
+
+    vp_stage, pre_process, post_process = None, True, True
+
+    def __init__(self, make: MakePart, args: argparse.Namespace, offload: OffloadConfig) -> None:
+        super().__init__()
+        self._calls, self._logged, self._count = _Calls(), list[dict[str, Tensor]](), 1
+        self._at_once = args.global_batch_size // args.micro_batch_size
+        device = torch.device("cpu")
+        if torch.cuda.is_available() and not cpu.enabled():
+            device = torch.device("cuda", torch.cuda.current_device())
+        limit = None if offload.weights_memory is None else parse_size(offload.weights_memory)
+        self.trainer = MegatronTrainer(
+            self._calls, [functools.partial(_part, make, self._calls, number, args.num_layers)
+                          for number in range(args.num_layers + 2)],
+            self._loss, functools.partial(_optimizer, args), tier_of(device, offload.path),
+            device=device, limit=limit, seed=args.seed, clip=StreamedNorm(args.clip_grad))
+        self.module = nn.ModuleList(block.module for block in self.trainer.blocks)
+        first = self.module[0].part
+        self.config, self.pg_collection = first.config, getattr(first, "pg_collection", None)
+        self._signature, self.norm = inspect.signature(first.forward), 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Keeps what the forward step gives the model. Nothing is computed yet: what comes back
+        takes the place of an output.
+        """
+        self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
+        return torch.zeros(0)
+
+    def passes(self, *, forward_step_func: Callable[..., Any], data_iterator: Any,
+               num_microbatches: int, forward_only: bool = False, **_: Any
+               ) -> list[dict[str, Tensor]]:
+        """In the place of what Megatron's `get_forward_backward_func` returns, with its arguments.
+        """
+        iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        self._logged, self._count, left = [], num_microbatches, num_microbatches
+        while left > 0:
+            count = min(left, self._at_once) if forward_only else left
+            left -= count
+            self._calls.given.clear()
+            losses = [self._loss_of(forward_step_func, iterator) for _ in range(count)]
+            given = [(call["input_ids"], loss)
+                     for call, loss in zip(self._calls.given, losses, strict=True)]
+            if forward_only:
+                self.trainer.evaluate(given)
+                continue
+            with core.auxiliary_scale(1 / num_microbatches):
+                self.norm = float(self.trainer.accumulate(given).norm)
+        self._calls.given.clear()
+        return self._logged
+
+    def _loss_of(self, forward_step_func: Callable[..., Any], iterator: Iterator[Any]
+                 ) -> Callable[[Tensor], Any]:
+        before = len(self._calls.given)
+        _, loss = forward_step_func(iterator, self)
+        called = len(self._calls.given) - before
+        if called != 1:
+            raise ValueError(
+                f"offload.weights=host does not fit this script, whose forward step calls the model"
+                f" {called} times: it must call it once and return its output; use "
+                "--weights-on device")
+        return loss
+
+    def _loss(self, output: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
+        """Of one micro-batch: its part of the step's, as in Megatron's schedules."""
+        total, *tokens, logged = loss(output)
+        self._logged.append(logged)
+        return (total / tokens[0].clamp(min=1) if tokens else total) / self._count
+
+    def zero_grad_buffer(self) -> None:
+        """Drop the gradients."""
+        self.trainer.forget()
+
+    def watch(self, recorder: StatsRecorder) -> None:
+        """Let a recorder watch the weights."""
+        recorder.watch("weights", self.trainer.copier, self.trainer.on_device)
+
+
+class StreamedOptimizer:
+    """The optimizers of a model's parts, as a loop and `FiniteSteps` see Megatron's one."""
+
+    optimizer = None  # gradients are in no memory together
+    is_stub_optimizer = False
+
+    def __init__(self, model: StreamedModel, micro_batches: int) -> None:
+        self.model, self.trainer = model, model.trainer
+        self._unplanned = micro_batches if self.trainer.limit is not None else None
+
+    @property
+    def kind(self) -> str:
+        """Name of their class."""
+        return next((type(block.optimizer).__name__ for block in self.trainer.blocks
+                     if block.optimizer is not None), "none")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all parts."""
+        return self.trainer.param_groups
+
+    def get_loss_scale(self) -> Tensor:
+        """Of float32: 1."""
+        return torch.ones(1)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The same."""
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `StreamedModel.zero_grad_buffer`."""
+
+    def prepare_grads(self) -> bool:
+        """Whether the step is to be skipped."""
+        return not math.isfinite(self.model.norm)
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """Clip and step: whether it did, the norm, and in the place of the number of zeros None."""
+        skip = self.prepare_grads()
+        self.trainer.update(skip)
+        if skip:
+            return False, None, None
+        self._plan()
+        return True, self.model.norm, None
+
+    def _plan(self) -> None:
+        """Cut the model into segments, once, from what its parts took in a step."""
+        if self._unplanned is None:
+            return
+        plan = plan_segments(self.trainer, self.trainer.limit, self._unplanned)
+        self._unplanned = None
+        logger.info("segments of %s parts, planned for %.1f MiB: copies %s",
+                    ", ".join(map(str, plan.counts)), self.trainer.limit / 2**20,
+                    "hide" if plan.hides else "do not hide behind computation")
+
+
+class StreamedNorm:
+    """The bits of Megatron's own clipping, without Apex and Transformer Engine, for one process: a
+    `memory.weights.streamed.Clip`.
+
+    Megatron takes the norm of the tensors' norms, of dense parameters and of experts apart, in the
+    order of the optimizer: matrices of the whole model, then vectors.
+
+    Args:
+        max_norm: of all gradients; 0: they are not clipped.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm, self._factor = max_norm, 1.0
+        self._norms: dict[tuple[bool, bool, int], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradients of a part; place: its number."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                expert = not getattr(parameter, "allreduce", True)  # Megatron's mark
+                key = (expert, parameter.dim() == 1, place)
+                self._norms.setdefault(key, []).append(torch.norm(parameter.grad))
+
+    def norm(self) -> Tensor:
+        """The norm of all that was taken since the last call, 0-dim float64."""
+        kinds = [self._norm_of(expert) for expert in (False, True)]
+        kinds = [norm for norm in kinds if norm is not None]
+        total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
+        self._factor = self.max_norm / (total + 1e-6) if self.max_norm > 0 else 1.0
+        self.forget()
+        return torch.tensor(total, dtype=torch.float64)
+
+    def _norm_of(self, expert: bool) -> float | None:
+        keys = sorted(key for key in self._norms if key[0] == expert)
+        norms = [float(norm) for key in keys for norm in self._norms[key]]
+        if not norms:
+            return None
+        return float(torch.norm(torch.tensor(norms, dtype=torch.float32))**2.0)**0.5
+
+    def scale(self, gradients: Sequence[Tensor]) -> None:
+        """Make them smaller where the norm is above its bound."""
+        if self._factor < 1:
+            for gradient in gradients:
+                gradient.mul_(self._factor)
+
+    def forget(self) -> None:
+        """Drop what was taken."""
+        self._norms = {}
+
+
+def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
+          ) -> tuple[StreamedModel, StreamedOptimizer]:
+    """The model in parts, and its optimizer; Megatron's groups must be initialised.
+
+    Args:
+        make: a pipeline stage of the model, of which it may build a part of the layers alone.
+        args: of a training script. settings: ours, by dotted path.
+    Raises:
+        ValueError: a setting does not fit weights that stream, with the remedy.
+        TierError: the tier has no room for the weights.
+    """
+    offload = run_config(settings).offload
+    _check(args, settings, offload)
+    with weights_may_stream():
+        model = StreamedModel(make, args, offload)
+    trainer, layers = model.trainer, [m for m in model.modules() if isinstance(m, PluginMoELayer)]
+    if args.num_experts and not layers:
+        raise ValueError("offload.weights=host does not fit Megatron's own MoE layers, whose "
+                         "routing cannot be repeated: give --spec moe_plugin.hosts.megatron.spec "
+                         "moe_layer, or use --weights-on device")
+    for layer in layers:
+        if "token_ids" in layer.needs:
+            raise ValueError(
+                f"router {layer.plan.config.router.name} does not fit offload.weights=host, where "
+                "layers do not see token ids: use another one, or --weights-on device")
+    held = sum(block.layout.nbytes for block in trainer.blocks)
+    logger.info("weights: %.1f MiB in %s, stream in %d parts through %.1f MiB", held / 2**20,
+                "files" if trainer.device.type == "cpu" else "host memory", len(trainer.blocks),
+                trainer.device_bytes / 2**20)
+    return model, StreamedOptimizer(model, args.global_batch_size // args.micro_batch_size)
+
+
+def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: OffloadConfig) -> None:
+    plain = "leave it out"
+    given = functools.partial(getattr, args)  # each loop has flags that the other one lacks
+    unfit = [(f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
+              "start one, or train with moe_plugin.hosts.plain.streamed.streamed_trainer"),
+             ("tied embeddings, a parameter of two parts",
+              not args.untie_embeddings_and_output_weights,
+              "give --untie-embeddings-and-output-weights"),
+             ("--bf16 or --fp16", args.bf16 or args.fp16, "train in float32"),
+             (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
+              "use adam or sgd"),
+             ("--moe-router-enable-expert-bias", args.moe_router_enable_expert_bias,
+              "use --moe-router sigmoid_bias"),
+             ("--recompute-granularity", args.recompute_granularity is not None,
+              "leave it out: every part is computed again"),
+             ("--ensemble-heads", given("ensemble_heads", 1) > 1, plain),
+             ("--moe-lighthouse", given("moe_lighthouse", None) is not None,
+              "use moe_plugin.resilience.averaging_peers.StreamedPeer"),
+             (f"offload.activations={offload.activations}", offload.activations != "keep",
+              "leave it out: every part is computed again"),
+             ("router.pre_gate", bool(settings.get("router.pre_gate")),
+              "use 0: parts run one after another"),
+             ("dispatch.name=bounded", settings.get("dispatch.name") == "bounded",
+              "use another dispatcher: a step cannot be repeated"),
+             *((f"guard.{name}", bool(settings.get(f"guard.{name}")), plain)
+               for name in ("votes", "twins")),
+             *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
+                 "native_moe", "calculate_per_token_loss", "use_distributed_optimizer",
+                 "mtp_num_layers", "log_params_norm", "decoupled_lr", "use_megatron_fsdp",
+                 "use_torch_fsdp2", "finetune", "pretrained_checkpoint", "async_save",
+                 "moe_use_upcycling", "overlap_moe_expert_parallel_comm"))]
+    for what, is_so, remedy in unfit:
+        if is_so:
+            raise ValueError(f"offload.weights=host does not fit {what} in Megatron: {remedy}")
+
+
+def _part(make: MakePart, calls: _Calls, number: int, layers: int) -> nn.Module:
+    """Part `number`: 0 the embedding, then the layers, last the output."""
+    first, last = number == 0, number == layers + 1
+
+    def chosen(specs: list[Any]) -> list[Any]:
+        return [] if first or last else [_numbered(specs[number - 1], number)]
+
+    with core.chosen_layers(chosen):
+        return ModelPart(make(pre_process=first, post_process=last), calls)
+
+
+def _numbered(spec: Any, number: int) -> Any:
+    """The spec of a layer which is the only one of its part, but has its number in the model."""
+
+    class Layer(spec.module):  # type: ignore[misc,name-defined]
+
+        def __init__(self, *args: Any, layer_number: int = 1, **kwargs: Any) -> None:
+            super().__init__(*args, layer_number=number, **kwargs)
+
+    Layer.__name__ = spec.module.__name__  # for messages
+    changed = copy.copy(spec)
+    changed.module = Layer
+    return changed
+
+
+def _optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Torch's, as Megatron uses it, with its names in the groups; vectors have no weight decay."""
+    kinds = [(1.0, [p for p in params if p.dim() != 1]), (0.0, [p for p in params if p.dim() == 1])]
+    groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,
+               "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
+              for times, chosen in kinds if chosen]
+    make: Callable[..., torch.optim.Optimizer] = functools.partial(
+        torch.optim.SGD, momentum=args.sgd_momentum)
+    if args.optimizer == "adam":
+        coupled = not getattr(args, "decoupled_weight_decay", True)
+        make = functools.partial(
+            torch.optim.Adam if coupled else torch.optim.AdamW, eps=getattr(args, "adam_eps", 1e-8),
+            betas=(args.adam_beta1, args.adam_beta2), fused=args.moe_fused_adam or None)
+    return make(groups, lr=args.lr)
