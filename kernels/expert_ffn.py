@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.fp8 import Fp8Weights
 from moe_plugin.kernels.groups import RowGroups
+from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
 from moe_plugin.kernels.weight_grads import GradSums
@@ -57,8 +57,8 @@ class FFNParameters:
             weight gradients there instead of returning one for each. None: this call is alone.
         precision: of the products of strategy `kernels`, see `experts.precision`; other
             strategies compute as torch is set to.
-        fp8: of the module whose weights these are, where precision is fp8; None: a call makes
-            its own.
+        rounded: of the module whose weights these are, where precision rounds them; None: a call
+            makes its own.
     """
 
     w_in_LDF: Tensor
@@ -75,7 +75,7 @@ class FFNParameters:
     recompute: bool = False
     sums: GradSums | None = None
     precision: str = "ieee"
-    fp8: Fp8Weights | None = None
+    rounded: RoundedWeights | None = None
     keep: Keep | None = None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:

@@ -7,25 +7,18 @@ DeepSeek-V3 (2024, section 3.3); the sums are float32, and weight gradients stay
 dtype. With finite inputs of ordinary size every operand x becomes x (1 + e), |e| <= 2^-4, plus at
 most 2^-10 of its block's scale, so a product of K terms is off by at most sum |x w| (2^-3 + 2^-8)
 and that floor; on normal values by about 4 % of the result's norm.
-
-Weights are rounded once for the products of a forward pass, its recomputation and its backward
-pass, and not at each use (`Fp8Weights`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.expert_matmul import back_through_activation, expert_matmul
+from moe_plugin.kernels.expert_matmul import expert_matmul
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
+from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
 
 BLOCK = 128  # values that share a scale; as DeepSeek-V3's dispatch
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -115,7 +108,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
     return product(rows, groups, w_LIO, b_LO, token_R, "ieee").to(dtype)
 
 
-class Fp8Weight:
+class Fp8Weight(RoundedWeight):
     """A weight in fp8, which the products below take in the place of its tensor.
 
     codes_LIO, scales_LHW: see `quantize_weights_fp8`.
@@ -146,142 +139,22 @@ class Fp8Weight:
         return self._transposed
 
 
-Weight = Tensor | Fp8Weight
+class Fp8Products(RoundedProducts):
+    """Products over rows in fp8; weight gradients come from unrounded operands."""
+
+    def weight(self, w_LIO: Tensor, backward: bool) -> Fp8Weight:
+        """See `RoundedProducts`."""
+        return Fp8Weight.of(w_LIO)
+
+    def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `RoundedProducts`."""
+        return quantize_fp8(x, BLOCK)
+
+    def product(self, rows: tuple[Tensor, Tensor], groups: RowGroups, weight: Fp8Weight,
+                b_LO: Tensor | None, token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See `RoundedProducts`."""
+        return expert_matmul_fp8(*rows, groups, weight.codes_LIO, weight.scales_LHW, b_LO, token_R,
+                                 dtype)
 
 
-def _product(quantized: tuple[Tensor, Tensor], groups: RowGroups, w_LIO: Weight,
-             b_LO: Tensor | None, token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-    w = w_LIO if isinstance(w_LIO, Fp8Weight) else Fp8Weight.of(w_LIO)
-    return expert_matmul_fp8(*quantized, groups, w.codes_LIO, w.scales_LHW, b_LO, token_R, dtype)
-
-
-def matmul(x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None, token_R: Tensor | None,
-           precision: str) -> Tensor:
-    """`expert_matmul` in fp8."""
-    return _product(quantize_fp8(x, BLOCK), groups, w_LIO, b_LO, token_R, x.dtype)
-
-
-def matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
-               precision: str) -> Tensor:
-    """`expert_matmul_sum` in fp8."""
-    return matmul(x_RI, groups, w_LIO, None, None, precision).add_(
-        matmul(y_RI, groups, v_LIO, None, None, precision))
-
-
-def matmul_act(x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
-               token_R: Tensor | None, activation: str, precision: str) -> tuple[Tensor, Tensor]:
-    """`expert_matmul_act` in fp8."""
-    h_RF = matmul(x, groups, w_LDF, b_LF, token_R, precision)
-    return h_RF, ACTIVATIONS[activation].value(h_RF)
-
-
-def matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None, v_LDF: Weight,
-                 v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
-                 precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """`expert_matmul_gated` in fp8; the rows are rounded once."""
-    quantized = quantize_fp8(x, BLOCK)
-    h_RF = _product(quantized, groups, w_LDF, b_LF, token_R, x.dtype)
-    gate_RF = _product(quantized, groups, v_LDF, v_bias_LF, token_R, x.dtype)
-    return h_RF, gate_RF, ACTIVATIONS[activation].value(gate_RF) * h_RF
-
-
-def matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Weight, h_RF: Tensor,
-                        gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
-                        activation: str,
-                        precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """`expert_matmul_act_backward` in fp8."""
-    u_RF = matmul(grad, groups, w_LFD.transpose(1, 2), None, token_R, precision)
-    return back_through_activation(u_RF, h_RF, gate_RF, scale_R, activation)
-
-
-@dataclass
-class _Made:
-    """One weight in fp8, and what it was made of; see `Fp8Weights`.
-
-    Attributes:
-        parameter: a reference to it.
-        version: its version counter.
-        address: of its memory.
-        dtype: in which it was rounded.
-        spent: whether a backward pass has used it.
-    """
-
-    weight: Fp8Weight
-    parameter: weakref.ref[nn.Parameter]
-    version: int
-    address: int
-    dtype: torch.dtype
-    spent: bool = False
-
-    def still(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Whether it is that parameter's present value, for all that can be known."""
-        return (not self.spent and self.parameter() is parameter and self.dtype == dtype
-                and self.version == parameter._version and self.address == parameter.data_ptr())
-
-
-class Fp8Weights:
-    """The stored weights of one module in fp8, by name, from the first use in a step on.
-
-    A weight is rounded again when its version counter or its memory is another, and when a backward
-    pass has used it: then an optimizer may step, and those that keep a copy of the parameters, or
-    shards of them, write where no version is counted (`parameter.data`, Megatron's buffers, FSDP2's
-    all-gather).
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[str, _Made] = {}
-
-    def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor) -> Fp8Weight:
-        """A parameter's value in fp8; w_LIO: the value, perhaps cast."""
-        made = self._made.get(name)
-        if made is None or not made.still(parameter, w_LIO.dtype):
-            made = self._made[name] = _Made(Fp8Weight.of(w_LIO.detach()), weakref.ref(parameter),
-                                            parameter._version, parameter.data_ptr(), w_LIO.dtype)
-        return made.weight
-
-    def spent(self) -> None:
-        """A backward pass has used them."""
-        for made in self._made.values():
-            made.spent = True
-
-
-@dataclass(frozen=True)
-class Fp8Call:
-    """The weights of one call in fp8, for its forward and its backward pass.
-
-    Attributes:
-        weights: by field name of `FFNParameters`.
-        kept: where they were taken from; None: they are this call's alone.
-    """
-
-    weights: Mapping[str, Fp8Weight]
-    kept: Fp8Weights | None
-
-    def spent(self) -> None:
-        """This call's backward pass has run."""
-        if self.kept is not None:
-            self.kept.spent()
-
-
-def fp8_call(kept: Fp8Weights | None, parameters: Mapping[str, Tensor | None],
-             values: Mapping[str, Tensor | None]) -> Fp8Call:
-    """The weights of one call.
-
-    Args:
-        kept: of the module; None: nothing outlives the call.
-        parameters: by name, of which those that are `nn.Parameter` are looked up there.
-        values: by name, what is multiplied: the parameters, or casts of them.
-    """
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if capturing:  # a replay has other weights
-        kept = None
-    made = {}
-    for name, w_LIO in values.items():
-        if w_LIO is None:
-            continue
-        parameter = parameters[name]
-        if kept is None or not isinstance(parameter, nn.Parameter):
-            made[name] = Fp8Weight.of(w_LIO.detach())
-        else:
-            made[name] = kept.get(name, parameter, w_LIO)
-    return Fp8Call(made, kept)
+FP8 = Fp8Products()

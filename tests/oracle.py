@@ -49,8 +49,9 @@ class Case:
     router_fp32: bool = False
     weights_first: bool = False
     dropout: float = 0.0  # with `drop_by_value` in place of chance
-    # operands of products rounded to e4m3, in so many parts of every expert; 0: not rounded
-    fp8_parts: int = 0
+    # operands of products rounded to a format, in so many parts of every expert; 0: not rounded
+    rounded_parts: int = 0
+    precision: str = "fp8"
 
 
 def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -154,28 +155,65 @@ def round_fp8(x: Tensor) -> Tensor:
     return (x / scale).float().to(torch.float8_e4m3fn).double() * scale if scale else x
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def least_power(largest: Tensor, top: float) -> Tensor:
+    """The least power of two with largest <= top times it; 1 for zeros."""
+    return torch.where(largest > 0, 2 ** (largest / top).log2().ceil(), 1.0)
+
+
+def round_blocks(x: Tensor, precision: str) -> Tensor:
+    """To values of MXFP8 or NVFP4, in blocks along the last axis; x [N] or [M, N] is one tensor."""
+    size = 32 if precision == "mxfp8" else 16
+    if not x.numel():
+        return x
+    blocks = F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if precision == "mxfp8":
+        scale = least_power(largest, 448)
+        made = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
+    else:
+        tensor = least_power(x.abs().max(), 448 * 6)
+        scale = (largest / tensor / 6).float().to(torch.float8_e4m3fn).double() * tensor
+        ratio = torch.where(scale > 0, blocks / scale, 0)
+        nearest = E2M1[(ratio.abs()[..., None] - E2M1).abs().argmin(-1)]
+        made = nearest * ratio.sign() * scale
+    return made.flatten(-2)[..., :x.shape[-1]]
+
+
 class RoundedProduct(torch.autograd.Function):
-    """x [I] @ w [I, O], rounded as docs/precision.md says: each operand, but those of w's gradient.
+    """x [I] @ w [I, O], rounded as docs/precision.md says: each operand, but those of w's gradient
+    (in MXFP8 and NVFP4 blocks of these are of rows, whose order is the layout's).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, precision: str) -> Tensor:
         ctx.save_for_backward(x, w)
-        return round_fp8(x) @ round_fp8(w)
+        ctx.precision = precision
+        if precision == "fp8":
+            return round_fp8(x) @ round_fp8(w)
+        return round_blocks(x, precision) @ round_blocks(w.T, precision).T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
-        return round_fp8(grad) @ round_fp8(w).T, torch.outer(x, grad)
+        if ctx.precision == "fp8":
+            grad_x = round_fp8(grad) @ round_fp8(w).T
+        else:
+            grad_x = round_blocks(grad, ctx.precision) @ round_blocks(w, ctx.precision).T
+        return grad_x, torch.outer(x, grad), None
 
 
 def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
-    """One whole expert on one token; in fp8 the sum of its parts, each of which rounds its own
+    """One whole expert on one token; rounded the sum of its parts, each of which rounds its own
     operands.
     """
     act = ACTIVATIONS[case.activation]
-    product = RoundedProduct.apply if case.fp8_parts else torch.matmul
-    count = max(1, case.fp8_parts)
+    count = max(1, case.rounded_parts)
+
+    def product(v: Tensor, w: Tensor) -> Tensor:
+        return RoundedProduct.apply(v, w, case.precision) if case.rounded_parts else v @ w
 
     def linear(v: Tensor, w: str, b: str) -> Tensor:
         parts = [product(v, part) for part in p[w][e].chunk(count, 1)]

@@ -19,7 +19,7 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.kernels import fp8
+from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
@@ -29,23 +29,22 @@ from moe_plugin.kernels.expert_matmul import (
     expert_matmul_act_backward,
     expert_matmul_gated,
     expert_matmul_sum,
-    expert_weight_grad,
-    expert_weight_grad_add,
-    expert_weight_grad_pair,
 )
-from moe_plugin.kernels.fp8 import Fp8Call, fp8_call
+from moe_plugin.kernels.fp8 import FP8
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype
+from moe_plugin.kernels.rounded import RoundedCall, RoundedProducts, rounded_call
+from moe_plugin.kernels.row_weight_grads import RowWeightGrads
 from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
-from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, placeholder_grad
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
 @dataclass(frozen=True)
 class _Products:
-    """The products over rows in one precision; signatures as in `kernels.expert_matmul`."""
+    """The products over rows as they are; signatures as in `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
     sum: Callable[..., Tensor]
@@ -56,12 +55,11 @@ class _Products:
 
 _EXACT = _Products(expert_matmul, expert_matmul_sum, expert_matmul_act, expert_matmul_gated,
                    expert_matmul_act_backward)
-_FP8 = _Products(fp8.matmul, fp8.matmul_sum, fp8.matmul_act, fp8.matmul_gated,
-                 fp8.matmul_act_backward)
+_ROUNDED: dict[str, RoundedProducts] = {"fp8": FP8, **BLOCK_PRODUCTS}
 
 
-def _products(precision: str) -> _Products:
-    return _FP8 if precision == "fp8" else _EXACT
+def _products(precision: str) -> _Products | RoundedProducts:
+    return _ROUNDED.get(precision, _EXACT)
 
 
 @strategies.register("kernels")
@@ -78,11 +76,13 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
-        fp8 = None
-        if p.precision == "fp8" and not torch.compiler.is_compiling():
-            fp8 = fp8_call(p.fp8, {n: p.main_grad_weights.get(n, getattr(p, n)) for n in WEIGHTS},
-                           dict(zip(WEIGHTS, tensors[::2], strict=True)))
-        if _traced(x) and not redirected and fp8 is None:
+        rounded = None
+        if p.precision in _ROUNDED and not torch.compiler.is_compiling():
+            rounded = rounded_call(
+                _ROUNDED[p.precision], p.rounded,
+                {n: p.main_grad_weights.get(n, getattr(p, n)) for n in WEIGHTS},
+                dict(zip(WEIGHTS, tensors[::2], strict=True)))
+        if _traced(x) and not redirected and rounded is None:
             lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (
                 counts.host, None)
             made = expert_ffn if lengths[0] is None or counts.even else expert_ffn_uneven
@@ -95,7 +95,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
             sums.calls += 1
         # the pieces' exchanges run beside the products
         groups = RowGroups(counts, x.device, beside=p.sums is not None)
-        call = _Call(groups, p.activation, p.precision, redirected, sums, fp8)
+        call = _Call(groups, p.activation, p.precision, redirected, sums, rounded)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
             return _Stashed.apply(keep, call, x, *maps, *tensors)
@@ -112,7 +112,7 @@ class _Call:
     """What the forward and the backward pass of a call share, apart from tensors.
 
     groups: with the tables of tiles, which forward makes and backward uses again. The others: as in
-    `FFNParameters` and `fp8_call`.
+    `FFNParameters` and `rounded_call`.
     """
 
     groups: RowGroups
@@ -120,7 +120,7 @@ class _Call:
     precision: str
     main_grad_weights: Mapping[str, Tensor]
     sums: GradSums
-    fp8: Fp8Call | None
+    rounded: RoundedCall | None
 
 
 # one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break.
@@ -157,9 +157,9 @@ def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
 def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Tensor | None,
              position_TK: Tensor | None, w_in: Tensor, b_in: Tensor | None, w_gate: Tensor | None,
              b_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None, activation: str,
-             precision: str, fp8: Fp8Call | None = None) -> list[Tensor]:
+             precision: str, rounded: RoundedCall | None = None) -> list[Tensor]:
     x = x.contiguous()
-    w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
+    w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
     token_R, products = _tokens(source_R, position_TK), _products(precision)
     if w_gate is None:
         h_RF, a_RF = products.act(x, groups, w_in, b_in, token_R, activation, precision)
@@ -172,11 +172,11 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
     return [y, h_RF, gate_RF]
 
 
-def _factors(fp8: Fp8Call | None, *weights: Tensor | None) -> tuple[Any, ...]:
+def _factors(rounded: RoundedCall | None, *weights: Tensor | None) -> tuple[Any, ...]:
     """What rows are multiplied by in the place of w_in, w_gate, w_out."""
-    if fp8 is None:
+    if rounded is None:
         return weights
-    return tuple(fp8.weights.get(name) for name in WEIGHTS)
+    return tuple(rounded.weights.get(name) for name in WEIGHTS)
 
 
 def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
@@ -223,11 +223,11 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
                activation: str, precision: str, needs: Sequence[bool],
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
-               fp8: Fp8Call | None = None) -> list[Tensor | None]:
+               rounded: RoundedCall | None = None) -> list[Tensor | None]:
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`, and of
     calls that share `sums` the last one returns the weights'.
     """
-    w_in, w_gate, w_out = _factors(fp8, w_in, w_gate, w_out)
+    w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
     token_R = _tokens(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None
@@ -236,8 +236,9 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
         scale_R = take_values(gates_N[None], source_R)
     g_h, g_gate, scaled_RF, dots_CR = _products(precision).act_backward(
         grad_y, groups, w_out, h_RF, gate, scale_R, token_R, activation, precision)
-    weights = _WeightGrads(groups, "ieee" if precision == "fp8" else precision, main_grad_weights,
-                           sums)
+    rounded_products = _ROUNDED.get(precision)
+    weights = RowWeightGrads(groups, "ieee" if rounded_products else precision, rounded_products,
+                             main_grad_weights, sums)
     grad_in, grad_gate = weights.first(x, token_R, g_h if needs[2] else None,
                                        g_gate if needs[4] else None)
     return [
@@ -251,48 +252,6 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
         weights.one("w_out_LFD", scaled_RF, grad_y, None, token_R) if needs[6] else None,
         expert_bias_grad(grad_y, groups, token_R, scale_R) if needs[7] else None,
     ]
-
-
-@dataclass(frozen=True)
-class _WeightGrads:
-    """The weights' gradients of one call: added where there are others, or new; what each method
-    returns goes to autograd. The attributes: see `_Call`.
-    """
-
-    groups: RowGroups
-    precision: str
-    main_grad_weights: Mapping[str, Tensor]
-    sums: GradSums
-
-    def first(self, x: Tensor, token_R: Tensor | None, g_h: Tensor | None,
-              g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Of w_in and w_gate, in one product where both are wanted and both added, or both new."""
-        into = self._into("w_in_LDF"), self._into("w_gate_LDF")
-        if g_h is None or g_gate is None or (into[0] is None) != (into[1] is None):
-            return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),
-                    None if g_gate is None else self.one("w_gate_LDF", x, g_gate, token_R, None))
-        made = expert_weight_grad_pair(x, g_h, g_gate, self.groups, token_R, self.precision,
-                                       None if into[0] is None else into)
-        return self._given("w_in_LDF", made[0]), self._given("w_gate_LDF", made[1])
-
-    def one(self, name: str, x: Tensor, grad: Tensor, x_token_R: Tensor | None,
-            grad_token_R: Tensor | None) -> Tensor | None:
-        """Of one weight."""
-        into_LIO, operands = self._into(name), (x, grad, self.groups, x_token_R, grad_token_R,
-                                                self.precision)
-        if into_LIO is None:
-            return self._given(name, expert_weight_grad(*operands))
-        return self._given(name, expert_weight_grad_add(*operands, into_LIO))
-
-    def _into(self, name: str) -> Tensor | None:
-        if name in self.main_grad_weights:
-            return self.main_grad_weights[name].main_grad  # type: ignore[attr-defined]
-        return self.sums.so_far(name)
-
-    def _given(self, name: str, grad_LIO: Tensor) -> Tensor | None:
-        if name not in self.main_grad_weights:
-            return self.sums.give(name, grad_LIO)
-        return placeholder_grad(self.main_grad_weights[name]) if self.sums.last(name) else None
 
 
 def _fake_backward(grad_y: Tensor, x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any,
@@ -365,7 +324,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *operands: Any) -> Tensor:
-        output = _forward(call.groups, *operands, call.activation, call.precision, call.fp8)
+        output = _forward(call.groups, *operands, call.activation, call.precision, call.rounded)
         ctx.call = call
         ctx.save_for_backward(*_kept(operands, output))
         return output[0]
@@ -377,9 +336,9 @@ class _Direct(torch.autograd.Function):
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
         x, gates, *rest = _gradients(
             call.groups, grad_y, *ctx.saved_tensors, call.activation, call.precision, needed,
-            call.main_grad_weights, call.sums, call.fp8)
-        if call.fp8 is not None:
-            call.fp8.spent()
+            call.main_grad_weights, call.sums, call.rounded)
+        if call.rounded is not None:
+            call.rounded.spent()
         return None, x, gates, None, None, *rest
 
 

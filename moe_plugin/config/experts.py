@@ -10,6 +10,9 @@ from moe_plugin.config.options import MOST_WIDTH, SettingsSection, option
 # registers may read it
 MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop")
 
+# precisions whose products round both operands; they take the kernels whatever is named
+ROUNDED = ("fp8", "mxfp8", "nvfp4")
+
 
 @dataclass(kw_only=True)
 class ExpertsConfig(SettingsSection):
@@ -41,10 +44,12 @@ class ExpertsConfig(SettingsSection):
     precision: str = option(
         "ieee",
         "of the products of compute=kernels: ieee (float32 exactly, 16-bit values as they are), "
-        "tf32 (float32 values with 11 bits on a GPU's matrix units), or fp8 (every operand rounded "
-        "to e4m3 with a scale for 128 values, weight gradients not; takes compute=kernels itself; "
-        "off by about 4 % of a product's norm)", choices=("ieee", "tf32", "fp8"),
-        flag="expert-precision")
+        "tf32 (float32 values with 11 bits on a GPU's matrix units), fp8 (every operand rounded to "
+        "e4m3 with a scale for 128 values, weight gradients not; off by about 4 % of a product's "
+        "norm), mxfp8 (e4m3 with a power of two for 32 values along each sum, weight gradients "
+        "too; about 4 %), or nvfp4 (e2m1 with an e4m3 scale for 16 values, weight gradients too; "
+        "about 13 %); these three take compute=kernels themselves",
+        choices=("ieee", "tf32", *ROUNDED), flag="expert-precision")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")
     shared_gate: bool = option(
@@ -92,10 +97,10 @@ class ExpertsConfig(SettingsSection):
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
         self.require("shared_gate", not self.shared_gate or self.shared_hidden_dim > 0,
                      "False without a shared expert", "set experts.shared_hidden_dim")
-        self.require("precision", not (self.precision == "fp8" and self.dropout),
-                     "ieee or tf32 where experts.dropout > 0", "fp8 products have no dropout")
-        # fp8 takes the kernels whatever is named
-        self.read_where(self.precision == "fp8" or self.compute not in MULTIPLY_BY_TORCH,
+        self.require("precision", not (self.precision in ROUNDED and self.dropout),
+                     "ieee or tf32 where experts.dropout > 0",
+                     f"{self.precision} products have no dropout")
+        self.read_where(self.precision in ROUNDED or self.compute not in MULTIPLY_BY_TORCH,
                         f"where experts.compute={self.compute}",
                         "use experts.compute=kernels, or auto on a GPU", "precision")
         self.read_where(not self.dropout, f"where experts.dropout={self.dropout:g}",

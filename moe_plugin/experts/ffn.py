@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import all_gather
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.experts import ROUNDED
 from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
@@ -29,7 +30,7 @@ from moe_plugin.kernels.expert_ffn import (
     drops_out,
     strategies,
 )
-from moe_plugin.kernels.fp8 import Fp8Weights
+from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import exporting
@@ -141,7 +142,7 @@ class FFNExperts(Experts):
             strategy = drop_out_strategy()
         if transformed() or exporting():
             strategy = _by_torch_alone(parameters)
-        elif parameters.precision == "fp8":
+        elif parameters.precision in ROUNDED:
             strategy = strategies.get("kernels")
         return strategy(work.x, work.rows, parameters)
 
@@ -173,12 +174,12 @@ class FFNExperts(Experts):
                 consecutive shards; None: what is stored here.
             first_shard: the first of these shards; None: that of this rank.
         """
-        redirected, fp8 = {}, None
+        redirected, rounded = {}, None
         if tensors is None and self.adds_to_main_grad:
             redirected = self.main_grad_weights()
         # evaluation may be of averaged weights that were put there unseen
-        if tensors is None and self.training and self.config.precision == "fp8":
-            fp8 = self.memory.state(Fp8Weights)
+        if tensors is None and self.training and self.config.precision in ROUNDED:
+            rounded = self.memory.state(RoundedWeights)
         tensors = self.local_parameters() if tensors is None else tensors
         bias_LD, width = tensors.get("b_out_LD"), self.w_in_LDF.shape[1]
         if bias_LD is not None and bias_LD.shape[1] < width:
@@ -190,7 +191,7 @@ class FFNExperts(Experts):
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
                              self.config.recompute_activation, precision=self.config.precision,
-                             fp8=fp8)
+                             rounded=rounded)
 
 
 @expert_kinds.register("gated_ffn")

@@ -24,7 +24,7 @@ from moe_plugin.config import (
     run_from_dict,
     to_dict,
 )
-from moe_plugin.config.experts import MULTIPLY_BY_TORCH
+from moe_plugin.config.experts import MULTIPLY_BY_TORCH, ROUNDED
 from moe_plugin.config.flags import config_from_flags, file_settings, run_from_flags
 from moe_plugin.config.named import named_config
 from moe_plugin.config.router import built_in, router_names
@@ -176,7 +176,7 @@ def test_parameters_of_a_method_that_was_not_chosen_are_refused(tree: dict[str, 
 
 
 @pytest.mark.parametrize("compute", [*MULTIPLY_BY_TORCH, "kernels", "auto", "of_a_user"])
-@pytest.mark.parametrize("precision", ["ieee", "tf32", "fp8"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32", *ROUNDED])
 def test_a_precision_that_the_compute_strategy_does_not_read_is_refused(compute: str,
                                                                         precision: str) -> None:
     tree = {"experts": {"compute": compute, "precision": precision}}

@@ -146,6 +146,13 @@ def fp8_cells(dispatch: str) -> list[Cell]:
     return [{**cell, "precision": "fp8"} for cell in cells]
 
 
+def block_cells(dispatch: str) -> list[Cell]:
+    """Some of them in MXFP8 and some in NVFP4: what differs is in the products alone."""
+    cells = fp8_cells(dispatch)
+    return [{**cell, "precision": precision} for first, precision in enumerate(("mxfp8", "nvfp4"))
+            for cell in cells[first::16]]
+
+
 # ranks, experts, shards: alone, together, cut
 STORED_SIZES = [(1, 8, None), (2, 8, None), (4, 4, 2)]
 
@@ -259,7 +266,7 @@ def case_of(cell: Cell) -> Case:
     size, groups = cell["size"], cell["size"].world // replicas_of(cell)
     tokens, masked, skew = TOKENS[cell["tokens"]]
     # sums of few products are off by more of their norm
-    width, hidden = (64, 96) if cell.get("precision") == "fp8" else (8, 16)
+    width, hidden = (64, 96) if "precision" in cell else (8, 16)
     # logits pull as much at any width: where the scores of all experts but one vanish (1e-60), and
     # that one drops a token, `after_drop` divides by the dtype's epsilon instead of their sum
     skew *= 8 / width
@@ -272,14 +279,14 @@ def case_of(cell: Cell) -> Case:
 
 
 def rounded(cell: Cell) -> Case:
-    """The case of a cell in fp8 with the rounding of its products: a rank rounds its part of an
-    expert, of which a layout has as many as ranks that share its rows.
+    """The case of a cell with the rounding of its products: a rank rounds its part of an expert, of
+    which a layout has as many as ranks that share its rows.
     """
     size = cell["size"]
     parts = size.r
     if parts is None:
         parts = size.shards or max(1, size.world // size.experts)
-    return replace(case_of(cell), fp8_parts=max(1, parts))
+    return replace(case_of(cell), rounded_parts=max(1, parts), precision=cell["precision"])
 
 
 def settings_of(cell: Cell) -> MoEConfig:

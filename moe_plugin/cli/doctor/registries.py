@@ -12,6 +12,7 @@ import torch
 
 import moe_plugin
 from moe_plugin.config import GuardConfig, MoEConfig
+from moe_plugin.kernels.block_formats import quantize_mxfp8
 from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
@@ -170,6 +171,8 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "codes": rows_RD.to(torch.float8_e4m3fn), "scales": torch.ones(8, 1, device=device),
         "codes_LIO": ones_L.to(torch.float8_e4m3fn),
         "scales_LHW": torch.ones(2, 1, 1, device=device), "precision": "ieee",
+        **dict.fromkeys(("x_blocks", "grad_blocks"), quantize_mxfp8(rows_RD)),
+        "w_blocks": quantize_mxfp8(ones_L),
         "groups": RowGroups(RowCounts([4, 4]), device), "dtype": torch.float32,
         "activation": "gelu",
         "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,

@@ -1,0 +1,158 @@
+"""Products in MXFP8 and NVFP4: forward, input gradients and weight gradients, each of operands
+whose blocks lie along its own sum.
+
+On GPUs for which torch has them they are `torch.nn.functional.scaled_grouped_mm`; elsewhere they
+are emulated: the values that the codes stand for are multiplied in the layer's dtype (float16: in
+float32), with sums in float32, which leaves nothing out but the order of these sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_plugin.kernels.block_formats import QUANTIZERS, Blocks
+from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad
+from moe_plugin.kernels.groups import RowGroups
+from moe_plugin.kernels.registry import op
+from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
+from moe_plugin.row_counts import DeviceCounts, RowCounts
+
+logger = logging.getLogger(__name__)
+
+ROWS = 32  # rows of a group are filled up to a multiple in weight gradients: no block spans two
+
+
+@op
+def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
+                         b_LO: Tensor | None, token_R: Tensor | None,
+                         dtype: torch.dtype) -> Tensor:
+    """rows w + b by group, [R, O] in `dtype`.
+
+    Args:
+        x_blocks: of rows or tokens [., I].
+        w_blocks: of [L, O, I].
+        b_LO: [L, O] in `dtype`.
+        token_R: see `kernels.expert_matmul`.
+    """
+    if x_blocks.device.type == "cuda":
+        _say_emulated(x_blocks.device, expert_matmul_blocks.why_not(
+            "scaled_grouped_mm", x_blocks, groups, w_blocks, b_LO, token_R, dtype))
+    wide = _wide(dtype)
+    b_LO = None if b_LO is None else b_LO.to(wide)
+    return expert_matmul(x_blocks.values(wide), groups, w_blocks.values(wide).transpose(1, 2),
+                         b_LO, token_R, "ieee").to(dtype)
+
+
+@op
+def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
+                              dtype: torch.dtype) -> Tensor:
+    """rows^T grad rows by group, [L, I, O] in `dtype`.
+
+    Args:
+        x_blocks, grad_blocks: of [I, R] and [O, R]: blocks of rows.
+        groups: each of a multiple of 32 rows, at least 32.
+    """
+    wide = _wide(dtype)
+    x_RI, grad_RO = (each.values(wide).t().contiguous() for each in (x_blocks, grad_blocks))
+    return expert_weight_grad(x_RI, grad_RO, groups, None, None, "ieee").to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    # values of a tensor of float16 may round to what is larger than float16 has
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+@functools.cache
+def _say_emulated(device: torch.device, why: str | None) -> None:
+    """Once for each device and reason."""
+    logger.warning("experts.precision=mxfp8 or nvfp4 is emulated on %s, slower than ieee: "
+                   "torch.nn.functional.scaled_grouped_mm: %s", device, why)
+
+
+class BlockWeight(RoundedWeight):
+    """A weight in blocks along the sum of its product, and those of its transpose."""
+
+    def __init__(self, blocks_LOI: Blocks, transposed: Blocks | None) -> None:
+        self.blocks, self._transposed = blocks_LOI, transposed
+
+    def transpose(self, first: int, second: int) -> BlockWeight:
+        """See `RoundedWeight`; one that was not made for backward has none."""
+        if {first, second} != {1, 2} or self._transposed is None:
+            raise ValueError(f"a weight in blocks cannot exchange axes {first}, {second}: must be "
+                             "1, 2, of one made with backward=True; its blocks are along one axis")
+        return BlockWeight(self._transposed, None)
+
+
+@dataclass(frozen=True)
+class BlockProducts(RoundedProducts):
+    """Products in one of `QUANTIZERS`, by name."""
+
+    name: str
+
+    def weight(self, w_LIO: Tensor, backward: bool) -> BlockWeight:
+        """See `RoundedProducts`."""
+        quantize = QUANTIZERS[self.name]
+        return BlockWeight(quantize(w_LIO.transpose(1, 2)), quantize(w_LIO) if backward else None)
+
+    def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
+        """See `RoundedProducts`. What is in filler counts for no scale."""
+        if token_R is None and isinstance(groups.counts, DeviceCounts):
+            real_R1 = torch.arange(groups.total, device=x.device)[:, None] < groups.ends_L[-1:]
+            x = torch.where(real_R1, x, 0)
+        return QUANTIZERS[self.name](x)
+
+    def product(self, rows: Blocks, groups: RowGroups, weight: BlockWeight, b_LO: Tensor | None,
+                token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See `RoundedProducts`."""
+        return expert_matmul_blocks(rows, groups, weight.blocks, b_LO, token_R, dtype)
+
+    def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
+                     x_token_R: Tensor | None,
+                     grad_token_R: Tensor | None) -> tuple[Tensor, ...]:
+        """See `RoundedProducts`; the rows of x are rounded once."""
+        if not groups.total:
+            return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
+        filled, row_P = fill_groups(groups)
+
+        def along_rows(rows: Tensor, token_R: Tensor | None) -> Blocks:
+            row = row_P if token_R is None else torch.where(
+                row_P < 0, -1, token_R[row_P.clamp(min=0)])
+            taken = rows.index_select(0, row.clamp(min=0)).masked_fill_((row < 0)[:, None], 0)
+            return QUANTIZERS[self.name](taken.t())
+
+        x_blocks = along_rows(x, x_token_R)
+        return tuple(expert_weight_grad_blocks(x_blocks, along_rows(g, grad_token_R), filled,
+                                               x.dtype) for g in grads)
+
+
+def fill_groups(groups: RowGroups) -> tuple[RowGroups, Tensor]:
+    """Groups filled up to a multiple of 32 rows, at least 32, and the row in each place.
+
+    Returns:
+        the groups, of P rows; row of each place, int64 [P], -1 where none is. The host does not
+        wait for the device.
+    """
+    device, total = groups.device, groups.total
+    counts: RowCounts
+    if isinstance(groups.counts, DeviceCounts):
+        lengths_L = torch.div(groups.lengths_L + (ROWS - 1), ROWS, rounding_mode="floor")
+        places = -(-total // ROWS) * ROWS + ROWS * groups.number
+        counts = DeviceCounts(lengths_L.clamp_(min=1) * ROWS, places)
+    else:
+        counts = RowCounts([max(1, -(-n // ROWS)) * ROWS for n in groups.counts.host])
+        places = counts.total
+    filled = RowGroups(counts, device, groups.beside)
+    row_R = torch.arange(total, device=device)
+    shift_L = (filled.lengths_L.cumsum(0) - filled.lengths_L
+               - groups.lengths_L.cumsum(0) + groups.lengths_L)
+    at_R = torch.where(row_R < groups.ends_L[-1], row_R + shift_L[groups.group_R], places)
+    row_P = torch.full((places + 1,), -1, device=device)
+    return filled, row_P.index_copy_(0, at_R, row_R)[:places]
+
+
+BLOCK_PRODUCTS = {name: BlockProducts(name) for name in QUANTIZERS}

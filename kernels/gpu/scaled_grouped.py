@@ -1,0 +1,162 @@
+"""`expert_matmul_blocks` and `expert_weight_grad_blocks` by torch's `scaled_grouped_mm`.
+
+Its interface as published in torch 2.10 to 2.13 (`aten/src/ATen/native/cuda/GroupedBlas.cpp`,
+`test/test_scaled_matmul_cuda.py`): e4m3 or packed e2m1 operands, scales in cuBLAS's tiles of
+128 x 4, bfloat16 results. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.kernels import block_products
+from moe_plugin.kernels.block_formats import Blocks
+from moe_plugin.kernels.groups import RowGroups
+
+STEP = 32  # of all widths: 16 bytes of e2m1
+TILE_ROWS, TILE_COLUMNS = 128, 4
+
+
+@functools.cache
+def no_scaled_grouped_mm(device: torch.device) -> str | None:
+    """Why torch has no block-scaled grouped product on a device; None: it has."""
+    if device.type != "cuda":
+        return "not on a GPU"
+    if torch.version.hip is not None:
+        return "torch has block scales on NVIDIA GPUs alone"
+    if not hasattr(F, "scaled_grouped_mm"):
+        return f"torch {torch.__version__} has no scaled_grouped_mm: needs 2.10"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 10:
+        return f"no block scales in a GPU of compute capability {major}.{minor}: needs 10.x"
+    if not any(name in torch.__config__.show() for name in ("USE_MSLK", "USE_FBGEMM_GENAI")):
+        return "this build of torch has none: neither USE_MSLK nor USE_FBGEMM_GENAI"
+    return None
+
+
+def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
+                   token_R: Tensor | None, dtype: torch.dtype) -> str | None:
+    """Why `expert_matmul_blocks` is not torch's product for these arguments; None where it is."""
+    return no_scaled_grouped_mm(x_blocks.device) or _not_so(
+        dtype, w_blocks.width, w_blocks.codes.shape[1])
+
+
+def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
+                        dtype: torch.dtype) -> str | None:
+    """The same of `expert_weight_grad_blocks`."""
+    return no_scaled_grouped_mm(x_blocks.device) or _not_so(
+        dtype, x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
+
+
+def _not_so(dtype: torch.dtype, *widths: int) -> str | None:
+    if dtype != torch.bfloat16:
+        return f"dtype {dtype}: results are bfloat16"
+    return None if all(w % STEP == 0 for w in widths) else (
+        f"widths {widths}, which are not multiples of {STEP}")
+
+
+@block_products.expert_matmul_blocks.add("scaled_grouped_mm", matmul_why_not, on_cpu=False)
+def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
+                         b_LO: Tensor | None, token_R: Tensor | None,
+                         dtype: torch.dtype) -> Tensor:
+    """See `kernels.block_products.expert_matmul_blocks`."""
+    rows = x_blocks if token_R is None else x_blocks.rows(token_R)
+    outer = w_blocks.codes.shape[1]
+    if not groups.total:
+        return torch.empty(0, outer, dtype=dtype, device=rows.device)
+    scales_LN = _tiles(_to_tiles(w_blocks.scales)).flatten(1)
+    out_RO = _call(rows, w_blocks, _tiled_rows(rows.scales, groups), scales_LN, groups)
+    return out_RO if b_LO is None else out_RO + b_LO.index_select(0, groups.group_R)
+
+
+@block_products.expert_weight_grad_blocks.add("scaled_grouped_mm", weight_grad_why_not,
+                                              on_cpu=False)
+def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
+                              dtype: torch.dtype) -> Tensor:
+    """See `kernels.block_products.expert_weight_grad_blocks`."""
+    scales = (_tiled_columns(each.scales, each.block, groups) for each in (x_blocks, grad_blocks))
+    return _call(x_blocks, grad_blocks, *scales, groups)
+
+
+def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowGroups) -> Tensor:
+    kinds = F.ScalingType
+    recipe: Any = kinds.BlockWise1x32
+    codes, scales = [a.codes, b.codes], [[a_scales], [b_scales]]
+    if a.tensor is None:
+        scales = [[each.view(torch.float8_e8m0fnu)] for each in (a_scales, b_scales)]
+    else:
+        recipe = [kinds.BlockWise1x16, kinds.TensorWise]
+        codes = [each.view(torch.float4_e2m1fn_x2) for each in codes]
+        for found, each in zip(scales, (a, b), strict=True):
+            found.append(each.tensor.expand(groups.number).contiguous())
+    return F.scaled_grouped_mm(
+        codes[0], codes[1].transpose(-2, -1), scales[0], recipe, scales[1], recipe,
+        swizzle_a=F.SwizzleType.SWIZZLE_32_4_4, swizzle_b=F.SwizzleType.SWIZZLE_32_4_4,
+        offs=groups.ends_L, output_dtype=torch.bfloat16)
+
+
+def _to_tiles(scales: Tensor) -> Tensor:
+    """Scales [..., M, B], filled up with zeros to whole tiles."""
+    rows, columns = scales.shape[-2:]
+    filled = F.pad(scales.view(torch.uint8),
+                   (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
+    return filled.view(scales.dtype)
+
+
+def _tiles(scales: Tensor) -> Tensor:
+    """Whole tiles, one after the other, [..., M / 128, B / 4, 512].
+
+    Of a tile, scale (r, c) is at 16 (r % 32) + 4 (r // 32) + c (cuBLAS, 1D block scaling factors
+    layout).
+    """
+    high, wide = scales.shape[-2] // TILE_ROWS, scales.shape[-1] // TILE_COLUMNS
+    split = scales.view(torch.uint8).unflatten(-1, (wide, TILE_COLUMNS)).unflatten(
+        -3, (high, TILE_ROWS // 32, 32))
+    lead = list(range(split.dim() - 5))
+    n = len(lead)
+    return split.permute(*lead, n, n + 3, n + 2, n + 1, n + 4).flatten(-3).view(scales.dtype)
+
+
+def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
+    """[R', B'] in tiles, each group's rows from a tile's first row on."""
+    rows, lengths_L = scales_RB.shape[0], groups.lengths_L
+    tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
+    shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
+    at_R = torch.arange(rows, device=scales_RB.device) + shift_L[groups.group_R]
+    height = (-(-rows // TILE_ROWS) + groups.number) * TILE_ROWS
+    wide = _to_tiles(scales_RB)[:rows].view(torch.uint8)
+    placed = wide.new_zeros(height, wide.shape[1]).index_copy_(0, at_R, wide)
+    return _tiles(placed).view(placed.shape).view(scales_RB.dtype)
+
+
+def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
+    """[M', B'] in tiles, group after group, each group's columns from a tile's first column on."""
+    columns, device = scales_MB.shape[1], scales_MB.device
+    # what is after the last group is one more
+    blocks_G = _with_rest(torch.div(groups.lengths_L, block, rounding_mode="floor"), columns)
+    tiles = -(-columns // TILE_COLUMNS) + groups.number
+    tiles_G = _with_rest(torch.div(blocks_G[:-1] + (TILE_COLUMNS - 1), TILE_COLUMNS,
+                                   rounding_mode="floor"), tiles)
+    first_G = tiles_G.cumsum(0) - tiles_G
+    group_B = torch.repeat_interleave(blocks_G, output_size=columns)
+    shift_G = first_G * TILE_COLUMNS - (blocks_G.cumsum(0) - blocks_G)
+    at_B = torch.arange(columns, device=device) + shift_G[group_B]
+    tall = _to_tiles(scales_MB)[:, :columns].view(torch.uint8)
+    placed = tall.new_zeros(tall.shape[0], tiles * TILE_COLUMNS).index_copy_(1, at_B, tall)
+    found = _tiles(placed)  # [H, tiles, 512]: those of a group become neighbours
+    group_T = torch.repeat_interleave(tiles_G, output_size=tiles)
+    inside_T = torch.arange(tiles, device=device) - first_G[group_T]
+    at_HT = first_G[group_T] * found.shape[0] + inside_T + (
+        torch.arange(found.shape[0], device=device)[:, None] * tiles_G[group_T])
+    ordered = torch.empty_like(found).view(-1, found.shape[2]).index_copy_(
+        0, at_HT.flatten(), found.flatten(0, 1))
+    return ordered.view(placed.shape).view(scales_MB.dtype)
+
+
+def _with_rest(number_L: Tensor, total: int) -> Tensor:
+    return torch.cat([number_L, total - number_L.sum(0, keepdim=True)])

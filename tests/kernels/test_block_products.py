@@ -1,0 +1,262 @@
+"""MXFP8 and NVFP4: the formats value by value, the products' stated errors, and torch's product by
+a stand-in with its interface.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.kernels import RowGroups, kernels
+from moe_plugin.kernels.block_formats import QUANTIZERS, quantize_mxfp8, quantize_nvfp4
+from moe_plugin.kernels.block_products import BLOCK_PRODUCTS, fill_groups
+from moe_plugin.kernels.gpu import scaled_grouped
+from moe_plugin.records import RowCounts
+from moe_plugin.row_counts import DeviceCounts
+from tests.experts.problems import make_layer
+from tests.oracle import round_blocks
+
+pytestmark = pytest.mark.fast
+
+NAMES = sorted(QUANTIZERS)
+CPU = torch.device("cpu")
+# of the norm, on normal values: a product, a layer's output and each of its gradients
+OFF = {"mxfp8": (0.05, 0.12), "nvfp4": (0.16, 0.4)}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_those_of_the_definition(name: str) -> None:
+    """Rows of widths that end inside a block, of very different sizes, and of zeros."""
+    for width in (1, 31, 32, 100):
+        x = draw(40, width, seed=width) * torch.logspace(-2, 2, 40)[:, None]
+        x[3] = 0
+        got = QUANTIZERS[name](x).values(torch.float64)
+        torch.testing.assert_close(got, round_blocks(x.double(), name), rtol=1e-12, atol=0)
+        bound = (2**-4 + 2**-10, 2**-17) if name == "mxfp8" else (2**-2, 2**-4)
+        block = 32 if name == "mxfp8" else 16
+        largest = torch.cat([each.abs().amax(1, keepdim=True).expand_as(each)
+                             for each in x.split(block, 1)], 1)
+        # and where a block is next to nothing in its tensor, steps of that
+        least = 2**-17 * x.abs().max()
+        assert bool(((got - x).abs() <= bound[0] * x.abs() + bound[1] * largest + least).all())
+        assert torch.equal(got, QUANTIZERS[name](x).values(torch.bfloat16).double())
+
+
+def test_codes_and_scales_of_mxfp8() -> None:
+    """The largest value of a block is between 224 and 448 scales; 448 is one scale's."""
+    x = torch.zeros(3, 32)
+    x[0, :3] = torch.tensor([448.0, -224.0, 1.0])
+    x[1, :2] = torch.tensor([449.0, 1.0])
+    x[2, 0] = 2.0**-100
+    made = quantize_mxfp8(x)
+    assert made.scales.flatten().tolist() == [127, 128, 127 - 108]
+    assert made.codes[:, :3].float().tolist() == [[448, -224, 1], [224, 0.5, 0], [256, 0, 0]]
+
+
+def test_codes_and_scales_of_nvfp4() -> None:
+    """Eight sizes and their signs, two to a byte, the first in the low bits; ties go to even."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.cat([sizes, -sizes])[None] * 448  # the tensor's scale is 1, the block's 448
+    made = quantize_nvfp4(x)
+    assert made.tensor.item() == 1 and made.scales.float().tolist() == [[448]]
+    low = [0x10, 0x32, 0x54, 0x76]
+    assert made.codes.tolist() == [[*low, *(byte | 0x88 for byte in low)]]
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 2)[None] * 448
+    assert (quantize_nvfp4(ties).values(torch.float32)[0, :8] / 448).tolist() == [
+        0, 1, 1, 2, 2, 4, 4, 6]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so_and_counts_for_no_scale(name: str, wrong: float) -> None:
+    x = draw(4, 64)
+    spoiled = x.clone()
+    spoiled[1, 5] = wrong
+    got, want = (QUANTIZERS[name](each).values(torch.float32) for each in (spoiled, x))
+    assert bool(got[1, 5].isnan())
+    assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
+    assert torch.equal(got[1, 32:], want[1, 32:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_rounded_alike_whatever_else_the_tensor_holds(name: str) -> None:
+    x = draw(9, 64) * torch.logspace(0, 3, 9)[:, None]
+    whole = QUANTIZERS[name](x).values(torch.float32)
+    for row in range(9):
+        assert torch.equal(QUANTIZERS[name](x[row:row + 1]).values(torch.float32)[0], whole[row])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_groups_are_filled_up_to_whole_blocks(on_device: bool) -> None:
+    lengths, rows = [5, 0, 64, 33], 102 + 6 * on_device
+    counts = DeviceCounts(torch.tensor(lengths), rows) if on_device else RowCounts(lengths)
+    filled, row_P = fill_groups(RowGroups(counts, CPU))
+    want, start = [], 0
+    for length in lengths:
+        size = max(32, -(-length // 32) * 32)
+        want += [*range(start, start + length), *[-1] * (size - length)]
+        start += length
+    assert filled.lengths_L.tolist() == [32, 32, 64, 64]
+    assert row_P.tolist() == want + [-1] * (filled.total - len(want))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_off_by_no_more_than_stated(name: str) -> None:
+    """Forward, input gradient, weight gradient, on normal values; and it is that format."""
+    groups = RowGroups(RowCounts([60, 0, 200, 3]), CPU)
+    x, grad = draw(263, 96), draw(263, 80, seed=1)
+    w_LIO = draw(4, 96, 80, seed=2)
+    products = BLOCK_PRODUCTS[name]
+    weight = products.weight(w_LIO, backward=True)
+    made = {
+        "forward": (products.plain(x, groups, weight, None, None, name),
+                    [x[span] @ w_LIO[g] for g, span in groups.spans()], torch.cat),
+        "input": (products.plain(grad, groups, weight.transpose(1, 2), None, None, name),
+                  [grad[span] @ w_LIO[g].T for g, span in groups.spans()], torch.cat),
+        "weight": (products.weight_grads(x, (grad,), groups, None, None)[0],
+                   [x[span].T @ grad[span] for _, span in groups.spans()], torch.stack),
+    }
+    for what, (got, parts, join) in made.items():
+        want = join(parts)
+        off = float((got - want).norm() / want.norm())
+        assert OFF[name][0] / 4 < off < OFF[name][0], (what, off)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_filler_count_for_no_scale(name: str) -> None:
+    x, w_LIO = draw(40, 64), draw(2, 64, 32, seed=1)
+    want = RowGroups(RowCounts([20, 12]), CPU), x[:32]
+    spoiled = x.clone()
+    spoiled[32:] = 1e30
+    lengths_L = torch.tensor([20, 12])
+    got = RowGroups(DeviceCounts(lengths_L, 40), CPU), spoiled
+    y = [BLOCK_PRODUCTS[name].plain(rows, groups, w_LIO, None, None, name)[:32]
+         for groups, rows in (want, got)]
+    assert torch.equal(*y)
+    grads = [BLOCK_PRODUCTS[name].weight_grads(rows, (rows,), groups, None, None)[0]
+             for groups, rows in (want, got)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["ffn", "gated_ffn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_is_off_by_no_more_than_stated(name: str, kind: str, dtype: torch.dtype) -> None:
+    """Against the same layer in float64; parameters and gradients keep their dtype."""
+    torch.manual_seed(0)
+    layer = make_layer("loop", experts={"hidden_dim": 96, "compute": "loop", "kind": kind,
+                                        "precision": name}).to(dtype)
+    truth = copy.deepcopy(layer).double()
+    truth.experts.config = dataclasses.replace(truth.experts.config, precision="ieee")
+    x, direction = draw(256, 16).to(dtype), draw(256, 16, seed=1).to(dtype)
+    grads = []
+    for mine, kept in ((layer, dtype), (truth, torch.float64)):
+        at = x.to(kept).requires_grad_()
+        y = mine(at).output
+        parameters = dict(mine.experts.named_parameters())
+        made = torch.autograd.grad((y * direction.to(kept)).sum(), [at, *parameters.values()])
+        assert {y.dtype, *(g.dtype for g in made)} == {kept}
+        grads.append({"output": y.detach(), **dict(zip(["input", *parameters], made, strict=True))})
+    off = {what: float((got.double() - grads[1][what]).norm() / grads[1][what].norm())
+           for what, got in grads[0].items()}
+    assert all(each < OFF[name][1] for each in off.values()), off
+    assert off["output"] > OFF[name][1] / 10  # it is that format
+
+
+needs_torchs = pytest.mark.skipif(not hasattr(F, "scaled_grouped_mm"), reason="new in torch 2.10")
+
+
+@needs_torchs
+def test_torch_has_the_stand_ins_signature() -> None:
+    from tests.kernels.fake_scaled_grouped_mm import scaled_grouped_mm
+
+    assert list(inspect.signature(F.scaled_grouped_mm).parameters) == list(
+        inspect.signature(scaled_grouped_mm).parameters)
+
+
+@needs_torchs
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("lengths", [[130, 0, 1, 300], [0, 3, 0], [128, 128]])
+def test_the_call_of_torchs_product(name: str, on_device: bool, lengths: list[int],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, strides, scales in tiles and sums per group, as the stand-in reads them."""
+    from tests.kernels.fake_scaled_grouped_mm import scaled_grouped_mm
+
+    monkeypatch.setattr(F, "scaled_grouped_mm", scaled_grouped_mm)
+    rows = sum(lengths) + 7 * on_device
+    counts = DeviceCounts(torch.tensor(lengths), rows) if on_device else RowCounts(lengths)
+    groups, products, real = RowGroups(counts, CPU), BLOCK_PRODUCTS[name], sum(lengths)
+    x, grad = draw(rows, 160).bfloat16(), draw(rows, 288, seed=1).bfloat16()
+    token_R = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
+    weight = products.weight(draw(len(lengths), 160, 288, seed=3).bfloat16(), backward=False)
+    b_LO = draw(len(lengths), 288, seed=4).bfloat16()
+    for token in (None, token_R):
+        args = (products.rows(x, groups, token), groups, weight.blocks, b_LO, token,
+                torch.bfloat16)
+        got, want = both("expert_matmul_blocks", *args)
+        torch.testing.assert_close(got[:real], want[:real], rtol=2**-6, atol=2**-4)
+
+    def weight_grads(name_of_op: str) -> Tensor:
+        op = kernels.get("expert_weight_grad_blocks")
+        monkeypatch.setattr("moe_plugin.kernels.block_products.expert_weight_grad_blocks",
+                            op.implementation(name_of_op))
+        return products.weight_grads(x, (grad,), groups, token_R, None)[0]
+
+    torch.testing.assert_close(weight_grads("scaled_grouped_mm"), weight_grads("torch"),
+                               rtol=2**-6, atol=2**-4)
+
+
+def both(name: str, *args: object) -> tuple[Tensor, Tensor]:
+    op = kernels.get(name)
+    return tuple(op.implementation(each)(*args) for each in ("scaled_grouped_mm", "torch"))
+
+
+@pytest.mark.parametrize("capability, build, torchs, why", [
+    ((10, 0), "USE_MSLK=1", True, None),
+    ((10, 3), "USE_FBGEMM_GENAI=1", True, None),
+    ((9, 0), "USE_MSLK=1", True, "no block scales in a GPU of compute capability 9.0: needs 10.x"),
+    ((12, 0), "USE_MSLK=1", True, "compute capability 12.0: needs 10.x"),
+    ((10, 0), "", True, "neither USE_MSLK nor USE_FBGEMM_GENAI"),
+    ((10, 0), "USE_MSLK=1", False, "has no scaled_grouped_mm: needs 2.10"),
+])
+def test_where_torch_has_no_such_product(capability: tuple[int, int], build: str, torchs: bool,
+                                         why: str | None,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.__config__, "show", lambda: build)
+    monkeypatch.setattr(F, "scaled_grouped_mm", None, raising=False)
+    if not torchs:
+        monkeypatch.delattr(F, "scaled_grouped_mm")
+    ask: Callable[..., str | None] = scaled_grouped.no_scaled_grouped_mm.__wrapped__
+    got = ask(torch.device("cuda", 0))
+    assert got is None if why is None else why in (got or "")
+    assert ask(CPU) == "not on a GPU"
+
+
+def test_what_torchs_product_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, x = RowGroups(RowCounts([4]), CPU), quantize_mxfp8(draw(4, 64))
+    op, grad_op = kernels.get("expert_matmul_blocks"), kernels.get("expert_weight_grad_blocks")
+
+    def why(outer: int, dtype: torch.dtype) -> list[str | None]:
+        weight, grad = quantize_mxfp8(draw(1, outer, 64)), quantize_mxfp8(draw(outer, 32))
+        return [op.why_not("scaled_grouped_mm", x, groups, weight, None, None, dtype),
+                grad_op.why_not("scaled_grouped_mm", quantize_mxfp8(draw(64, 32)), grad, groups,
+                                dtype)]
+
+    assert why(64, torch.bfloat16) == ["not on a GPU"] * 2
+    monkeypatch.setattr(scaled_grouped, "no_scaled_grouped_mm", lambda device: None)
+    assert why(64, torch.bfloat16) == [None, None]
+    assert why(64, torch.float32) == ["dtype torch.float32: results are bfloat16"] * 2
+    assert why(48, torch.bfloat16) == ["widths (64, 48), which are not multiples of 32"] * 2
