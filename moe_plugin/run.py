@@ -151,6 +151,10 @@ class RunFeature:
         """For the host's log, by name."""
         return {}
 
+    def evaluated(self) -> dict[str, Any]:
+        """For the host's log of an evaluation, by name, once it is over."""
+        return {}
+
     def close(self) -> None:
         """The run ends."""
 
@@ -256,6 +260,9 @@ class Run(RunFeature):
 
     def numbers(self) -> dict[str, float]:
         return {name: value for each in self.features for name, value in each.numbers().items()}
+
+    def evaluated(self) -> dict[str, Any]:
+        return {name: value for each in self.features for name, value in each.evaluated().items()}
 
 
 def refuse_unfit(what: str, unfit: Iterable[tuple[str, bool, str]]) -> None:

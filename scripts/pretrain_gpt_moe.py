@@ -11,10 +11,9 @@ checkout on PYTHONPATH, and imports nothing of moe_plugin: the layers come in th
         --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 8 --disable-bias-linear \
         --vocab-size 257 --data-path data/corpus --split 98,1,1 --save runs/first --load runs/first
 
-On CPU put `--moe-cpu` before the script's name. `--mock-data` in place of `--data-path` makes up
-tokens. `python -m moe_plugin.hosts.megatron.data` turns a text into such data (bytes and an end of
-document: `--vocab-size 257`); for data of another tokenizer give its `--tokenizer-type`. Without
-Transformer Engine add `--transformer-impl local`.
+Without a GPU it trains on CPU. `--mock-data` in place of `--data-path` makes up tokens. `python -m
+moe_plugin.hosts.megatron.data` turns a text into such data (bytes and an end of document:
+`--vocab-size 257`); for data of another tokenizer give its `--tokenizer-type`.
 """
 
 import inspect
@@ -30,10 +29,13 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
-DEFAULTS = {
-    "tokenizer_type": "NullTokenizer", "spec": ["moe_plugin.hosts.megatron.spec", "moe_layer"],
-    "eval_interval": 1000
-}
+
+def own_defaults(parser):
+    """Other defaults of Megatron's arguments; a resumed run may have another --train-iters."""
+    parser.set_defaults(tokenizer_type="NullTokenizer", eval_interval=1000,
+                        spec=["moe_plugin.hosts.megatron.spec", "moe_layer"],
+                        override_opt_param_scheduler=True)
+    return parser
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
@@ -114,11 +116,11 @@ def main():
     steps = {"model_provider": model_provider, "model_type": ModelType.encoder_or_decoder,
              "forward_step_func": forward_step}
     if "cfg_container" not in inspect.signature(pretrain).parameters:  # before megatron-core 0.18
-        pretrain(datasets, args_defaults=DEFAULTS, **steps)
+        pretrain(datasets, extra_args_provider=own_defaults, **steps)
         return
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
+    args = arguments.parse_and_validate_args(extra_args_provider=own_defaults)
     pretrain(pretrain_cfg_container_from_args(args), datasets, **steps)
 
 

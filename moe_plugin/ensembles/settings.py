@@ -22,12 +22,12 @@ class EnsembleSettings:
     """
 
     heads: int
-    hidden: int
-    sharing: float
-    k: int
-    beta: float
-    labels: str
-    by_sequence: bool
+    hidden: int = 0
+    sharing: float = 0.0
+    k: int = 1
+    beta: float = 0.75
+    labels: str = "exact"
+    by_sequence: bool = True
 
 
 def flags(whole: str, part: str, meaning: str) -> Flags:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.resilience import elastic
+from tests.distributed import free_port
 from tests.faults import recorded
 
 PAUSE_S = 0.12
@@ -216,24 +217,26 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
 
 
 def _megatron(replica: Replica, _: Mapping[int, Any]) -> None:
-    """Megatron's training script, with a router whose bias follows the loads of all replicas."""
-    from moe_plugin.hosts.megatron import train as command
-    from moe_plugin.hosts.megatron.trainer.loop import Loop
-    from tests.hosts.megatron.training import MODEL
+    """Megatron's own training loop, with a router whose bias follows the loads of all replicas."""
+    from moe_plugin.hosts.megatron import launch
+    from moe_plugin.hosts.megatron.script import Script
+    from tests.hosts.megatron.test_megatron_script import FLAGS
+    from tests.hosts.megatron.training import SCRIPT
 
-    of_loop = Loop.step
+    of_script = Script.around_step
 
-    def step(self: Any, batches: Any, rate: float) -> Any:
+    def around_step(self: Any, given: Any, step: Any) -> Any:
         replica.pause()
-        return of_loop(self, batches, rate)
+        return of_script(self, given, step)
 
-    Loop.step = step
-    raise SystemExit(command.main([
-        *MODEL, "--global-batch-size", "4", "--optimizer", "sgd", "--lr", "0.1",
-        "--lr-decay-style", "constant", "--moe-router", "sigmoid_bias", "--cpu", "--data-path",
-        replica.data, "--train-iters", str(replica.steps), "--log-file", str(replica.path),
-        "--moe-timeout", "60", "--moe-lighthouse", replica.lighthouse, "--moe-replica",
-        str(replica.number), "--seed", str(replica.number + 1)]))
+    Script.around_step = around_step  # type: ignore[method-assign]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    raise SystemExit(launch.main([
+        "--moe-cpu", SCRIPT, *FLAGS, "--global-batch-size", "4", "--optimizer", "sgd", "--lr",
+        "0.1", "--min-lr", "0.1", "--moe-router", "sigmoid_bias", "--train-iters",
+        str(replica.steps), "--log-file", str(replica.path), "--moe-timeout", "60",
+        "--moe-lighthouse", replica.lighthouse, "--moe-replica", str(replica.number), "--seed",
+        str(replica.number + 1)]))
 
 
 PROGRAMS = {"fairseq": _fairseq, "megatron": _megatron}

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError, checksums
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
+from moe_plugin.checkpoint.trust import UntrustedFile
+from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
@@ -110,6 +113,24 @@ def _not_written(folder: str, error: BaseException) -> str:
     return (f"checkpoint {folder!r} cannot be written on rank {rank}: {type(error).__name__}: "
             f"{short(error)}; older ones are untouched; "
             f"{write_remedy(error, os.path.dirname(folder))} (--save)")
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Around the loading of a checkpoint, whose errors become a `ValueError` that says what helps:
+    Megatron, torch and pickle raise many kinds for a damaged file.
+    """
+    try:
+        yield
+    except (UntrustedFile, CheckpointError, CommError):
+        raise
+    except (Exception, CheckpointException) as error:
+        rank, what = cause(error)
+        where = f" on rank {rank}" if rank != dist.get_rank() else ""
+        raise ValueError(
+            f"checkpoint {path!r} cannot be loaded{where}: {short(what, 300)}; to use an earlier "
+            "one write its number into "
+            f"{os.path.join(os.path.dirname(path), LATEST)}") from error
 
 
 def gather(value: Any) -> list[Any]:

@@ -105,6 +105,8 @@ def of_a_script(error: Exception) -> str | None:
     if isinstance(error, (ValueError, AssertionError)) and last.filename.endswith(_CHECKS):
         checked = (last.line or "").removeprefix("assert ")
         said = short(error, 600) if str(error) else f"must be true: {checked}"
+        if "scheduler" in last.filename:
+            said += "; --override-opt_param-scheduler takes those of this run"
         return f"Megatron refuses these arguments: {said}"
     ours = last.filename.startswith(_OURS) or type(error).__module__.startswith("moe_plugin.")
     if isinstance(error, (ValueError, FloatingPointError)) and not ours:

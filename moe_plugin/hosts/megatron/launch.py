@@ -5,21 +5,29 @@
         ...
 
 The script is run unchanged. Our arguments go in through the seam that Megatron has for a script's
-own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Before the
-script's name `--moe-cpu` runs it without CUDA, and `--moe-verbose` shows what Megatron prints,
-which otherwise goes to a file (`script_output`).
+own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Without a GPU, or
+with `--moe-cpu` before the script's name, it runs on CPU; `--moe-verbose` there shows what Megatron
+prints, which otherwise goes to a file (`script_output`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib.util
+import logging
 import os
 import runpy
 import sys
 import traceback
 
+import torch
+
 from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron import ensemble, replicas
+from moe_plugin.hosts.megatron.compat import script_cpu
+from moe_plugin.hosts.megatron.compat.loaders import refuse_empty_splits
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import (
     Provider,
@@ -35,16 +43,17 @@ from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import Parser, short
 
+logger = logging.getLogger("moe_plugin.megatron")
 _OPTIONS = "--moe-cpu", "--moe-verbose"
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our generated flags, without those that have a native equivalent, and those of
-    `own_flags`.
+    `own_flags`, of ensembles and of replicas.
 
     For scripts that call Megatron's `pretrain` themselves.
     """
-    for name, options in (FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS):
+    for name, options in (FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
     return parser
@@ -80,8 +89,11 @@ def main(argv: list[str] | None = None) -> int:
     script = os.path.abspath(argv[0])
     log_of_first_rank()
     output = None if "--moe-verbose" in options else RunOutput()
+    on_cpu = "--moe-cpu" in options or not torch.cuda.is_available()
+    if on_cpu and "--moe-cpu" not in options:
+        logger.info("no GPU is here: training on CPU")
     return status_of(os.path.basename(script),
-                     lambda: _run(script, argv[1:], "--moe-cpu" in options, output),
+                     lambda: _run(script, argv[1:], on_cpu, output),
                      script_arguments, of_a_script)
 
 
@@ -91,22 +103,25 @@ def _run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | No
     # so that megatron.core and megatron.training are those of one tree
     sys.path.insert(0, os.path.dirname(script))
     if on_cpu:
-        from moe_plugin.hosts.megatron.compat import script_cpu
-
         script_cpu.enable()
-        extend_parse_args(script_cpu.with_defaults, script_cpu.leave_out)
+        extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.DEFAULTS),
+                          script_cpu.leave_out)
+    elif importlib.util.find_spec("transformer_engine") is None:
+        extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.WITHOUT_ENGINE))
     keep_compiled_helpers()
     mend_config_warning()
     extend_parse_args(chained, lambda args: output and output.open(vars(args)))
     mend_loading_of_all_optimizers()
+    refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
-    from moe_plugin.hosts.megatron.script_checkpoint import whole_saves
+    from moe_plugin.hosts.megatron.script_checkpoint import readable_loads, whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
     end_writers_of_all_saves()
     whole_saves()
     load_without_missing()
+    readable_loads()
     with contextlib.closing(observe_script()) as seen:
         try:
             runpy.run_path(script, run_name="__main__")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core import parallel_state as ps
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
 from moe_plugin.hosts.megatron.guards import FileSteps, Logged
+from moe_plugin.resilience.elastic import ReplicaSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.run import Run
 
@@ -93,6 +94,35 @@ class Rewindable:
         self._at = 0
 
 
+@contextmanager
+def step_again(iterators: Any, run: Run) -> Iterator[Callable[[], None]]:
+    """Around a step, which is lost where a replica of the run is: to make it again, call what is
+    yielded, and its micro-batches come again. Without replicas nothing is kept.
+    """
+    if run.find(ReplicaSteps) is None:
+        yield lambda: None
+        return
+    found = iterators if isinstance(iterators, list) else [iterators]
+    found = [each for each in found if each is not None]
+    sources, logged = [each.iterable for each in found], core.losses_so_far()
+    kept = [Rewindable(source) for source in sources]
+
+    def again() -> None:
+        core.set_logged_losses(logged)
+        for each in kept:
+            each.rewind()
+
+    _read_from(found, kept)
+    yield again
+    _read_from(found, sources)
+
+
+def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
+    # Megatron's iterator keeps what it has read of another one, to read it again
+    for iterator, source in zip(iterators, sources, strict=True):
+        iterator.iterable = source
+
+
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
     """The passes of the files that this rank computes: what they logged is that of all files."""
@@ -110,8 +140,14 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
         return torch.cat([sum(entry[name].reshape(-1).float() for entry in logged)  # type: ignore[misc]
                           for name in sizes])
 
-    agreed = votes.compute(passes, sums).float()
-    run.after_passes()
+    kept = core.losses_so_far()
+
+    def once() -> torch.Tensor:
+        done = votes.compute(passes, sums)
+        run.after_passes()
+        return done
+
+    agreed = run.compute(once, lambda: core.set_logged_losses(kept)).float()
     found = dict(zip(sizes, agreed.split([*sizes.values()]), strict=True))
     device = next(votes.chunk.parameters()).device
     # two numbers are a sum and its tokens, of which Megatron takes the ratio; one is a mean
@@ -124,9 +160,8 @@ def first_batch(iterators: Any) -> Any:
     iterator = iterators[0] if isinstance(iterators, list) else iterators
     if iterator is None:
         return None
-    # Megatron's iterator keeps what it has read of another one, to read it again
     if not isinstance(iterator.iterable, _Ahead):
-        iterator.iterable = _Ahead(iterator.iterable)
+        _read_from([iterator], [_Ahead(iterator.iterable)])
     return iterator.iterable.ahead()
 
 

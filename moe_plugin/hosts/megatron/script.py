@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.config import PipelineConfig, run_config
+from moe_plugin.hosts.megatron import ensemble, replicas
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -24,7 +25,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.run import Run, StepFacts, StepInput
+from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
 
 _SEAM = "get_forward_backward_func"  # the training code imports it by name
 
@@ -42,6 +43,7 @@ def observe_script() -> Script:
         ("evaluate_and_print_results", script.around_results),
         ("save_checkpoint", script.around_save)):
         replace_training(name, _seam(around))
+    replace_training("get_model", script.around_model)
     replace_training("build_pretraining_data_loader", script.around_loader)
     # imported here: they import Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron import script_stages
@@ -92,13 +94,13 @@ class Script:
             self.report.close()
 
     def around_setup(self, given: Mapping[str, Any], setup: Callable[[], Any]) -> Any:
-        _refuse_unfit_guard()
+        _refuse_unfit()
         if run_config(settings_from_flags(script_arguments())).offload.weights == "host":
             from moe_plugin.hosts.megatron import script_streamed
 
             built = script_streamed.set_up(given, lambda: self.run)
             self.passes, self._save = built[0][0].passes, script_streamed.save
-            self.connect(built[0])
+            self.connect(*built)
             return built
         with collectives_named("a collective of Megatron's set-up"):
             built = setup()
@@ -106,7 +108,7 @@ class Script:
                 from moe_plugin.hosts.megatron.script_stages import passes_of
 
                 self.passes = passes_of(self.stages, *built[:2])
-        self.connect(built[0])
+        self.connect(*built)
         if built[1] is not None:  # evaluation has no optimizer
             use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
         return built
@@ -115,7 +117,17 @@ class Script:
         """The same, but `passes` where they are set."""
         return lambda *args, **kwargs: self.passes or get(*args, **kwargs)
 
-    def connect(self, chunks: list[Any]) -> None:
+    def around_model(self, build: Callable[..., Any]) -> Callable[..., Any]:
+
+        @functools.wraps(build)
+        def call(provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            from moe_plugin.hosts.megatron.script_features import with_heads
+
+            return build(with_heads(provider), *args, **kwargs)
+
+        return call
+
+    def connect(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         # imported once the script's arguments are parsed, because a layer spec follows them
         from moe_plugin.hosts.megatron.script_features import features_of
         from moe_plugin.hosts.megatron.script_report import ScriptReport
@@ -126,7 +138,7 @@ class Script:
             link(chunk)
             give_token_ids(chunk)
         check_seam(self.pipeline())
-        features, recorder = features_of(chunks)
+        features, recorder = features_of(chunks, optimizer, scheduler)
         self.run = Run(features)
         self.report = ScriptReport(script_arguments(), parsed_defaults(), self.run, recorder)
         self.report.begin()
@@ -143,19 +155,34 @@ class Script:
                            lambda batch: passes.loss_of(given, batch))
         self.stepped = True
         self.report.before_step()
-        with self.run.around_step(begins), _named("step"):
-            done = step()
-        left_out = self.run.left_out is not None
-        self.run.after_step(_facts(number, done, left_out))
-        self.report.after_step(done[0], counts=not (left_out or done[1]))
+        with passes.step_again(given["data_iterator"], self.run) as again:
+            while True:
+                with self.run.around_step(begins), _named("step"):
+                    done = step()
+                left_out = self.run.left_out
+                self.run.after_step(_facts(self._reached(number), done, left_out))
+                if left_out is None or not left_out.lost:
+                    break
+                again()
+        self.report.after_step(self._reached(number), done[0], counts=not (
+            left_out is not None or self.run.replaced or done[1]))
         return done
 
     def around_log(self, given: Mapping[str, Any], log: Callable[[], Any]) -> Any:
         with _named("log"):
             done = log()
-        self.report.after_log(*(given[name] for name in (
-            "iteration", "learning_rate", "loss_scale", "grad_norm")))
+        self.report.after_log(self._reached(given["iteration"]), *(
+            given[name] for name in ("learning_rate", "loss_scale", "grad_norm")))
         return done
+
+    def _reached(self, iteration: int) -> int:
+        """Of an iteration's step: its own, or where another replica's state was taken that one's,
+        up to which Megatron's loop skips.
+        """
+        skipped = script_arguments().get("iterations_to_skip") or []
+        while self.run.replaced and iteration + 1 in skipped:
+            iteration += 1
+        return iteration
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
         with _named("evaluation"):
@@ -173,6 +200,8 @@ class Script:
     def around_save(self, given: Mapping[str, Any], save: Callable[[], Any]) -> Any:
         from moe_plugin.hosts.megatron.script_checkpoint import refuse_broken
 
+        if self._reached(given["iteration"]) != given["iteration"]:
+            return None  # these are weights of a later one
         if self._save is not None:
             save = functools.partial(self._save, given)
         else:
@@ -191,6 +220,8 @@ class Script:
         def call(dataset: Any, *args: Any, **kwargs: Any) -> Any:
             from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks
 
+            if dataset is not None and not len(dataset):
+                return None  # of a split without a document, of which no sample is asked for
             with of_all_ranks(build, dataset) if self.run.reduces else contextlib.nullcontext():
                 return build(dataset, *args, **kwargs)
 
@@ -220,27 +251,34 @@ def _named(what: str) -> Iterator[None]:
         yield
 
 
-def _refuse_unfit_guard() -> None:
+def _refuse_unfit() -> None:
     """Before a model is built, which takes minutes."""
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.guards import guard_of
 
     arguments = script_arguments()
-    guard_of(argparse.Namespace(**arguments), settings_from_flags(arguments))
+    args = argparse.Namespace(**arguments)
+    guard_of(args, settings_from_flags(arguments))
+    ensemble.ensemble_of(args)
+    replicas.check(args)
 
 
-def _facts(number: int, done: tuple[Any, ...], left_out: bool) -> StepFacts:
+def _facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:
     """What is known of a step of the script's loop.
 
-    done: what `train_step` returned: the losses by name, whether the step was
-    skipped, and more.
+    Args:
+        done: what `train_step` returned: the losses by name, whether the step was skipped, and
+            more.
+        left_out: why it changes no parameter.
     """
     losses, skipped = done[:2]
+    no_change = left_out is not None or bool(skipped)
     arguments = script_arguments()
     loss = losses.get("lm loss") if isinstance(losses, Mapping) else None
     total = arguments.get("train_iters")
     return StepFacts(
-        number, skipped=(left_out or bool(skipped)) and not arguments.get("fp16"),  # a scale falls
+        number, made=left_out is None or not left_out.lost,
+        skipped=no_change and not arguments.get("fp16"),  # there a scale falls
         tokens=arguments.get("global_batch_size", 0) * arguments.get("seq_length", 0),
         left=None if total is None else max(0, total - number),
         loss=None if loss is None else float(loss))

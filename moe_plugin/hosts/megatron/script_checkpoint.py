@@ -12,17 +12,21 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND, METADATA
+from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
+from moe_plugin.hosts.megatron.model_settings import check_settings
 
 _STEP = re.compile(r"iter_(\d{7,})\Z")
 
@@ -120,10 +124,49 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iter
         _verified(files.folder(root, asked))
     else:
         arguments["ckpt_step"] = _newest_number(root, newest)
+    _compare(files.folder(root, arguments["ckpt_step"]), arguments)
     try:
         yield
     finally:
         arguments["ckpt_step"] = asked
+
+
+def _compare(path: str, arguments: Mapping[str, Any]) -> None:
+    """`model_settings.check_settings` of the arguments with which it was saved; collective."""
+    said, newer = "", "layernorm_epsilon"  # its name in newer releases
+    mine = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
+    if dist.get_rank() == 0:
+        try:
+            with open_checkpoint(Path(path), trusted=True) as source:  # Megatron reads it so, too
+                saved = source.values["settings"]
+        except CheckpointError:  # Megatron may know it
+            saved = {}
+        try:
+            check_settings(path, saved, mine)
+        except ValueError as error:
+            said = str(error)
+    for text in filter(None, files.gather(said)):
+        raise ValueError(text)
+
+
+def readable_loads() -> None:
+    """Let Megatron's own functions say which checkpoint cannot be loaded, and what helps; stays for
+    the life of the process.
+    """
+    for name in ("load", "load_common_state_dict"):
+        setattr(dist_checkpointing, name, _readable(getattr(dist_checkpointing, name)))
+
+
+def _readable(load: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        with files.readable(str(given.arguments["checkpoint_dir"])):
+            return load(*args, **kwargs)
+
+    return call
 
 
 def _latest(root: str) -> int | None:

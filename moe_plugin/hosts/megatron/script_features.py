@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import ObserveConfig, run_config
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
+from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.passes import bare
+from moe_plugin.hosts.megatron.replicas import replicas_of
 from moe_plugin.hosts.megatron.report import log_path
 from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of
 from moe_plugin.hosts.megatron.streamed import StreamedModel
@@ -31,9 +35,12 @@ from moe_plugin.routing.steps import RouterSteps
 from moe_plugin.run import RunFeature
 
 
-def features_of(chunks: list[Any]) -> tuple[list[RunFeature | None], StatsRecorder]:
+def features_of(chunks: list[Any], optimizer: Any, scheduler: Any
+                ) -> tuple[list[RunFeature | None], StatsRecorder]:
     """The features of a script's run with these parts of a model, and the recorder of its log;
     collective.
+
+    optimizer: Megatron's; None: the run only evaluates. scheduler: of its learning rate.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -62,9 +69,51 @@ def features_of(chunks: list[Any]) -> tuple[list[RunFeature | None], StatsRecord
     twins = twins_of(guard, bare(chunks[0]), lambda: gather(chunks))
     votes = FileSteps(guard, chunks, bare(chunks[0]).config,
                       _microbatches(args)) if guard.votes else None
-    return [FirstStepLine(), RUN, twins, records, votes,
+    replicas = _replicas(args, chunks, optimizer, scheduler) if optimizer is not None else None
+    return [FirstStepLine(), RUN, twins, replicas, records, votes,
             RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), RouterSteps(chunks),
-            activations, drops], recorder
+            activations, drops, _errors(args, chunks)], recorder
+
+
+def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
+    """A script's model provider, whose models get the ensemble of heads that is asked for."""
+
+    @functools.wraps(provider)
+    def provide(*given: Any, **kwargs: Any) -> Any:
+        args = argparse.Namespace(**script_arguments())
+        model, ensemble = provider(*given, **kwargs), ensemble_of(args)
+        return model if ensemble is None else add_heads(model, ensemble, args.vocab_size)
+
+    return provide
+
+
+def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | None:
+    if ensemble_of(args) is None:
+        return None
+    errors = EnsembleErrors(chunks)
+    if not any(gather_objects(errors.has_heads, "which stages have heads")):
+        raise ValueError(
+            f"ensemble_heads={args.ensemble_heads} cannot be used with this script, which gives "
+            "Megatron a model's config in place of a function that makes the model; use "
+            "scripts/pretrain_gpt_moe.py, or leave it out")
+    return errors
+
+
+def _replicas(args: argparse.Namespace, chunks: list[Any], optimizer: Any,
+              scheduler: Any) -> RunFeature | None:
+    given = script_arguments()
+
+    def progress() -> tuple[int, ...]:
+        return given.get("curr_iteration", given.get("iteration", 0)), scheduler.num_steps
+
+    def take(iteration: int, samples: int) -> None:
+        # Megatron's loop goes on after the present step: it reads the data of those between
+        mine, _ = progress()
+        scheduler.num_steps = samples
+        given["iterations_to_skip"] = [*given["iterations_to_skip"],
+                                       *range(mine + 2, iteration + 2)]
+
+    return replicas_of(args, [bare(chunk) for chunk in chunks], optimizer, progress, take)
 
 
 def _microbatches(args: argparse.Namespace) -> int:

@@ -88,15 +88,16 @@ class ScriptReport:
             self._since = time.perf_counter()
             self._timed = True
 
-    def after_step(self, losses: Mapping[str, torch.Tensor], counts: bool) -> None:
+    def after_step(self, number: int, losses: Mapping[str, torch.Tensor], counts: bool) -> None:
         """Take what a step logged, before Megatron's log empties its own.
 
         Args:
+            number: of the step, from 1.
             losses: means of all ranks, on those of the last stage. counts: it was not skipped.
         """
-        self._steps, self.done = self._steps + 1, self.done + 1
         if self._bar is not None:
-            self._bar.update(1)
+            self._bar.update(number - self.done)
+        self._steps, self.done = self._steps + 1, number
         if counts and "lm loss" in losses:
             loss = losses["lm loss"].detach().double()
             self._loss = loss if self._loss is None else self._loss + loss
@@ -141,14 +142,14 @@ class ScriptReport:
 
         losses: means of all ranks, on those of the last stage.
         """
-        loss = losses.get("lm loss")
+        loss, found = losses.get("lm loss"), self.run.evaluated()
         value = _of_last_stage(None if loss is None else float(loss))
         if value is None:
             return
         prefix, step = self.evaluates
         kind = "test" if "test set" in prefix else "validation"
         if kind == "validation":
-            self.log.write({"iteration": step, "valid_loss": value})
+            self.log.write({"iteration": step, "valid_loss": value, **found})
         logger.info("iteration %d | %s loss %.4f", step, kind, value)
 
     def saved(self, iteration: int) -> None:

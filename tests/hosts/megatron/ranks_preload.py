@@ -13,10 +13,12 @@ warnings.filterwarnings("ignore")
 
 def _preload() -> None:
     from moe_plugin.hosts.megatron.compat import cpu
-    from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
+    from moe_plugin.hosts.megatron.compat.settings import mend_config_warning, training_module
 
     cpu.enable()
     mend_config_warning()
+    with contextlib.suppress(ValueError):  # below 0.17 there is none
+        training_module("training")
     import moe_plugin.hosts.megatron as host
 
     for folder in (host.__name__, f"{host.__name__}.trainer"):

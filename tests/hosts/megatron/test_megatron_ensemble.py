@@ -13,39 +13,41 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.ensembles.cmcl import confident_oracle_loss, ensemble_errors
-from moe_plugin.hosts.megatron.trainer.ensemble import oracle_loss_function
+from moe_plugin.ensembles.settings import EnsembleSettings
+from moe_plugin.hosts.megatron.ensemble import OracleLosses
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, PP2
+from tests.hosts.megatron.training import MODEL, PP2, launched, own_loop
 
 pytestmark = pytest.mark.megatron
 
 
-def test_loss_function() -> None:
-    logits, labels, mask = torch.randn(2, 4, 3,
-                                       7), torch.randint(7, (2, 4)), torch.tensor([[1.0, 1, 1, 0],
-                                                                                   [1, 1, 1, 1]])
-    loss, logged = oracle_loss_function(labels, mask)(logits)
-    group = torch.arange(8) // 4
-    want = confident_oracle_loss(logits.flatten(0, 1), labels.flatten(), 1, 0.75, group_N=group,
-                                 groups=2, mask_N=mask.flatten() > 0)
-    torch.testing.assert_close(loss, want.loss_N.sum() / 7)
-    total, tokens, _ = oracle_loss_function(labels, mask, per_token=True)(logits)
-    assert tokens == 7 and tokens.dtype == torch.int
-    torch.testing.assert_close(total, loss * 7)
-    oracle, top1 = ensemble_errors(logits.flatten(0, 1), labels.flatten())
+def test_losses_and_what_is_wrong() -> None:
+    logits, labels = torch.randn(2, 4, 3, 7), torch.randint(7, (2, 4))
+    mask = torch.tensor([[1.0, 1, 1, 0], [1, 1, 1, 1]])
+    losses, model = OracleLosses(EnsembleSettings(heads=3)), torch.nn.Identity()
+    losses.take_mask(model, (), {"loss_mask": mask})
+    found = losses(labels, logits.transpose(0, 1))
     real = mask.flatten() > 0
-    assert logged["oracle error"].tolist() == [int(
-        (oracle
-         & real).sum()), 7] and logged["top-1 error"].tolist() == [int((top1 & real).sum()), 7]
+    want = confident_oracle_loss(logits.flatten(0, 1), labels.flatten(), 1, 0.75,
+                                 group_N=torch.arange(8) // 4, groups=2, mask_N=real)
+    torch.testing.assert_close(found.flatten(), want.loss_N)
+    assert found[0, 3] == 0
+    oracle, top1 = ensemble_errors(logits.flatten(0, 1), labels.flatten())
+    wrong = [int((each & real).sum()) for each in (oracle, top1)]
+    assert losses.counts is not None and losses.counts.tolist() == [7, *wrong]
+    losses.counts = None
+    losses.take_mask(model.eval(), (), {})
+    losses(labels, logits.transpose(0, 1))
+    assert losses.counts[0] == 8 and losses.counts[3:].sum() == 8 + 16 + 8
 
 
 def _train(steps: int) -> tuple[list[float], str]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.ensemble import add_heads
     from moe_plugin.hosts.megatron.spec import swap_moe
-    from moe_plugin.hosts.megatron.trainer.ensemble import add_heads
 
     case = Case(native={"num_moe_experts": 4})
     initialise_parallel(case)
@@ -58,11 +60,11 @@ def _train(steps: int) -> tuple[list[float], str]:
             share_embeddings_and_output_weights=shared)
 
     try:
-        add_heads(gpt(True), 3)
+        add_heads(gpt(True), EnsembleSettings(heads=3))
         message = ""
     except ValueError as error:
         message = str(error)
-    model = add_heads(gpt(False), 3, hidden=8, sharing=0.7)
+    model = add_heads(gpt(False), EnsembleSettings(heads=3, hidden=8, sharing=0.7))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     tokens = torch.arange(12).repeat(4, 1) + torch.arange(4)[:, None]
     positions, labels = torch.arange(12).repeat(4, 1), tokens + 1
@@ -70,12 +72,11 @@ def _train(steps: int) -> tuple[list[float], str]:
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        logits = model(tokens, positions, mask)
-        assert logits.shape == (4, 12, 3, 32)
-        loss, _ = oracle_loss_function(labels, torch.ones(4, 12))(logits)
+        loss = model(tokens, positions, mask, labels=labels).mean()
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
+    assert model(tokens, positions, mask).shape == (4, 12, 3, 32)
     return losses, message
 
 
@@ -108,14 +109,30 @@ def _by_flags(argv: list[str], folder: str) -> list[dict[str, Any]]:
 @pytest.mark.distributed
 def test_heads_by_flags_over_two_stages(data: str, tmp_path: Path) -> None:
     argv = [*MODEL, *PP2, *FLAGS, "--data-path", data, "--eval-interval", "4", "--eval-iters", "1"]
-    logs = on_ranks(2, _by_flags, argv, str(tmp_path))[0]
+    _check(on_ranks(2, _by_flags, argv, str(tmp_path))[0], [1, 2, 3, 4, 5], 2)
+
+
+@own_loop
+@pytest.mark.distributed
+def test_heads_on_megatrons_own_loop(data: str, tmp_path: Path) -> None:
+    for name, more in (("first", ["--train-iters", "4", "--save", "ckpt"]),
+                       ("then", ["--train-iters", "5", "--load", "ckpt"])):
+        launched([*PP2, *FLAGS, "--data-path", data, "--split", "90,10,0",
+                  "--eval-iters", "1", "--log-file", name,
+                  *more], 2, tmp_path)
+        logs = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        _check(logs, [5] if name == "then" else [1, 2, 3, 4], 8)
+
+
+def _check(logs: list[dict[str, Any]], numbers: list[int], sequences: int) -> None:
+    """sequences: of a validation."""
     steps = [row for row in logs if "lm_loss" in row]
     [valid] = [row for row in logs if "valid_loss" in row]
-    assert [row["iteration"] for row in steps] == [1, 2, 3, 4, 5]
-    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+    assert [row["iteration"] for row in steps] == numbers
+    assert len(steps) == 1 or steps[-1]["lm_loss"] < steps[0]["lm_loss"]
     for row in [*steps, valid]:
         assert 0 < row["oracle_error"] <= 1 and 0 < row["top1_error"] <= 1
-    tokens = 2 * 32  # of a micro-batch, for one responsible head of three
+    tokens = sequences * 32  # for one responsible head of three
     assert {name: sum(counts) for name, counts in valid["confidence"].items()} == {
         "responsible": tokens, "other": 2 * tokens, "ensemble": tokens}
     assert "confidence" not in steps[0]

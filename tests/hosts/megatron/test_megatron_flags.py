@@ -216,7 +216,7 @@ def test_a_missing_flag_is_said_with_the_one_given_for_it(
 
 def test_other_learned_positions_than_saved_are_refused() -> None:
     """Of other positions their number says nothing about tensors."""
-    from moe_plugin.hosts.megatron.trainer.checkpoint import check_settings
+    from moe_plugin.hosts.megatron.model_settings import check_settings
 
     saved = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
     mine = {**saved, "max_position_embeddings": 32}

@@ -41,7 +41,7 @@ def test_the_other_rank_says_what_it_waited_for(data: str, how: str) -> None:
 # what the last rank does not live to do: module below the host, class or None, function; what the
 # other one waits in
 PLACES = {
-    "loss": ("trainer.train", "Loop", "_all_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
+    "loss": ("trainer.train", "Loop", "_loss_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
     "finite": ("compat.finite", "PreparedGradients", "_gradients", EP2,
                "all_reduce(max) of torch.float32 ()"),
     "balance losses": ("trainer.loop", None, "auxiliary_losses", EP2,

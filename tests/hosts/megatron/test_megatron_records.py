@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ pytest.importorskip("megatron.core",
 from moe_plugin.observe.history import read_run
 from tests.hosts import ill
 from tests.hosts.megatron.ranks import on_ranks, run_main
-from tests.hosts.megatron.training import EP2, MODEL, PP2, trained
+from tests.hosts.megatron.training import EP2, MODEL, PP2, launched, own_loop, trained
 from tests.observe import wandb_files
 
 pytestmark = pytest.mark.megatron
@@ -51,59 +50,16 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
     assert 'id="timeline-1"' in render(run)
 
 
-def _launched(argv: list[str], steps: int) -> None:
-    """The parts of Megatron's `pretrain` that the launcher wraps, around a model of the training
-    script: nothing of it is connected by hand.
-    """
-    import argparse
-    from types import SimpleNamespace
-
-    from moe_plugin.hosts.megatron import script
-    from moe_plugin.hosts.megatron.report import RunLog
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
-
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    tokenizer, train_set, _ = train.make_datasets(args)
-    state = argparse.Namespace(curr_iteration=0, global_batch_size=8, seq_length=32)
-    training_module = SimpleNamespace()
-    sys.modules["megatron.training.global_vars"] = SimpleNamespace(  # type: ignore[assignment]
-        _GLOBAL_ARGS=state)
-    sys.modules["megatron.training.training"] = training_module  # type: ignore[assignment]
-    sys.modules.setdefault("megatron.training", SimpleNamespace())  # type: ignore[arg-type]
-    built = model.build(args, arguments.transformer_config(args, cpu=True),
-                        arguments.our_settings(args), tokenizer.vocab_size)
-    for layer in built.moe_layers():  # as a script's model: no token ids yet
-        layer.tokens_BT = None
-    for chunk in built.bare():
-        chunk._forward_pre_hooks.clear()
-    loop = train.Loop(args, built, RunLog(None), train_set, None)
-    batches = [loop._batches(train_set, 0) for _ in built.chunks]
-    training_module.setup_model_and_optimizer = lambda: (built.chunks, built.optimizer, None)
-    training_module.train_step = lambda: _as_megatron(*loop.step(batches, args.lr))
-    training_module.evaluate = lambda: None
-    script.observe_script()
-    training_module.setup_model_and_optimizer()
-    for state.curr_iteration in range(steps):
-        training_module.train_step()
-
-
-def _as_megatron(loss_2: torch.Tensor, norm: float | None) -> tuple[Any, ...]:
-    """What Megatron's `train_step` returns: losses by name on the last stage, skipped, ..."""
-    losses = {"lm loss": loss_2[0] / loss_2[1]} if float(loss_2[1]) else {}
-    return losses, 0, False, False, 0, norm, None
-
-
+@own_loop
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [EP2, PP2], ids=["EP2", "PP2"])
 def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[str], data: str,
                                                                     tmp_path: Path) -> None:
     files = ["--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "2",
              "--moe-stats-timeline", "3"]
-    argv = [*MODEL, "--moe-aux-loss-coeff", "0", "--moe-router", "hash", "--moe-hash-vocabulary",
-            "384", "--data-path", data,
-            "--train-iters", "4", *files, *sizes]
-    on_ranks(2, _launched, argv, 4)
+    launched(["--moe-aux-loss-coeff", "0", "--moe-router", "hash", "--moe-hash-vocabulary", "384",
+              "--moe-z-loss-coeff", "0", "--data-path", data, "--train-iters", "4", *files, *sizes],
+             2, tmp_path)
     rows = [json.loads(line) for path in sorted(tmp_path.glob("stats.jsonl*"))
             for line in path.read_text().splitlines()]
     balance = sorted((row["step"], row["layer"]) for row in rows if "layer" in row)

@@ -21,16 +21,13 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from tests.hosts.megatron.ranks import ROOT
+from tests.hosts.megatron.training import SCRIPT, own_loop
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 pytestmark = [
-    pytest.mark.megatron, pytest.mark.distributed,
-    pytest.mark.skipif(importlib.util.find_spec("megatron.training") is None,
-                       reason="needs megatron.training, which megatron-core 0.17 and newer hold: "
-                       "bash scripts/test_megatron_versions.sh 0.19.2")
+    pytest.mark.megatron, pytest.mark.distributed, own_loop
 ]
 
-SCRIPT = str(Path(ROOT, "scripts", "pretrain_gpt_moe.py"))
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --min-lr 1e-2
 --lr-decay-iters 100 --lr-decay-style constant --vocab-size 256 --make-vocab-size-divisible-by 8
@@ -212,7 +209,7 @@ sys.path.insert(0, {str(Path(SCRIPT).parent)!r})
 import pretrain_gpt_moe as example
 from megatron.core.enums import ModelType
 from megatron.training import argument_utils, arguments, pretrain
-args = arguments.parse_and_validate_args(args_defaults=example.DEFAULTS)
+args = arguments.parse_and_validate_args(extra_args_provider=example.own_defaults)
 container = argument_utils.pretrain_cfg_container_from_args(
     args, argument_utils.gpt_config_from_args(args))
 pretrain(container, example.datasets, model_type=ModelType.encoder_or_decoder,

@@ -4,7 +4,6 @@ CPU: the launcher, as users start it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,14 +16,12 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from tests.hosts.megatron.ranks import ROOT
-from tests.hosts.megatron.test_megatron_script import FLAGS, SCRIPT, launch, train
+from tests.hosts.megatron.test_megatron_script import FLAGS, launch, train
+from tests.hosts.megatron.training import SCRIPT, own_loop
 from tests.hosts.stopped import own_lines, stopped
 
 pytestmark = [
-    pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("megatron.training") is None,
-                       reason="needs megatron.training, which megatron-core 0.17 and newer hold: "
-                       "bash scripts/test_megatron_versions.sh 0.19.2")
+    pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, own_loop
 ]
 EP2 = ["--expert-model-parallel-size", "2", "--train-iters", "5"]
 # of published scripts: what a machine without CUDA lacks

@@ -16,10 +16,11 @@ from tests.hosts.megatron.ranks import ROOT, run_main
 
 HAS_TRAINING = (importlib.util.find_spec("megatron") is not None
                 and importlib.util.find_spec("megatron.training") is not None)
-# what a test of both loops is parametrized with: ours, and Megatron's by the launcher
-LOOPS = ["ours", pytest.param("megatron", marks=[pytest.mark.slow, pytest.mark.skipif(
+own_loop = pytest.mark.skipif(
     not HAS_TRAINING, reason="needs megatron.training, which megatron-core 0.17 and newer hold: "
-    "bash scripts/test_megatron_versions.sh 0.19.2")])]
+    "bash scripts/test_megatron_versions.sh 0.19.2")
+# what a test of both loops is parametrized with: ours, and Megatron's by the launcher
+LOOPS = ["ours", pytest.param("megatron", marks=[pytest.mark.slow, own_loop])]
 SCRIPT = str(Path(ROOT, "scripts", "pretrain_gpt_moe.py"))
 AS_SCRIPT = """--max-position-embeddings 32 --vocab-size 257 --num-workers 0 --attention-backend
 unfused --use-cpu-initialization --dist-ckpt-optim-fully-reshardable""".split()
@@ -34,6 +35,15 @@ MODEL = [
 EP2 = ["--expert-model-parallel-size", "2"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+# the same model on Megatron's own loop
+OWN = [*MODEL, "--max-position-embeddings", "32", "--vocab-size", "257", "--num-workers", "0",
+       "--eval-iters", "0", "--save-interval", "100"]
+
+
+def launched(argv: list[str], world: int, cwd: Path, fails: bool = False) -> str:
+    """Train on Megatron's own loop by our launcher, with `OWN` and these; what ranks printed."""
+    return run_main("moe_plugin.hosts.megatron.launch", ["--moe-cpu", SCRIPT, *OWN, *argv], world,
+                    cwd, fails=fails)
 
 
 def trained(argv: list[str]) -> dict[str, Any]:

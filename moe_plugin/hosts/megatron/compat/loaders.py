@@ -1,11 +1,34 @@
-"""Data loaders of Megatron's training code, versions 0.15 to 0.19."""
+"""Data loaders and data sets of Megatron's training code, versions 0.15 to 0.19."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+def refuse_empty_splits() -> None:
+    """Let a data set without a document end in a `ValueError`; where no sample of it is asked for,
+    it is empty. Stays for the life of the process.
+
+    0.15 to 0.19: it is counted over and over, until it has enough samples: forever.
+    """
+    datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
+    native = datasets.GPTDataset._get_num_epochs
+
+    def number(self: Any, tokens: int) -> int:
+        if tokens:
+            return native(self, tokens)
+        if self.num_samples:
+            raise ValueError(
+                f"split={self.config.split!r} leaves no document for the {self.index_split.name} "
+                "set, because whole documents are split: give more documents (blank lines end "
+                "them), another --split, or --eval-iters 0")
+        return 1
+
+    datasets.GPTDataset._get_num_epochs = number
 
 
 @contextmanager

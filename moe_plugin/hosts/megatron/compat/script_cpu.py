@@ -12,7 +12,7 @@ import enum
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,15 @@ from moe_plugin.messages import first_process
 logger = logging.getLogger(__name__)
 PATCHES: list[cpu.Patch] = []
 
-# what has no kernel, or no backend, on CPU; arguments of the script override them
+# what a machine without Transformer Engine lacks; arguments of the script override them
+WITHOUT_ENGINE = {
+    "transformer_impl": "local", "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True, "masked_softmax_fusion": False, "apply_rope_fusion": False
+}
+# what has no kernel, or no backend, on CPU
 DEFAULTS = {
-    "distributed_backend": "gloo", "transformer_impl": "local",
-    "gradient_accumulation_fusion": False, "no_persist_layer_norm": True,
-    "masked_softmax_fusion": False, "bias_gelu_fusion": False, "bias_dropout_fusion": False,
-    "apply_rope_fusion": False
+    **WITHOUT_ENGINE, "distributed_backend": "gloo", "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False
 }
 # what scripts written for GPUs choose among implementations of the same computation: by argument,
 # the choices that need a GPU or a package for one, and what a run on CPU takes
@@ -58,13 +61,13 @@ def enable() -> None:
         patch.apply()
 
 
-def with_defaults(provider: Provider | None) -> Provider:
-    """A script's argument provider, and after it the defaults of a run without CUDA."""
+def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Provider:
+    """A script's argument provider, and after it other defaults of Megatron's arguments."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if provider is None else provider(parser)
         known = {action.dest for action in parser._actions}
-        parser.set_defaults(**{name: value for name, value in DEFAULTS.items() if name in known})
+        parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
         return parser
 
     return provide

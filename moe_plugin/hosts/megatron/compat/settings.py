@@ -86,20 +86,20 @@ def training_module(name: str) -> ModuleType:
     """`megatron.training.NAME`.
 
     Raises:
-        ImportError: it is not there, or needs a package that is not; it says what to install.
+        ValueError: it is not there, or needs a package that is not; it says what to install.
     """
     _older_python()
     try:
         return importlib.import_module(f"megatron.training.{name}")
     except ModuleNotFoundError as error:
-        raise ImportError(_MISSING.format(error.name)) from error
+        raise ValueError(_MISSING.format(error.name)) from error
 
 
 _MISSING = (
     "Megatron's training code (megatron.training) cannot be imported: there is no module {!r}. "
-    "Start a script of a Megatron-LM checkout, which has it next to the script, or install "
-    "megatron-core 0.17 or newer, which holds it, and the packages it needs "
-    "(pip install six einops pydantic)")
+    "With Python 3.11 or newer: pip install --ignore-requires-python --no-deps "
+    "megatron-core==0.19.2 pyyaml; or start a script of a Megatron-LM checkout, which has it next "
+    "to the script. Layers by swap_moe work without it")
 
 
 def _older_python() -> None:

@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron import balance
+from moe_plugin.hosts.megatron import balance, ensemble, replicas
 from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, Flag
-from moe_plugin.hosts.megatron.trainer import copied_flags, ensemble
+from moe_plugin.hosts.megatron.trainer import copied_flags
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import short
-from moe_plugin.resilience.elastic import check_alone, check_settings
 
 MOST = 10**9  # beyond any use of a size or a number of steps
 
@@ -110,12 +109,7 @@ _OURS = (
     ("native-moe", {"action": "store_true",
                     "help": "train with Megatron's own MoE layer, for comparison"}),
     ("cpu", {"action": "store_true", "help": "train on CPU although a GPU is there"}),
-    FUSED_ADAM,
-    ("moe-lighthouse", {
-        "help": "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that "
-        "come and go (docs/replicas.md); default: it is the only one"}),
-    ("moe-replica", {"type": int, "default": 0,
-                     "help": "number of this run among the replicas of --moe-lighthouse"}))
+    FUSED_ADAM, *replicas.FLAGS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -222,17 +216,7 @@ def _check_training(args: argparse.Namespace) -> None:
     sharded = args.use_distributed_optimizer and args.overlap_grad_reduce
     _need(args, "overlap_param_gather", not args.overlap_param_gather or sharded,
           "False without --use-distributed-optimizer and --overlap-grad-reduce", "give both")
-    if not args.moe_lighthouse:
-        check_alone(args.moe_replica)
-        return
-    _need(args, "moe_lighthouse",
-          not (args.fp16 or args.bf16 or args.use_distributed_optimizer),
-          "left out with --fp16, --bf16 and --use-distributed-optimizer",
-          "leave these three out: replicas average float32 gradients of whole parameters")
-    _need(args, "moe_router_enable_expert_bias", not args.moe_router_enable_expert_bias,
-          "off with --moe-lighthouse, where Megatron's biases follow each replica's own loads",
-          "use --moe-router sigmoid_bias")
-    check_settings(args.moe_replica)
+    replicas.check(args)
 
 
 def _need(args: argparse.Namespace, name: str, ok: Any, bound: str, remedy: str) -> None:

@@ -22,15 +22,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import torch_dist
 from moe_plugin.checkpoint.formats.megatron.common import refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
-from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import streamed_checkpoint
@@ -40,7 +36,6 @@ from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.names import DistributedOptimizer, ShardedObject
 from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.trainer.model import Training
-from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 STAGES = "stage_layouts"  # of `layout`
@@ -155,7 +150,7 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
     if training.optimizer is not None:
         optimizers.prepare_optimizer_for_load(training.optimizer)
     with_optimizer = training.optimizer is not None
-    try:
+    with files.readable(path):
         if not trust:
             torch_dist.check_classes(path)
         state = _state(training, loading=True, same_layout=same, layers_apart=apart)
@@ -165,16 +160,6 @@ def load(root: str, training: Training, trust: bool = False) -> Progress:
         with collectives_named(f"a collective of reading checkpoint {path!r}"):
             found = dist_checkpointing.load(
                 state, path, validate_access_integrity=apart or not training.stage_layouts)
-    except (UntrustedFile, CheckpointError, CommError):
-        raise
-    # Megatron, torch and pickle raise many kinds for a damaged file
-    except (Exception, CheckpointException) as error:
-        rank, cause = files.cause(error)
-        where = f" on rank {rank}" if rank != dist.get_rank() else ""
-        raise ValueError(
-            f"checkpoint {path!r} cannot be loaded{where}: {short(cause, 300)}; to use an earlier "
-            "one write its number into "
-            f"{os.path.join(root, LATEST)}") from error
     for index, model in enumerate(training.bare()):
         model.load_state_dict(found[f"model{index}"])
     if with_optimizer:

@@ -20,7 +20,6 @@ from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import collectives_named, comm_of
 from moe_plugin.config import run_config
-from moe_plugin.ensembles.cmcl import BINS, HISTOGRAMS
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
@@ -32,15 +31,12 @@ from moe_plugin.hosts.megatron.report import (
     skipped,
     tell,
 )
-from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.hosts.megatron.trainer import run as of_run
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress, save
 from moe_plugin.hosts.megatron.trainer.data import batches as batches_of
-from moe_plugin.hosts.megatron.trainer.ensemble import CONFIDENCE, ERRORS
 from moe_plugin.hosts.megatron.trainer.model import forward_step
 from moe_plugin.observe import progress as progress_bar
-from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.run import Run, StepFacts, StepInput
 
@@ -72,8 +68,6 @@ class Loop:
 
     Attributes:
         progress: of the steps made so far. features: of the run, around steps and evaluations.
-        sizes: of the sums that the loss function logs, by name. sums: those of the last passes,
-            over all ranks, float64.
         microbatches: of a step, for each replica. replica, replicas: this one, and how many.
     """
 
@@ -87,11 +81,8 @@ class Loop:
         self.microbatches = args.global_batch_size // (args.micro_batch_size * self.replicas)
         # experts that are elsewhere come after the layer's others
         self.device = next(training.chunks[0].parameters()).device
-        self.sizes, self.sums = {"lm loss": 2}, dict[str, torch.Tensor]()
-        if training.ensemble is not None:
-            self.sizes |= {**dict.fromkeys(ERRORS, 1), CONFIDENCE: len(HISTOGRAMS) * BINS}
         if args.skip_train:
-            self.features = Run([RowsFit(training.chunks, comm_of(), MegatronStart)])
+            self.features = Run(of_run.of_evaluation(self))
         else:
             self.features = of_run.run_of(self)
             self.gradients = PreparedGradients(training.optimizer, lambda: self.features)
@@ -114,7 +105,7 @@ class Loop:
                     batches = self.training_batches()
                 if self._lost:
                     continue
-                sums, done = sums + torch.cat([loss_2, self._errors()]), self.progress.iteration
+                sums, done = sums + loss_2, self.progress.iteration
                 if done % args.log_interval == 0 or done == args.train_iters:
                     record = self._record(sums, norm, time.perf_counter() - since)
                     bar.set_postfix_str(f"loss {record['lm_loss'] or math.nan:.3f}")
@@ -187,8 +178,7 @@ class Loop:
         return loss_2, norm
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
-        output, loss = forward_step(iter([batch]), self.training.bare()[0],
-                                    ensemble=self.training.ensemble)
+        output, loss = forward_step(iter([batch]), self.training.bare()[0])
         return loss(output)[0]
 
     def _update(self, batches: list[Any], rate: float) -> tuple[torch.Tensor, float | None]:
@@ -213,17 +203,16 @@ class Loop:
             chunk.zero_grad_buffer()
         self.training.optimizer.zero_grad()
         passes = functools.partial(self._forward_backward, forward_only=False)
-        return self._taken(of_run.gradient_sums(self.features, passes, batches, self._own_sums,
-                                                self._all_sums))
+        return of_run.gradient_sums(self.features, passes, batches, self._own_sums,
+                                    self._loss_sums)
 
     def _record(self, sums: torch.Tensor, norm: float | None, seconds: float) -> dict[str, Any]:
-        (total, tokens), iteration = sums[:2].tolist(), self.progress.iteration
+        (total, tokens), iteration = sums.tolist(), self.progress.iteration
         steps = tokens / (self.args.global_batch_size * self.args.seq_length)
         computed = self.microbatches * self.features.copies
         record = {
             "iteration": iteration, "consumed_samples": self.progress.consumed_samples,
-            "lm_loss": total / tokens if tokens else None,
-            **_error_rates(sums[2:], tokens), **skipped(self.features),
+            "lm_loss": total / tokens if tokens else None, **skipped(self.features),
             "lr": learning_rate(self.args, iteration - 1),
             "loss_scale": float(self.training.optimizer.get_loss_scale()),
             "grad_norm": norm, "tokens_per_s": tokens / seconds, "seconds": seconds,
@@ -268,19 +257,11 @@ class Loop:
         with torch.no_grad():
             total, tokens = self.computed(self._losses, batches, self.args.eval_iters).tolist()
         record = {"iteration": iteration, "valid_loss": total / max(1.0, tokens),
-                  **_error_rates(self._errors(), tokens)}
-        if CONFIDENCE in self.sums:
-            sure = self.sums[CONFIDENCE].view(len(HISTOGRAMS), BINS).long().tolist()
-            record["confidence"] = dict(zip(HISTOGRAMS, sure, strict=True))
+                  **self.features.evaluated()}
         self.log.write(record)
         logger.info("iteration %d | validation loss %.4f", iteration, total / max(1.0, tokens))
         self.features.after_evaluation(iteration)
         return record
-
-    def _errors(self) -> torch.Tensor:
-        """Tokens of the last passes by the names of `ERRORS`; none without an ensemble."""
-        found = [self.sums[name] for name in ERRORS if name in self.sums]
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
 
     def _losses(self, batches: list[list[Any]]) -> torch.Tensor:
         return self._loss_sums(self._forward_backward(
@@ -295,39 +276,22 @@ class Loop:
     def _forward_backward(self, batches: list[Any], microbatches: int, *,
                           forward_only: bool) -> list[dict[str, torch.Tensor]]:
         chunks = self.training.chunks
-        one_step = (forward_step if self.training.ensemble is None else
-                    functools.partial(forward_step, ensemble=self.training.ensemble))
         several = len(chunks) > 1
         length = self.args.seq_length
         with collectives_named("a collective of Megatron's step (gradients, or between stages)"):
             return self.schedule(
-                forward_step_func=one_step, data_iterator=batches if several else batches[0],
+                forward_step_func=forward_step, data_iterator=batches if several else batches[0],
                 model=chunks if several else chunks[0], num_microbatches=microbatches,
                 seq_length=length, micro_batch_size=self.args.micro_batch_size,
                 decoder_seq_length=length, forward_only=forward_only)
 
     def _loss_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        return self._taken(self._all_sums(logged))
-
-    def _all_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        # over all ranks, float64: (sum of losses, tokens)
         sums = self._own_sums(logged)
         for group in (ps.get_data_parallel_group(), ps.get_pipeline_model_parallel_group()):
             sums = comm_of(group).all_reduce(sums)
         return sums.double().cpu()
 
     def _own_sums(self, logged: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        # over micro-batches, by the names of `sizes`
-        return torch.cat([
-            sum((entry[name][:size] for entry in logged if name in entry),
-                torch.zeros(size, device=self.device)) for name, size in self.sizes.items()])
-
-    def _taken(self, sums: torch.Tensor) -> torch.Tensor:
-        # of such sums over all ranks, float64: (sum of losses, tokens)
-        self.sums = dict(zip(self.sizes, sums.split([*self.sizes.values()]), strict=True))
-        return self.sums["lm loss"]
-
-
-def _error_rates(errors: torch.Tensor, tokens: float) -> dict[str, float]:
-    """Shares of tokens, for a record."""
-    return {name.replace("-", "").replace(" ", "_"): error / max(1.0, tokens)
-            for name, error in zip(ERRORS, errors.tolist(), strict=False)}
+        # over micro-batches
+        return sum((entry["lm loss"] for entry in logged), torch.zeros(2, device=self.device))

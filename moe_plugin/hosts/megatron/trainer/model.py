@@ -32,6 +32,7 @@ from moe_plugin.hosts.megatron.compat.names import (
     get_model_config,
 )
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
+from moe_plugin.hosts.megatron.ensemble import add_heads, ensemble_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.spec import swap_attention, swap_moe
@@ -39,7 +40,6 @@ from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.tokens import give_token_ids
 from moe_plugin.hosts.megatron.trainer.arguments import values_for
 from moe_plugin.hosts.megatron.trainer.data import Batch
-from moe_plugin.hosts.megatron.trainer.ensemble import Ensemble, add_heads, ensemble_of
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.pregate import link
@@ -55,7 +55,6 @@ class Training:
         optimizer: None: the model only evaluates.
         settings: what the model computes, for checkpoints (`model_settings`).
         activations: what its layers do with theirs; None: they keep them.
-        ensemble: of output heads and its loss; None: one output layer.
         passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that.
         stage_layouts: of stages of unequal layout, first to last; empty: all are alike.
     """
@@ -65,7 +64,6 @@ class Training:
     config: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
     activations: Activations | None = None
-    ensemble: Ensemble | None = None
     passes: Callable[..., Any] | None = None
     stage_layouts: Sequence[str] = ()
 
@@ -109,15 +107,10 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         **values_for(DistributedDataParallelConfig, args), bucket_size=args.ddp_bucket_size,
         grad_reduce_in_fp32=args.bf16 or args.accumulate_allreduce_grads_in_fp32)
     chunks, ensemble = [], ensemble_of(args)
-    if ensemble and run.pipeline.schedule == "terapipe":
-        raise ValueError(f"ensemble_heads={ensemble.heads} does not fit pipeline.schedule="
-                         f"{run.pipeline.schedule}: a sequence's heads are chosen by"
-                         " its whole loss, not by slices; use 1f1b or eager-1f1b")
     for stage in range(stages):
         model = _stage(args, config, settings, vocab_size, stage if stages > 1 else None)
         if ensemble:
-            add_heads(model, ensemble.heads, hidden=ensemble.hidden, sharing=ensemble.sharing,
-                      classes=vocab_size)
+            add_heads(model, ensemble, vocab_size)
         link(model)
         give_token_ids(model)
         model = Float16Module(config, model) if args.bf16 or args.fp16 else model
@@ -130,7 +123,7 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         chunks.append(DistributedDataParallel(config=config, ddp_config=wrapper, module=model,
                                               disable_bucketing=stage > 0))
     if args.skip_train:
-        return Training(chunks, None, config, model_settings(args, config), ensemble=ensemble)
+        return Training(chunks, None, config, model_settings(args, config))
     for chunk in chunks:
         chunk.broadcast_params()
     optimizer = _optimizer(args, config, chunks)
@@ -141,7 +134,7 @@ def build(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
         held_back = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = held_back if stages > 1 else held_back[0]
     activations = activations_of(run.offload, config, [chunk.module for chunk in chunks])
-    return Training(chunks, optimizer, config, model_settings(args, config), activations, ensemble)
+    return Training(chunks, optimizer, config, model_settings(args, config), activations)
 
 
 def _streamed(args: argparse.Namespace, config: Any, settings: Mapping[str, Any],
@@ -206,11 +199,10 @@ def causal_mask(length: int, device: torch.device) -> Tensor | None:
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
-def forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False, *,
-                 ensemble: Ensemble | None = None) -> tuple[Any, Callable[[Tensor], Any]]:
+def forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+                 ) -> tuple[Any, Callable[[Tensor], Any]]:
     """Megatron's `forward_step_func`.
 
-    ensemble: see `Training`.
     return_schedule_plan: as under `overlap_moe_expert_parallel_comm`.
     Returns: output or per-token loss (or the plan to compute it), and the function from it to the
         loss and what is logged.
@@ -219,11 +211,9 @@ def forward_step(batches: Iterator[Batch], model: Any, return_schedule_plan: boo
     length = batch.tokens.shape[1]
     mask = causal_mask(length, batch.tokens.device)
     per_token = get_model_config(model).calculate_per_token_loss
-    if ensemble is not None:  # without labels the model returns logits
-        return model(batch.tokens, batch.positions, mask), ensemble.loss_function(
-            batch.labels, batch.loss_mask, training=model.training, per_token=per_token)
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(batch.tokens, batch.positions, mask, labels=batch.labels)
+    output = run(batch.tokens, batch.positions, mask, labels=batch.labels,
+                 loss_mask=batch.loss_mask)
 
     def loss(loss_BS: Tensor) -> Any:
         tokens = batch.loss_mask.sum()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,15 +11,14 @@ from torch import Tensor
 
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import GuardConfig, run_config
-from moe_plugin.hosts.megatron.compat import optimizer as optimizers
+from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, Logged, Passes, guard_of, twins_of
+from moe_plugin.hosts.megatron.replicas import replicas_of
 from moe_plugin.hosts.megatron.run import MegatronStart, records_of
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
-from moe_plugin.hosts.megatron.translate import timeout_of
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords
-from moe_plugin.resilience.elastic import ReplicaSteps
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
@@ -39,32 +39,31 @@ def run_of(loop: Any) -> Run:
     training.watch(records.recorder)
     return Run([
         FirstStepLine(), RUN, twins_of(guard, training.bare()[0], training.gather_parameters),
-        _replicas(loop, settings), records,
+        _replicas(loop), records,
         _votes(guard, loop), RowsFit(training.chunks, comm_of(), MegatronStart), FiniteSteps(),
-        RouterSteps(training.chunks), training.activations, drops])
+        RouterSteps(training.chunks), training.activations, drops,
+        errors_of(args, training.chunks)])
 
 
-def _replicas(loop: Any, settings: Mapping[str, Any]) -> RunFeature | None:
-    args, training = loop.args, loop.training
-    if not args.moe_lighthouse:
-        return None
+def errors_of(args: argparse.Namespace, chunks: list[Any]) -> RunFeature | None:
+    """Errors of an ensemble; None: there is none."""
+    return EnsembleErrors(chunks) if ensemble_of(args) else None
 
-    def its_optimizers() -> list[Any]:
-        # a rank without parameters of a kind has no optimizer for them
-        return [part.optimizer for part in optimizers.parts(training.optimizer)
-                if part.optimizer is not None]
 
-    def state() -> dict[str, Any]:
-        return {"optimizers": [each.state_dict() for each in its_optimizers()],
-                "progress": (loop.progress.iteration, loop.progress.consumed_samples)}
+def of_evaluation(loop: Any) -> list[RunFeature | None]:
+    """Features of a run that only evaluates."""
+    chunks = loop.training.chunks
+    return [RowsFit(chunks, comm_of(), MegatronStart), errors_of(loop.args, chunks)]
 
-    def load(given: dict[str, Any]) -> None:
-        for optimizer, its_state in zip(its_optimizers(), given["optimizers"], strict=True):
-            optimizer.load_state_dict(its_state)
-        loop.progress = Progress(*given["progress"])
 
-    return ReplicaSteps(args.moe_lighthouse, args.moe_replica, timeout_of(settings),
-                        training.bare(), state, load, lambda: loop.progress.iteration)
+def _replicas(loop: Any) -> RunFeature | None:
+    training = loop.training
+
+    def take(*progress: int) -> None:
+        loop.progress = Progress(*progress)
+
+    return replicas_of(loop.args, training.bare(), training.optimizer,
+                       lambda: (loop.progress.iteration, loop.progress.consumed_samples), take)
 
 
 def _votes(guard: GuardConfig, loop: Any) -> RunFeature | None:
