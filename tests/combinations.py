@@ -80,6 +80,20 @@ def _filled(indices: dict[str, int], settings: Mapping[str, Sequence[Any]], code
     return indices
 
 
+def every_value(cells: Sequence[Cell], along: str = "dispatch") -> list[int]:
+    """Places of few of these cells, in their order, that show every value of every setting with
+    every value of `along`: what a quick run takes of a matrix; the longer one takes all.
+    """
+    shows = [{(str(cell.get(along)), name, str(value)) for name, value in cell.items()}
+             for cell in cells]
+    left, found = set[tuple[str, str, str]]().union(*shows), []
+    while left:
+        best = max(range(len(cells)), key=lambda place: len(shows[place] & left))
+        left -= shows[best]
+        found.append(best)
+    return sorted(found)
+
+
 def name_of(cell: Cell) -> str:
     """All settings of a cell, e.g. `dispatch=ragged world=4`, for pytest's ids and for messages."""
     return " ".join(f"{name}={value}" for name, value in cell.items())

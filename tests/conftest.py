@@ -25,6 +25,7 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 FAST_MARK = "pytest.mark.fast"
+LONGER = Path(__file__).with_name("longer.txt")
 
 # A forked rank must not collect what is garbage in the process of the tests: the end of a process
 # group joins threads that no fork has, and hangs.
@@ -48,6 +49,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longer = {line for line in LONGER.read_text(encoding="utf-8").splitlines() if line[:1] != "#"}
+    for item in items:
+        if longer & {item.nodeid, item.nodeid.split("[")[0]}:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -68,11 +77,10 @@ def _no_mode_is_left() -> Iterator[None]:
 def _loggers_are_as_before() -> Iterator[None]:
     """A test that turns our lines off hides them from all later ones of its process."""
     yield
-    ours = [logger for name, logger in logging.root.manager.loggerDict.items()
-            if name.split(".")[0] == "moe_plugin" and isinstance(logger, logging.Logger)]
-    off = [logger.name for logger in ours if logger.disabled or not logger.propagate
-           or logger.level > logging.WARNING]
-    assert not off and not logging.root.manager.disable, f"loggers turned off: {off}"
+    off = [name for name in [*logging.root.manager.loggerDict, "moe_plugin.any"]
+           if name.split(".")[0] == "moe_plugin"
+           and not logging.getLogger(name).isEnabledFor(logging.WARNING)]
+    assert not off, f"turned off: {off}"
 
 
 @pytest.fixture

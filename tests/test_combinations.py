@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.combinations import all_pairs, name_of
+from tests.combinations import all_pairs, every_value, name_of
 
 pytestmark = pytest.mark.fast
 
@@ -25,6 +25,14 @@ def test_cells_are_few_and_always_the_same() -> None:
     assert 9 * 3 <= len(cells) < 36  # the two longest settings alone need 27; all cells are 108
     assert cells == all_pairs(SETTINGS)
     assert all_pairs({"name": ["a", "b"]}) == [{"name": "a"}, {"name": "b"}]
+
+
+def test_few_cells_show_every_value() -> None:
+    cells = all_pairs(SETTINGS)
+    some = [cells[place] for place in every_value(cells, along="name")]
+    shown = {(cell["name"], name, cell[name]) for cell in some for name in SETTINGS}
+    assert shown == {(cell["name"], name, cell[name]) for cell in cells for name in SETTINGS}
+    assert len(some) <= 2 * 9 + 2  # the longest setting's values, with either name
 
 
 def test_a_cell_names_all_its_settings() -> None:

@@ -155,6 +155,7 @@ def test_what_ends_in_time_is_left_alone() -> None:
 
 def _freed() -> bool:
     group = dist.new_group([0, 1])
+    dist.barrier()  # a rank that is ahead would close it while the other still connects
     seen = weakref.ref(group)
     TimeoutWatch(group, 1.0, "", str, event=Event).add("a collective", torch.device("cpu"))
     dist.destroy_process_group(group)

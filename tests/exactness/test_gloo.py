@@ -14,7 +14,7 @@ from moe_plugin.comm import LocalComm, Topology
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.gradients.sync import exclude_experts, sync_gradients
-from tests.combinations import Cell, name_of
+from tests.combinations import Cell, every_value, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells
 from tests.exactness.harness import (
@@ -41,8 +41,10 @@ FEWER = {
 }
 
 
-def gloo_cells(world: int) -> list[Cell]:
+def gloo_cells(world: int, few: bool = False) -> list[Cell]:
     """All pairs of all settings for every dispatcher, also with ranks that hold the same tokens.
+
+    few: some of them, which hold every value of every setting with every dispatcher.
     """
     found = [
         cell for dispatch in dispatchers.names()
@@ -50,11 +52,12 @@ def gloo_cells(world: int) -> list[Cell]:
     ]
     found += [cell for dispatch in dispatchers.names() if world > 2
               for cell in cells.once_cells(dispatch, SIZES[world][1:], **FEWER)]
-    return found + [
+    found += [
         cell for dispatch in cells.own_tokens()
         for cell in cells.parm_cells(dispatch, SIZES[world][:1], replicas=[2, 4][:world // 2],
                                      **FEWER)
     ]
+    return [found[place] for place in every_value(found)] if few else found
 
 
 SPILLS = [{"parallel__d": d, "comm__wire": wire} for d, wire in ((1, "none"), (2, "bf16"))]
@@ -64,11 +67,11 @@ def _spilled(world: int) -> Case:
     return Case(world, 4, 2, [7, 0, 12, 3][:world], None, None, "gated_ffn", skew=3.0)
 
 
-def _run_cells(world: int) -> tuple[list[RankResult], list[RankResult]]:
+def _run_cells(world: int, few: bool) -> tuple[list[RankResult], list[RankResult]]:
     """The cells, and rows of overloaded experts on ranks that borrow them."""
     comm, found = TorchComm(), []
     comm.prepare(Topology.uniform(world, 2))  # as if on two nodes
-    for cell in gloo_cells(world):
+    for cell in gloo_cells(world, few):
         with naming(name_of(cell)), dropping_by_value():
             found.append(run_rank(cells.case_of(cell), comm, cells.settings_of(cell)))
     case = _spilled(world)
@@ -79,10 +82,12 @@ def _run_cells(world: int) -> tuple[list[RankResult], list[RankResult]]:
     return found, spilled
 
 
+@pytest.mark.parametrize("few", [
+    True, pytest.param(False, marks=pytest.mark.slow)], ids=["every value", "all pairs"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_cells(world: int) -> None:
-    by_rank = run_gloo(world, _run_cells, world)
-    for index, cell in enumerate(gloo_cells(world)):
+def test_cells(world: int, few: bool) -> None:
+    by_rank = run_gloo(world, _run_cells, world, few)
+    for index, cell in enumerate(gloo_cells(world, few)):
         case = cells.case_of(cell)
         with naming(name_of(cell)):
             compare(case, [results[index] for results, _ in by_rank], reference(case))

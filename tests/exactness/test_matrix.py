@@ -10,7 +10,7 @@ from moe_plugin.comm import Topology, algorithms, run_simulated
 from moe_plugin.comm.collectives import kinds as collectives
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import expert_kinds, strategies
-from tests.combinations import Cell, all_pairs, name_of
+from tests.combinations import Cell, all_pairs, every_value, name_of
 from tests.exactness import cells
 from tests.exactness.harness import (
     RankResult,
@@ -29,6 +29,7 @@ MATRIX = [cell for dispatch in dispatchers.names()
           for cell in cells.cells_of(dispatch) + cells.once_cells(dispatch)]
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
 EVERY = 20  # of so many cells one runs with the fast tests
+USUAL = {*every_value(MATRIX), *range(0, len(MATRIX), 3)}  # the others with the slow tests
 LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # of the norm, as docs/precision.md says: to the reference, and to one that rounds as the layer does
 # (of MXFP8 and NVFP4 without the rounding in weight gradients, whose blocks are rows of a layout)
@@ -54,7 +55,8 @@ def run_cell(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("cell", [
-    pytest.param(cell, marks=[pytest.mark.fast] if number % EVERY == 0 else [])
+    pytest.param(cell, marks=[pytest.mark.fast] if number % EVERY == 0 else
+                 [] if number in USUAL else [pytest.mark.slow])
     for number, cell in enumerate(MATRIX)
 ], ids=name_of)
 def test_cell(cell: Cell) -> None:

@@ -1,4 +1,4 @@
-"""The fast tests: some of every room, each in one process."""
+"""The lanes of tests: the fast ones, some of every room, each in one process; the longer ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import FAST_MARK
+from tests.conftest import FAST_MARK, LONGER
 
 pytestmark = pytest.mark.fast
 
@@ -40,3 +40,10 @@ def test_they_start_no_processes() -> None:
     found = {str(path.relative_to(TESTS)): STARTS_PROCESSES.findall(text)
              for path, text in files.items() if WHOLE_FILE.search(text)}
     assert found and not {path: words for path, words in found.items() if words}
+
+
+def test_tests_that_only_the_longest_run_has_are_there() -> None:
+    lines = [line for line in LONGER.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    gone = [line for line in lines if f"def {line.split('::')[1].split('[')[0]}(" not in (
+        TESTS.parent / line.split("::")[0]).read_text(encoding="utf-8")]
+    assert not gone and len(lines) == len(set(lines))

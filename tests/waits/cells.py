@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +58,8 @@ class Seen:
     apart: float = 0.0
 
 
-def measure(world: int, folder: str) -> list[Seen]:
-    """Every cell of this number of ranks, on this rank."""
+def measure(world: int, folder: str, places: Sequence[int]) -> list[Seen]:
+    """Those of the cells that have this number of ranks, on this rank."""
     torch.set_num_threads(1)
     group = None
     if world > 1:
@@ -73,7 +73,7 @@ def measure(world: int, folder: str) -> list[Seen]:
     register()
     stand_ins.install()
     found: list[Seen] = []
-    for cell in matrix():
+    for cell in (matrix()[place] for place in places):
         if cell["size"].world != world:
             continue
         found.append(_measured(cell, group))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 
 from tests.preloaded import Server
 from tests.waits.cells import Seen, measure
 from tests.waits.matrix import WORLDS, matrix
 
 
-def measured() -> list[list[Seen]]:
-    """For every cell of the matrix what its ranks saw."""
+def measured(places: Sequence[int]) -> list[list[Seen]]:
+    """For each of these cells of the matrix what its ranks saw."""
     server = Server("tests.waits.cells")
     by_world = {}
     for world in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
-            done = server.run(world, measure, world, folder, timeout_s=400)
+            done = server.run(world, measure, world, folder, places, timeout_s=400)
         if done.code:
             raise RuntimeError(done.log)
         by_world[world] = iter(zip(*done.results, strict=True))
-    return [list(next(by_world[cell["size"].world], [Seen(error="not reached")]))
-            for cell in matrix()]
+    return [list(next(by_world[matrix()[place]["size"].world], [Seen(error="not reached")]))
+            for place in places]

@@ -14,7 +14,7 @@ from moe_plugin.experts import strategies
 from moe_plugin.routing import routers
 from moe_plugin.routing.losses import losses
 from moe_plugin.routing.routers.base_layer import LOOK, MOST_ROUNDS
-from tests.combinations import Cell, name_of
+from tests.combinations import Cell, every_value, name_of
 from tests.preloaded import Server
 from tests.waits import page
 from tests.waits.cells import Seen, auctions
@@ -65,9 +65,13 @@ def close(cell: Cell) -> float:
     return ROUNDED if cell.get("dtype") == "bfloat16" else CLOSE
 
 
-def test_what_the_host_waits_for() -> None:
-    seen, wrong = measured(), []
-    for cell, ranks in zip(matrix(), seen, strict=True):
+@pytest.mark.parametrize("all_cells", [
+    False, pytest.param(True, marks=pytest.mark.slow)], ids=["every value", "all"])
+def test_what_the_host_waits_for(all_cells: bool) -> None:
+    """All of them: `bash scripts/test.sh --all tests/waits`, about ten minutes."""
+    places = range(len(matrix())) if all_cells else every_value(matrix())
+    seen, wrong = measured(places), []
+    for cell, ranks in zip((matrix()[place] for place in places), seen, strict=True):
         for rank, one in enumerate(ranks):
             name = f"{name_of(cell)}, rank {rank}"
             wrong += [f"{name}: {what}" for what in wrong_in(cell, one)]

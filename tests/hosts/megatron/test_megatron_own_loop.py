@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import deque
 from typing import Any
@@ -72,7 +73,9 @@ def test_what_megatron_said_last_is_shown(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+                                                      capsys: pytest.CaptureFixture[str],
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)  # what the end of a run turns off is on again afterwards
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr(endings, "_WAIT_S", 0.0)
 
