@@ -26,6 +26,7 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     write_whole,
 )
+from moe_plugin.checkpoint.reorder import reordered
 from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -55,6 +56,7 @@ class Conversion:
         layout: its sizes.
         model_only: leave optimizer state out.
         force: replace another folder at `target`.
+        orders: of experts, by layer, see `reorder.reordered`; empty: as they are.
         advance: called with the number of bytes that are verified, kept or written; by several
             threads.
         kept: files that an interrupted conversion had completed.
@@ -67,6 +69,7 @@ class Conversion:
     model_only: bool = False
     force: bool = False
     advance: Callable[[int], None] = lambda _: None
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
 
     @property
@@ -104,8 +107,9 @@ class Conversion:
                  for path in self.source.files()}
         layout = {name: str(value) for name, value in asdict(self.layout).items()
                   if value is not None}
+        orders = {name: list(order) for name, order in self.orders.items()}
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
-                "model_only": self.model_only}
+                "model_only": self.model_only, **({"orders": orders} if orders else {})}
 
     def _is_there(self, plan: Mapping[str, Any]) -> bool:
         if not self.target.exists():
@@ -120,6 +124,8 @@ class Conversion:
     def _view(self) -> Source:
         dtype = self.layout.dtype
         source = self.source if dtype is None else self.source.decoded(dtype)
+        if self.orders:
+            source = reordered(source, self.orders)
         view = convert(without_optimizer(source) if self.model_only else source, self.to)
         if dtype is None:
             return view

@@ -93,6 +93,9 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                    help="of the model's tensors (default: as they are); optimizer state keeps its")
     p.add_argument("--model-only", action="store_true", help="leave optimizer state out")
+    p.add_argument("--order", type=Path, default=None, metavar="FILE",
+                   help="put experts in another order over the ranks (`moe-plugin plan --choices` "
+                        "makes the file); the model computes the same")
     p.add_argument("--force", action="store_true", help="replace another folder at OUT")
 
 
@@ -102,8 +105,10 @@ def reshard(args: argparse.Namespace) -> int:
 
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
+    from moe_plugin.planner.order_files import load_orders
     from moe_plugin.planner.units import show_size, show_time
 
+    orders = {} if args.order is None else load_orders(args.order)
     layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
                              dtype=args.dtype and getattr(torch, args.dtype))
     start = time.perf_counter()
@@ -113,7 +118,7 @@ def reshard(args: argparse.Namespace) -> int:
         writes = formats.get(to)().nbytes(source, layout)
         with _bar(reads + writes) as advance:
             conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
-                                    advance)
+                                    advance, orders)
             written = conversion.run()
         origin = source.format
     if not written:

@@ -85,6 +85,16 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                             "that hide all copies)")
     group.add_argument("--trace", type=Path, default=None, metavar="FILE",
                        help="with --memory: write the timeline for Perfetto or chrome://tracing")
+    group = p.add_argument_group("places of experts, in place of parallel sizes")
+    group.add_argument("--choices", type=Path, default=None, metavar="FILE",
+                       help="experts that tokens chose together (observe.choices): an order of the "
+                            "experts over --nodes and --ranks-per-node in which a token's row goes "
+                            "to fewer of them, and what it saves")
+    group.add_argument("--slack", type=float, default=0.0, metavar="SHARE",
+                       help="with --choices: how much busier than the busiest rank or node now one "
+                            "may be (default: 0)")
+    group.add_argument("--order", type=Path, default=None, metavar="FILE",
+                       help="with --choices: write the order, for `moe-plugin reshard --order`")
     group = p.add_argument_group("pipeline schedules, in place of parallel sizes")
     group.add_argument("--pipeline", type=Path, default=None, metavar="FILE",
                        help="times and sizes of a model's pipeline stages (see docs/pipeline.md): "
@@ -100,8 +110,15 @@ def plan(args: argparse.Namespace) -> int:
         check_figure(args.plot)
     if args.trace:
         check_output(args.trace)
+    if args.order:
+        check_output(args.order)
+    if args.choices is None and (args.order or args.slack):
+        raise ValueError("--order and --slack go with --choices FILE: give that, too, or leave "
+                         "them out")
     if args.pipeline is not None:
         _plan_pipeline(args)
+    elif args.choices is not None:
+        _plan_places(args)
     elif args.memory is not None or args.profile is not None:
         _plan_memory(args)
     else:
@@ -299,6 +316,33 @@ def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
     memory.set_ylim(bottom=0)
     memory.legend()
     save_figure(figure, path)
+
+
+def _plan_places(args: argparse.Namespace) -> None:
+    """Which expert goes where, and what that saves."""
+    from moe_plugin.lab.planning.expert_places import as_dict, explain
+    from moe_plugin.planner.cluster import load_cluster
+    from moe_plugin.planner.expert_order import place
+    from moe_plugin.planner.order_files import dump_orders, load_choices
+
+    if given := _given(args, ("model", "device", "scale", "write", "plot", "memory", "profile")):
+        raise ValueError(f"--{given[0]} is of another use of plan than --choices; leave one of "
+                         "them out")
+    check_counts(args, "nodes", "ranks_per_node")
+    cluster = None if args.cluster is None else load_cluster(args.cluster)
+    nodes = args.nodes or (cluster.nodes if cluster else None)
+    each = args.ranks_per_node or (cluster.ranks_per_node if cluster else None)
+    if nodes is None or each is None:
+        raise ValueError("--choices needs the ranks that share the experts: give --nodes and "
+                         "--ranks-per-node, or --cluster")
+    placed = {name: place(choices, nodes, nodes * each, args.slack)
+              for name, choices in load_choices(args.choices).items()}
+    print(json.dumps(as_dict(placed), indent=1) if args.json else explain(placed, nodes, each))
+    if args.order:
+        dump_orders(args.order, {name: one.order for name, one in placed.items()})
+        if not args.json:
+            print(f"wrote {args.order}; apply it to a checkpoint: moe-plugin reshard IN OUT --order "
+                  f"{args.order}")
 
 
 def _plan_pipeline(args: argparse.Namespace) -> None:

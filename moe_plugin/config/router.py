@@ -89,8 +89,16 @@ class LinksConfig(SettingsSection):
         "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
         "dropped; 0: none are",
         flag="pair-capacity")
+    visited: float = option(
+        0.0,
+        "ta_moe, topology_quota: added, for the choice alone, to the score of experts on nodes to "
+        "which a token's row goes anyway, its own among them; fewer rows travel between nodes with "
+        "dispatch.send; 0: none",
+        flag="visited-bias")
 
     def check_bounds(self) -> None:
+        self.require("visited", 0 <= self.visited < float("inf"), ">= 0",
+                     "use 0 for none, or 0.02")
         self.require("far", self.far > 0, "> 0", "use 8")
         self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
         self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")

@@ -13,6 +13,8 @@ READERS = {
     "offload.": "call moe_plugin.memory.activations.auto.manage in your training loop",
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.twins": "use moe_plugin.resilience.twins.TwinCheck, or a host, fairseq or Megatron",
+    "observe.choices": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use "
+                       "a host, fairseq or Megatron",
     "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
                 "or use a host, fairseq or Megatron",
     "guard.": "use moe_plugin.resilience.vote.VotedGradients, or a host, fairseq or Megatron",
@@ -41,11 +43,16 @@ class ObserveConfig(SettingsSection):
         "training step of which rank 0 writes a timeline to the JSONL file (slows that step "
         "down); 0: none",
         flag="stats-timeline")
+    choices: str | None = option(
+        None,
+        "JSON file to which the experts that tokens of the last interval chose together are "
+        "written, for `moe-plugin plan --choices`; Megatron: later pipeline stages add .stageN",
+        flag="stats-choices")
 
     @property
     def writes(self) -> bool:
         """Whether statistics go anywhere besides the host's own log."""
-        return bool(self.jsonl or self.tensorboard or self.wandb)
+        return bool(self.jsonl or self.tensorboard or self.wandb or self.choices)
 
     def check_bounds(self) -> None:
         self.require("interval", self.interval >= 1, ">= 1", "use 100")

@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
+from moe_plugin.observe.choices import ChoiceLog
 from moe_plugin.observe.drops import RULE
 from moe_plugin.observe.history.fairseq_log import skipped_step
 from moe_plugin.observe.progress import first_step
@@ -65,6 +66,7 @@ class LayerRecords(RunFeature):
         self.config, self.flushes, self.has_log = config, flushes, has_log
         # a host without its own log does not say what training dropped
         self.recorder = StatsRecorder(config, comm, [RULE] if has_log else [], host=host)
+        self.choices = ChoiceLog(config.choices, layers, comm) if config.choices else None
         self.timeline = StepTimeline(config, layers, comm, rank, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
         listen(layers, self.recorder.add, validation)
@@ -74,10 +76,14 @@ class LayerRecords(RunFeature):
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
-        """Every `observe.interval` steps a record per layer; the host's numbers to the findings."""
+        """Every `observe.interval` steps a record per layer, and choices where they are counted; the
+        host's numbers to the findings.
+        """
         ends = facts.made and facts.number % self.config.interval == 0
         if ends and self.flushes:
             self.recorder.flush(facts.number)
+        if ends and self.choices is not None:
+            self.choices.write()
         if not self.has_log:
             self._training(facts, ends)
         elif facts.skipped and self.recorder.comm.rank == 0:

@@ -84,6 +84,9 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
         reads: settings of `router` that some routers read and this one does, by name or
             `name=value`; each class says so for itself. None: it may read any.
         balances: it gives experts even loads without a balance loss.
+        expert_groups: it is the same router where experts change places together with their rows of
+            its tensors, as long as these groups of consecutive experts stay together; 1: any order;
+            0: its choices depend on where experts are, or it does not say.
         host: what the host knows of the layer.
     """
 
@@ -91,6 +94,7 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
     own_losses: frozenset[str] = frozenset()
     reads: frozenset[str] | None = None
     balances: bool = False
+    expert_groups: int = 0
 
     def __init__(self, host: HostContext = HostContext()) -> None:
         super().__init__()
@@ -121,6 +125,15 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
 def needs_of(router: nn.Module) -> frozenset[str]:
     """`RouterModule.needs`; nothing for another module."""
     return router.needs if isinstance(router, RouterModule) else frozenset()
+
+
+def expert_groups_of(router: nn.Module) -> int:
+    """`RouterModule.expert_groups`; 0 for another module, and with the loss `ta_moe`, which knows
+    where experts are.
+    """
+    if not isinstance(router, RouterModule) or getattr(router, "penalty_E", None) is not None:
+        return 0
+    return router.expert_groups
 
 
 def balances_by_itself(router: nn.Module) -> bool:

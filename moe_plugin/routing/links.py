@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.kernels import top_k_stable
 from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.yaml_file import read_yaml
@@ -133,3 +134,36 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
     here = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
     here_G = here.view(-1, shards or max(1, comm.size // experts)).all(1)
     return here_G.repeat_interleave(experts // here_G.numel())
+
+
+def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
+    """Whether each expert, or a shard of it, is on each node, bool [E, N].
+
+    Args:
+        comm: ranks that hold the experts. experts: E. shards: see `expert_shares`.
+    """
+    node_W = torch.tensor(comm.topology.node_of)
+    on_WN = node_W[:, None] == torch.arange(int(node_W.max()) + 1)
+    on_GN = on_WN.view(-1, shards or max(1, comm.size // experts), on_WN.shape[1]).any(1)
+    return on_GN.repeat_interleave(experts // on_GN.shape[0], 0)
+
+
+def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
+    """The k best experts of each token, one after the other, int64 [T, K]. Those that are on no
+    other nodes than its row goes to anyway have `bias` more: nodes of its choices before, and the
+    one that it is on.
+
+    Args:
+        scores_TE: float. nodes_EN: see `expert_nodes`. own: the node that the tokens are on.
+        bias: in units of a score; 0 gives the k largest, ties to the lower index.
+    """
+    apart_NE = nodes_EN.T.to(scores_TE.dtype)
+    new_TN = torch.ones_like(scores_TE[:, :1]).repeat(1, apart_NE.shape[0])
+    new_TN[:, own] = 0
+    chosen, left_TE = [], scores_TE
+    for _ in range(k):
+        best_T1 = top_k_stable(left_TE + bias * (new_TN @ apart_NE == 0), 1)
+        chosen.append(best_T1)
+        left_TE = left_TE.scatter(1, best_T1, float("-inf"))
+        new_TN = new_TN * ~nodes_EN[best_T1[:, 0]]
+    return torch.cat(chosen, 1)

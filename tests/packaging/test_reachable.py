@@ -28,7 +28,8 @@ NO_DOOR_YET = {
 }
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "checkpoint.resize.change_expert_parallel", "hosts.plain.binding.bind",
+    "checkpoint.resize.change_expert_parallel", "checkpoint.resize.reorder_experts",
+    "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline", "lab.planning.offload.pregate.compare",
     "planner.pipeline.slices.cut_batch", "planner.prefill.crossovers",
     "planner.replicas.place_replicas", "resilience.averaging_peers.StreamedPeer",

@@ -17,10 +17,12 @@ from moe_plugin.config import from_dict
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.routing import build_router
 from moe_plugin.routing.links import (
+    expert_nodes,
     expert_shares,
     link_costs,
     near_experts,
     penalties,
+    prefer_visited,
     target_shares,
 )
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
@@ -222,3 +224,78 @@ def test_costs_from_a_file_and_the_loss_pulls_tokens_to_near_experts(tmp_path) -
     # each rank trains a router of its own here: with the penalty most tokens stay, without it about
     # half do
     assert far_share(1.0) < 0.25 < 0.35 < far_share(0.0)
+
+
+def visited_choice(scores: list[float], k: int, node_of: list[int], own: int, bias: float
+                   ) -> list[int]:
+    """One token's, by hand."""
+    chosen: list[int] = []
+    for _ in range(k):
+        nodes = {own, *(node_of[e] for e in chosen)}
+        chosen.append(max((e for e in range(len(scores)) if e not in chosen),
+                          key=lambda e: (scores[e] + bias * (node_of[e] in nodes), -e)))
+    return chosen
+
+
+@pytest.mark.parametrize("name", ["ta_moe", "topology_quota"])
+def test_choices_prefer_nodes_that_a_token_visits(name: str) -> None:
+    """0 is the choice of topk, bit for bit; rows between nodes fall as the bias grows."""
+    xs = [torch.randn(50, 6, dtype=torch.float64) for _ in range(4)]
+    own = {} if name == "ta_moe" else {"quota": 1.0}
+
+    def rank(comm):
+        def run(router_name: str, links: dict) -> tuple:
+            router = built(router_name, comm, links, 3)
+            x = xs[comm.rank].clone().requires_grad_()
+            routing = router(x)
+            (routing.weights_TK * torch.arange(1.0, 4.0)).sum().backward()
+            return routing, x.grad, router.weight_ED.grad, router
+
+        nodes, crossing = [e // 4 for e in range(8)], []
+        plain = run("topk", {})
+        for bias in (0.0, 0.02, 0.2, 1.0):
+            routing, *grads, router = run(name, {**own, **({"visited": bias} if bias else {})})
+            ids = routing.ids_TK.tolist()
+            crossing.append(sum(len({nodes[e] for e in row} - {comm.rank // 2}) for row in ids))
+            if bias == 0:
+                assert torch.equal(routing.ids_TK, plain[0].ids_TK)
+                assert torch.equal(routing.weights_TK, plain[0].weights_TK)
+                assert all(map(torch.equal, grads, plain[1:3]))
+                continue
+            x = xs[comm.rank].clone().requires_grad_()
+            w = router.weight_ED.detach().clone().requires_grad_()
+            p = (x @ w.T).softmax(1)
+            assert ids == [visited_choice(row, 3, nodes, comm.rank // 2, bias)
+                           for row in p.tolist()]
+            chosen = p.gather(1, routing.ids_TK)
+            ((chosen / chosen.sum(1, keepdim=True)) * torch.arange(1.0, 4.0)).sum().backward()
+            for got, want in zip(grads, (x.grad, w.grad), strict=True):
+                torch.testing.assert_close(got, want)
+        return crossing
+
+    for crossing in run_simulated(4, rank, topology=Topology.uniform(4, 2)):
+        assert crossing == sorted(crossing, reverse=True) and crossing[-1] == 0 < crossing[0]
+        assert len(set(crossing)) == 4
+
+
+def test_a_cut_expert_is_near_where_all_its_parts_are() -> None:
+    """Two experts over four ranks on three nodes: the first is on two of them."""
+    nodes_EN = run_simulated(4, lambda comm: expert_nodes(comm, 2),
+                             topology=Topology(((0,), (1,), (2, 3))))[0]
+    assert nodes_EN.tolist() == [[True, True, False], [False, False, True]]
+    scores_TE = torch.tensor([[0.5, 0.4], [0.5, 0.4]])
+    # on node 2 the second expert is near, on node 0 none is
+    assert prefer_visited(scores_TE, 1, nodes_EN, 2, 0.2).tolist() == [[1], [1]]
+    assert prefer_visited(scores_TE, 2, nodes_EN, 0, 0.2).tolist() == [[0, 1], [0, 1]]
+    assert prefer_visited(scores_TE[:0], 2, nodes_EN, 0, 0.2).shape == (0, 2)
+
+
+def test_settings_of_visited_nodes() -> None:
+    with pytest.raises(ValueError, match=r"links.visited=-1.*>= 0"):
+        from_dict({"router": {"name": "ta_moe", "links": {"visited": -1.0}}})
+    with pytest.raises(ValueError, match=r"links.visited=0.1.*use router.name=topology_quota"):
+        from_dict({"router": {"links": {"visited": 0.1}}})
+    config = from_dict({"model_dim": 4, "num_experts": 2, "router": {
+        "name": "ta_moe", "second_expert_policy": "sampling", "links": {"visited": 0.1}}})
+    with pytest.raises(ValueError, match=r"links.visited=0.1.*second_expert_policy=sampling"):
+        run_simulated(2, lambda comm: build_router(config, comm))

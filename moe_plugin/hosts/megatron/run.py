@@ -33,7 +33,8 @@ def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
     group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
     stage = ps.get_pipeline_model_parallel_rank()
     if stage:  # one writer a file: later stages write their own
-        config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}")
+        config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}",
+                         choices=config.choices and f"{config.choices}.stage{stage}")
     records = LayerRecords(config, named(layers), comm_of(group), host="megatron",
                            rank=dist.get_rank(), validation=validation, **options)
     if activations is not None:

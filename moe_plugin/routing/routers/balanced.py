@@ -25,6 +25,7 @@ class SinkhornRouter(Router):
     """
 
     reads = SEVERAL | {"sinkhorn_rounds"}
+    expert_groups = 1
     balances = True
     own_losses = frozenset()
     score_name = "softmax"
@@ -81,6 +82,7 @@ class ExpertChoiceRouter(Router):
 
     reads = SEVERAL
     any_number = True
+    expert_groups = 1
     balances = True
     own_losses = frozenset()
     score_name = "softmax"

@@ -65,11 +65,14 @@ class Router(BuffersKeepDtype, RouterModule):
     adds_noise: bool = True
     leaves_none: bool = True
     adapted: bool = False
+    expert_groups: int = 1
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "select" in vars(cls) and "leaves_none" not in vars(cls):
             cls.leaves_none = False
+        if {"select", "scores"} & vars(cls).keys() and "expert_groups" not in vars(cls):
+            cls.expert_groups = 0
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,

@@ -1,5 +1,7 @@
 """Routers that know what links cost: experts behind slow links get fewer tokens, or a bounded share
-of choices leaves the node.
+of choices leaves the node. With `router.links.visited` both prefer experts on nodes that a token's
+row goes to anyway (`links.prefer_visited`): fewer rows between nodes where a row is sent once to
+each (`dispatch.send`).
 """
 
 from __future__ import annotations
@@ -9,12 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.config.options import check
 from moe_plugin.kernels import slot_index, top_k_stable
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.links import near_experts, own_shares
+from moe_plugin.routing.links import expert_nodes, near_experts, own_shares, prefer_visited
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import BY_SCORE, WITH_POLICY, Router
 from moe_plugin.routing.routers.topk import TopKRouter
+
+
+def _note_nodes(router: Router, device: Any) -> None:
+    """Where `router.links.visited` asks for it, `nodes_EN` and `own_node`, else None."""
+    comm, links = router.comm, router.config.links
+    nodes_EN = None
+    if links.visited and len(set(comm.topology.node_of)) > 1:
+        nodes_EN = expert_nodes(comm, router.num_experts,
+                                router.layer_config.parallel.shards).to(device)
+    router.register_buffer("nodes_EN", nodes_EN, persistent=False)
+    router.own_node = comm.topology.node_of[comm.rank]
+
+
+def _near_visited(router: Router, call: RoutingCall) -> Tensor:
+    return prefer_visited(call.scores_TE.detach(), call.k, router.nodes_EN, router.own_node,
+                          router.config.links.visited)
 
 
 @routers.register("ta_moe")
@@ -34,6 +53,17 @@ class TAMoERouter(TopKRouter):
         super().build(dtype, device)
         shares_E = own_shares(self.layer_config, self.comm)
         self.register_buffer("shares_E", shares_E.to(device), persistent=False)
+        check(not self.config.links.visited or self.second_expert_policy != "sampling",
+              "router.links.visited", self.config.links.visited,
+              "0 with router.second_expert_policy=sampling, which draws the second expert",
+              "use the policy all or random")
+        _note_nodes(self, device)
+
+    def select(self, call: RoutingCall) -> Tensor:
+        """The k best, or those near nodes that are visited; see `Router.select`."""
+        if self.nodes_EN is None:
+            return super().select(call)
+        return call.choose(_near_visited(self, call))
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Without the choices beyond a pairwise capacity; see `Router.after_choice`."""
@@ -70,13 +100,15 @@ class TopologyQuotaRouter(Router):
         near_E = near_experts(self.comm, self.num_experts, self.layer_config.parallel.shards)
         self.leaves_none = bool(near_E.all())
         self.register_buffer("near_E", near_E.to(device), persistent=False)
+        _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
         """The k best, of which few leave the node; see `Router.select`."""
         if self.leaves_none:
             return call.choose()
         scores_TE, real_T = call.scores_TE.detach(), call.real_T
-        chosen_TK = top_k_stable(scores_TE, call.k)
+        chosen_TK = (top_k_stable(scores_TE, call.k) if self.nodes_EN is None
+                     else _near_visited(self, call))
         leaves_TK = ~self.near_E[chosen_TK] & real_T[:, None]
         over_TK = leaves_TK & ~self._allowed(scores_TE.gather(1, chosen_TK), leaves_TK, real_T)
         return self._stay_on_node(scores_TE, chosen_TK, over_TK)

@@ -34,6 +34,7 @@ class CosineRouter(TopKRouter):
     """
 
     reads = WITH_POLICY | {"cosine_dim"}
+    expert_groups = 1
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create projection, bias, directions and temperature, which hosts leave as they are."""

@@ -24,6 +24,7 @@ class DenseToSparseRouter(Router):
     """
 
     reads = SEVERAL | {"sparsity"}
+    expert_groups = 1
     own_losses = frozenset()
     score_name = "softmax"
 

@@ -32,6 +32,10 @@ class GroupLimitedRouter(Router):
     leaves_none = True
     groups_needed = True
 
+    @property
+    def expert_groups(self) -> int:  # type: ignore[override]
+        return self.config.groups or 1
+
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters and check the groups; see `Router.build`."""
         super().build(dtype, device)
@@ -122,6 +126,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     reads = BY_SCORE | {"groups", "group_top_k", "group_scores", "bias_rate"}
     groups_needed = False
     leaves_none = True
+    expert_groups = GroupLimitedRouter.expert_groups
     score_name = "sigmoid"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

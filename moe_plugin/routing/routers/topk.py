@@ -29,6 +29,7 @@ class TopKRouter(Router):
 
     reads = WITH_POLICY
     leaves_none = True
+    expert_groups = 1
     second_expert_policy = ""
 
     def __init__(self, config: MoEConfig, **where: Any) -> None:
