@@ -341,7 +341,7 @@ def _plan_places(args: argparse.Namespace) -> None:
     if args.order:
         dump_orders(args.order, {name: one.order for name, one in placed.items()})
         if not args.json:
-            print(f"wrote {args.order}; apply it to a checkpoint: moe-plugin reshard IN OUT --order "
+            print(f"wrote {args.order}; for a checkpoint: moe-plugin reshard IN OUT --order "
                   f"{args.order}")
 
 

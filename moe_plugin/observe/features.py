@@ -76,7 +76,7 @@ class LayerRecords(RunFeature):
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
-        """Every `observe.interval` steps a record per layer, and choices where they are counted; the
+        """Every `observe.interval` steps a record per layer, and choices if they are counted; the
         host's numbers to the findings.
         """
         ends = facts.made and facts.number % self.config.interval == 0

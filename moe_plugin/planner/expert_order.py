@@ -48,8 +48,8 @@ class CoChoices:
         experts = len(self.pairs_EE)
         square = all(len(row) == experts for row in self.pairs_EE)
         if not (experts and square and 0 < self.groups and experts % self.groups == 0):
-            raise ValueError(f"counts of {experts} experts in {self.groups} groups: must be a table "
-                             "with a row each, and groups of one size; record the choices again")
+            raise ValueError(f"counts of {experts} experts in {self.groups} groups: must be a row "
+                             "each, of as many, and groups of one size; record the choices again")
         if any(not 0 <= expert < experts for chosen in self.sets for expert in chosen):
             raise ValueError(f"choices of experts that are not in 0..{experts - 1}: record again")
         if not 0 < self.tokens <= sum(self.loads):

@@ -13,8 +13,8 @@ def explain(placed: Mapping[str, PlacedExperts], nodes: int, ranks_per_node: int
     levels = (["nodes"] if nodes > 1 else []) + (["ranks"] if ranks_per_node > 1 else [])
     width = max(len(name) for name in ("layer", *placed))
     head = "".join(f"{f'to {level}':>22}" for level in levels)
-    lines = [f"{nodes} nodes of {ranks_per_node} ranks. Rows of a token (of choices that the search "
-             "did not see, where choices are recorded), now and after:", "",
+    lines = [f"{nodes} nodes of {ranks_per_node} ranks. Rows of a token, now and after, by choices "
+             "that the search did not see where there are some:", "",
              f"{'layer':<{width}}{head}{'busiest rank':>18}{'experts moved':>16}"]
     for name, one in placed.items():
         cells = "".join(f"{_pair(one, level):>22}" for level in levels)
