@@ -49,6 +49,9 @@ def reordered(source: Source, orders: Orders) -> Source:
     Raises:
         CheckpointError: layers or experts are others, or a tensor cannot follow.
     """
+    if not source.layers:
+        raise CheckpointError(f"the {source.format} checkpoint does not name its MoE layers: write "
+                              "it in another format first, such as plain")
     try:
         by_prefix = {prefix: orders[name] for prefix, name in match_layers(
             orders, list(source.layers), "the order").items()}
