@@ -53,7 +53,7 @@ class TAMoERouter(TopKRouter):
         super().build(dtype, device)
         shares_E = own_shares(self.layer_config, self.comm)
         self.register_buffer("shares_E", shares_E.to(device), persistent=False)
-        check(not self.config.links.visited or self.second_expert_policy != "sampling",
+        check(not self.config.links.visited or self.config.second_expert_policy != "sampling",
               "router.links.visited", self.config.links.visited,
               "0 with router.second_expert_policy=sampling, which draws the second expert",
               "use the policy all or random")
