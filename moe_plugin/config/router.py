@@ -97,8 +97,8 @@ class LinksConfig(SettingsSection):
         flag="visited-bias")
 
     def check_bounds(self) -> None:
-        self.require("visited", 0 <= self.visited < float("inf"), ">= 0",
-                     "use 0 for none, or 0.02")
+        if not 0 <= self.visited <= 1e6:
+            self.require("visited", False, ">= 0 and <= 1e6", "use 0 for none, or 0.02")
         self.require("far", self.far > 0, "> 0", "use 8")
         self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
         self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")

@@ -113,8 +113,9 @@ class MoEConfig(SettingsSection):
         quota, capacity = (router.may_be_read([name]) for name in ("topology_quota", "ta_moe"))
         links.read_where(quota, where, "use router.name=topology_quota", "quota")
         links.read_where(capacity, where, "use router.name=ta_moe", "pair_capacity")
-        links.read_where(quota or capacity, where, "use router.name=topology_quota or ta_moe",
-                         "visited")
+        if links.visited:
+            links.read_where(quota or capacity, where, "use router.name=topology_quota or ta_moe",
+                             "visited")
         links.read_where(weighs or router.may_be_read([]), "without losses.ta_moe",
                          "use losses.ta_moe", "blend")
         links.read_where(weighs or capacity, f"{where} without losses.ta_moe",
