@@ -23,6 +23,7 @@ Orders = Mapping[str, Sequence[int]]  # by name or prefix of an MoE layer
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 _LETTERS = re.compile(r"_([A-Z0-9]+)$")  # of our tensors' names: their axes
 _NATIVE = ("weight", "bias", "expert_bias")  # Megatron's router: experts on axis 0
+_FIRST = "write the checkpoint in another format first, such as plain"
 REPLICAS = "replicas"  # of a layer's extra state, by expert: placed again
 
 
@@ -50,8 +51,7 @@ def reordered(source: Source, orders: Orders) -> Source:
         CheckpointError: layers or experts are others, or a tensor cannot follow.
     """
     if not source.layers:
-        raise CheckpointError(f"the {source.format} checkpoint does not name its MoE layers: write "
-                              "it in another format first, such as plain")
+        raise CheckpointError(f"the {source.format} checkpoint names no MoE layers: {_FIRST}")
     try:
         by_prefix = {prefix: orders[name] for prefix, name in match_layers(
             orders, list(source.layers), "the order").items()}
@@ -85,12 +85,13 @@ def _in_order(one: Derived, orders: Orders) -> Derived:
             return one.renamed(f"{prefix}experts.local_experts.{position}.{custom[2]}")
         if not one.entry.shape:
             return one
+        if below[:1].isdecimal():
+            raise ValueError(f"tensor {name!r} is of one expert: {_FIRST}")
         axis: int | None = 0
     elif part == "router":
         axis = router_axis(below, one.entry.shape, len(order)) if one.entry.shape else None
     elif field == MODEL and len(order) in one.entry.shape and not part.startswith("shared"):
-        raise ValueError(f"tensor {name!r} of shape {one.entry.shape} may be by expert: write the "
-                         "checkpoint in a format with router.* and experts.* first")
+        raise ValueError(f"tensor {name!r} of shape {one.entry.shape} may be by expert: {_FIRST}")
     else:
         axis = None
     return one if axis is None else _picked(one, axis, order)
