@@ -42,16 +42,21 @@ class _Sum:
 class GradSums:
     """Gradients that the calls of one forward pass share; make one per pass.
 
+    A backward pass runs through all of these calls. One that was aborted has left sums; the next
+    pass over the same graph (`retain_graph`) begins with none.
+
     calls: that have run forward and will run backward.
     """
 
     calls: int = 0
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _ended: dict[str, int] = field(default_factory=dict)  # calls whose backward has run
+    _task: int = -1  # autograd's number of the backward pass that these are of
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
         """The gradient of weight `name` [L, I, O], and the experts whose values are already in it.
         """
+        self._forget_aborted()
         if name not in self._sums:
             self._sums[name] = _Sum(memory.empty(f"gradient {name}", tuple(w_LIO.shape), w_LIO))
         return self._sums[name].grad_LIO, self._sums[name].experts
@@ -69,6 +74,7 @@ class GradSums:
 
     def so_far(self, name: str) -> Tensor | None:
         """The gradient of weight `name` [L, I, O] by the calls before; None: there is none yet."""
+        self._forget_aborted()
         return self._sums[name].grad_LIO if name in self._sums else None
 
     def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
@@ -80,9 +86,17 @@ class GradSums:
 
     def last(self, name: str) -> bool:
         """Count a call whose backward has added to weight `name`; whether no other is to come."""
+        self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
         self._ended[name] = ended % max(1, self.calls)
         return ended >= self.calls
+
+    def _forget_aborted(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._sums.clear()
+            self._ended.clear()
 
 
 class WeightGrad:

@@ -3,10 +3,12 @@
 On NCCL two ranks that call in another order wait for each other forever, or add up what does not
 belong together; on gloo such a fault may pass. Each rank notes its calls of `torch.distributed`,
 by group, and what must be equal of them: the operation, the dtype, the number of elements. The
-harness of the test compares them when all ranks have ended; no rank sends anything for it.
+harness of the test compares them when all ranks have ended; no rank sends anything for it. So do
+some runs of launched hosts (`Server.run(compare=True)`).
 
 A test that expects a collective to fail, and ends well, is not compared in that group. Not seen:
-messages between two ranks, collectives in C++ (DDP's own) and in graphs.
+messages between two ranks, collectives in C++ (DDP's own) and in graphs, and those that a host has
+taken from torch by name before its ranks were forked.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tests.waits.events import project_lines
 _TENSOR = {
     "all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor", "all_gather": "tensor",
     "all_gather_into_tensor": "input_tensor", "reduce_scatter_tensor": "input",
+    "all_gather_single": "input_tensor", "reduce_scatter_single": "input",
     "all_to_all_single": "input", "barrier": "", "all_gather_object": "",
     "broadcast_object_list": "", "gather_object": "",
 }
@@ -56,6 +59,8 @@ def noted() -> Calls:
 
     calls = Calls()
     for name, tensor in _TENSOR.items():
+        if not hasattr(dist, name):  # of another version
+            continue
         setattr(dist, name, _seen(calls, name, getattr(dist, name), tensor))
     return calls
 

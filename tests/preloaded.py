@@ -26,19 +26,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tests.collectives import first_difference, noted
+
 ROOT = str(Path(__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True)
 class Finished:
     """What the ranks of one job left. code: 0, or the first exit status other than 0; late: ranks
-    that were killed because they did not end in time; log: what all ranks printed.
+    that were killed because they did not end in time; log: what all ranks printed; difference: in
+    their collectives, where they were to be compared.
     """
 
     code: int
     late: list[int]
     log: str
     results: list[Any]
+    difference: str = ""
 
 
 class Server:
@@ -53,11 +57,12 @@ class Server:
 
     def run(self, world: int, function: Callable[..., Any], *args: Any,
             environment: Mapping[str, str] | None = None, cwd: str | Path | None = None,
-            timeout_s: float = 300.0, grace_s: float = 5.0) -> Finished:
+            timeout_s: float = 300.0, grace_s: float = 5.0, compare: bool = False) -> Finished:
         """`function(*args)` in `world` processes, which find their rank in the variables that
         torchrun sets.
 
-        Once a rank fails, the others get `grace_s` to end.
+        Once a rank fails, the others get `grace_s` to end. compare: their collectives, see
+        `tests.collectives`; those alone that they look up in torch when they call them.
         """
         with tempfile.TemporaryDirectory() as folder:
             call = (function.__module__, function.__qualname__, args)
@@ -65,15 +70,18 @@ class Server:
             job = {
                 "folder": folder, "world": world, "cwd": str(cwd or os.getcwd()),
                 "environment": dict(os.environ if environment is None else environment),
-                "timeout_s": timeout_s, "grace_s": grace_s
+                "timeout_s": timeout_s, "grace_s": grace_s, "compare": compare
             }
             answer = self._ask(job)
-            results = [
-                pickle.loads(path.read_bytes()) if (path := Path(folder, f"result{rank}")).exists()
-                else None for rank in range(world)
-            ]
+
+            def left(name: str) -> list[Any]:
+                paths = [Path(folder, f"{name}{rank}") for rank in range(world)]
+                return [pickle.loads(path.read_bytes()) if path.exists() else None
+                        for path in paths]
+
             log = Path(folder, "log").read_text(errors="replace")
-            return Finished(answer["code"], answer["late"], log, results)
+            difference = first_difference(left("calls"), answer["code"] == 0) if compare else ""
+            return Finished(answer["code"], answer["late"], log, left("result"), difference)
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
@@ -146,10 +154,11 @@ def _fork(job: dict[str, Any], rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 1
+    code, calls = 1, None
     gc.freeze()  # what the server dropped is not the ranks' to end
     try:
         _become_rank(job, rank)
+        calls = noted() if job["compare"] else None
         module, name, args = pickle.loads(Path(job["folder"], "call").read_bytes())
         result = getattr(importlib.import_module(module), name)(*args)
         Path(job["folder"], f"result{rank}").write_bytes(pickle.dumps(result))
@@ -159,6 +168,8 @@ def _fork(job: dict[str, Any], rank: int) -> int:
     except BaseException:  # noqa: BLE001 - the log is the report
         sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
+        if calls is not None:
+            Path(job["folder"], f"calls{rank}").write_bytes(pickle.dumps(calls))
         with contextlib.suppress(BaseException):
             threading._shutdown()
             atexit._run_exitfuncs()

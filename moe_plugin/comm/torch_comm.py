@@ -34,7 +34,7 @@ _KEY_BYTES = 16
 # own group, or neither is ever freed.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 # the older name is deprecated where the newer exists
-_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class TorchComm(Comm):
@@ -201,7 +201,7 @@ class TorchComm(Comm):
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
         with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
-            self._bounded(_gather, _as_supported(out), _as_supported(x.contiguous()))
+            self._bounded(getattr(dist, _GATHER), _as_supported(out), _as_supported(x.contiguous()))
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

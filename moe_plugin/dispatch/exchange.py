@@ -85,12 +85,20 @@ class _Direction:
         if last_first:
             self.members.reverse()
         self.group_of = {n: group for group, members in enumerate(self.members) for n in members}
+        self.task: int | None = None  # autograd's number of the backward pass that runs; -1: none
+        self._begin()
+
+    def _begin(self) -> None:
         self.waiting: dict[int, Tensor] = {}
         self.series: Series | None = None
         self.arrived: dict[int, Tensor] = {}
 
     def put(self, number: int, rows: Tensor) -> None:
         """Hand over a piece; the group's last one starts the exchange."""
+        task = torch._C._current_graph_task_id()
+        if task != self.task:  # another pass over this graph, maybe after one that was aborted
+            self.task = task
+            self._begin()
         if self.pieces[number].local:
             self.arrived[number] = rows
             return

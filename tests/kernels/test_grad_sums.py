@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
-from moe_plugin.kernels.weight_grads import GradSums
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts
 from tests.kernels.row_rules import RULES, rows_computed
@@ -54,6 +54,52 @@ def test_sums_are_autograds(name: str, how: str, gated: bool) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
             assert not ours[1].any()
+
+
+class FailsOnce(torch.autograd.Function):
+    """A gradient that goes through, but for the first time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.failed = False
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if not ctx.failed:
+            ctx.failed = True
+            raise RuntimeError("aborted")
+        return grad
+
+
+@pytest.mark.parametrize("kept_by_host", [False, True])
+@pytest.mark.parametrize("name", ["fused", "kernels"])
+def test_a_backward_pass_that_was_aborted_leaves_nothing(name: str, kept_by_host: bool) -> None:
+    """It has been through one of three pieces when it ends; the next one is over the same graph."""
+    p, x = _parameters(True, GradSums()), torch.randn(5, D, dtype=torch.float64)
+    weights = [w for w in (p.w_in_LDF, p.w_gate_LDF, p.w_out_LFD) if w is not None]
+    if kept_by_host:
+        for w in weights:
+            w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), False
+        p = FFNParameters(**{**vars(p), "main_grad_weights": dict(zip(WEIGHTS, weights,
+                                                                      strict=True))})
+    counts = RowCounts([2, 0, 3, 0, 0])
+    pieces = [strategies.get(name)(x, counts, p) for _ in range(3)]
+    pieces[1] = FailsOnce.apply(pieces[1])  # backward comes to the third before
+    y = sum(piece.square().sum() for piece in pieces)
+    with pytest.raises(RuntimeError, match="aborted"):
+        torch.autograd.grad(y, weights, retain_graph=True, allow_unused=True)
+    for w in weights if kept_by_host else []:
+        w.main_grad.zero_()  # as a host does for a step that it repeats
+    found = torch.autograd.grad(y, weights)
+    if kept_by_host:
+        found = [w.main_grad for w in weights]
+    plain = _parameters(True, None)
+    y = strategies.get("loop")(x, counts, plain).square().sum()
+    expected = torch.autograd.grad(
+        3 * y, [plain.w_in_LDF, plain.w_gate_LDF, plain.w_out_LFD])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_pieces_write_into_one_gradient() -> None:

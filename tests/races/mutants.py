@@ -8,8 +8,13 @@ from typing import Any
 
 from moe_plugin import machine
 from moe_plugin.comm import handles
+from moe_plugin.dispatch import bundles, deepep, nccl_ep
+from moe_plugin.dispatch.hybridep import HybridEP
+from moe_plugin.dispatch.once import Forwarding
+from moe_plugin.dispatch.padded import ParmS2Dispatcher
 from moe_plugin.dispatch.token_exchange import TokenDispatcher
 from moe_plugin.gradients.replicas import Bucket
+from moe_plugin.kernels.gpu import expert_ffn
 from moe_plugin.memory.activations.swap import SwappedStorage
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import ExpertCache
@@ -32,6 +37,14 @@ class Mutant:
 
 
 _HERE = "torch.cuda.current_stream(self.device)"
+_ELSEWHERE = f"with torch.cuda.stream(torch.cuda.Stream()):\n{16 * ' '}"
+
+
+def elsewhere(function: Callable[..., Any], line: str, program: str) -> Mutant:
+    """A line of a function's body that runs on a stream of its own, which nobody waits for."""
+    return Mutant(function, line, _ELSEWHERE + line, program, ("race",))
+
+
 # of programs of one rank
 ALONE = [
     Mutant(Copier._on_stream, "stream.wait_event(after)", "pass", "copies", ("race",)),
@@ -81,4 +94,24 @@ TOGETHER = [
     Mutant(TokenDispatcher.combine, "wait()", "pass", "deepep", ("race",)),
     Mutant(Bucket.start, "self._stale = False", "self._stale = bool(flat_N.zero_() is None)",
            "gradient hooks", ("race",)),
+    Mutant(TokenDispatcher._arriving, "arrival.wait()", "pass", "deepep", ("race",)),
+    Mutant(deepep.ElasticDeepEP.send, "event.current_stream_wait", "lambda: None", "deepep_v2",
+           ("race",)),
+    Mutant(deepep._Buffered.send_back, "event.current_stream_wait", "lambda: None", "deepep_v2",
+           ("race",)),
+    Mutant(HybridEP.send, "num_of_experts_per_rank=", "non_blocking=True, num_of_experts_per_rank=",
+           "hybridep", ("host",)),
+    Mutant(nccl_ep._stream, "current_stream(x.device)", "default_stream(x.device)", "nccl_ep",
+           ("race",)),
+    elsewhere(bundles._Travel.forward,
+              "code_Q, weight_Q = unpack(linear(comm, packed, pairs.send, pairs.recv), layout)",
+              "once to ranks"),
+    elsewhere(Forwarding._exchange, "return all_to_all(", "once to nodes"),
+    elsewhere(ParmS2Dispatcher.all_parts, "return rows_ND if replicas is None else gather(",
+              "slots shared"),
+    elsewhere(expert_ffn._WeightGrads.one,
+              "return self._given(name, expert_weight_grad_add(*operands, into_LIO))",
+              "main_grad in buckets"),
+    elsewhere(expert_ffn._WeightGrads.one,
+              "return self._given(name, expert_weight_grad(*operands))", "buckets of a host"),
 ]

@@ -118,8 +118,9 @@ def streamed(segments: Sequence[int] | None = None, **options: Any) -> None:
     trainer.close()
 
 
-def train(*layers: nn.Module, steps: int = 2, tokens: int = 6) -> None:
-    """Steps of layers that follow each other."""
+def train(*layers: nn.Module, steps: int = 2, tokens: int = 6,
+          step: Callable[[], object] | None = None) -> None:
+    """Steps of layers that follow each other. step: changes their parameters after backward."""
     for _ in range(steps):
         x_TD = rows(tokens, next(layers[0].parameters()).dtype)
         loss = 0.0
@@ -128,7 +129,10 @@ def train(*layers: nn.Module, steps: int = 2, tokens: int = 6) -> None:
             x_TD = x_TD + out.output
             loss = loss + sum(out.losses.values())
         (x_TD.float().square().sum() + loss).backward()
-        _step(layers)
+        if step is None:
+            _step(layers)
+        else:
+            step()
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """No race between the streams of a GPU and its host, seen without a GPU; and every fault of
-synchronization that the package could have is found.
+synchronization that the package could have is found. DDP itself is not run (`buckets.py` says what
+that needs).
 """
 
 from __future__ import annotations

@@ -5,13 +5,9 @@ else runs beside a layer's computations.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch._dynamo  # ranks are forked from a process that has imported it, and Triton
@@ -19,19 +15,21 @@ import torch.distributed as dist
 import triton  # noqa: F401
 
 from moe_plugin.comm import LocalComm, Topology, TorchComm
-from moe_plugin.dispatch import dispatchers, token_exchange
+from moe_plugin.dispatch import dispatchers
 from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.pregate import link
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.cells import traits_of
 from tests.exactness.spills import planned, random_planner
+from tests.races.buckets import BucketHooks
 from tests.races.changed import changed
 from tests.races.mutants import TOGETHER
-from tests.races.programs import found_by, prepare, train
-from tests.races.ranks import StreamComm, device_buffer
+from tests.races.packages import installed
+from tests.races.programs import found_by, prepare, rows, train
+from tests.races.ranks import StreamComm
+from tests.streams.gpu import Stream, cuda
 from tests.streams.programs import layer_of
 
-FAKE_DEEPEP = str(Path(__file__).parents[1] / "fake_deepep")
 # of pieces, forward and backward; by every algorithm that a group of so many ranks has
 PIECES = ((2, 0), (1, 2), (3, 2))
 ALGORITHMS = {2: ("linear", "native"), 4: ("2dh", "leader")}
@@ -88,19 +86,49 @@ def hooked(comm: StreamComm) -> None:
     train(*layers)
 
 
-def deep_ep(comm: StreamComm) -> None:
-    """Rows by DeepEP's stand-in."""
-    with ExitStack() as inside:
-        inside.enter_context(patch.object(sys, "path", [FAKE_DEEPEP, *sys.path]))
-        package = __import__("deep_ep")
-        inside.enter_context(patch.object(package, "Buffer", device_buffer(package.Buffer)))
-        inside.enter_context(patch.object(token_exchange, "TorchComm", StreamComm))
-        train(layer_of(comm, dispatch={"name": "deepep"}, parallel={"d": 2}, dtype=torch.bfloat16))
+def in_buckets(main_grad: bool, comm: StreamComm) -> None:
+    """Replicas whose gradients are summed behind backward by a host's hooks."""
+    layers = torch.nn.ModuleList([layer_of(LocalComm()) for _ in range(2)])
+    for layer in layers:
+        layer.experts.adds_to_main_grad = main_grad
+    hooks = BucketHooks(layers.parameters(), comm, main_grad)
+    train(*layers, step=hooks.step)
+
+
+def once(send: str, comm: StreamComm) -> None:
+    """Tokens once to each rank or node, in pieces."""
+    train(layer_of(comm, dispatch={"name": "ragged", "send": send},
+                   parallel={"d": 3, "d_backward": 2}), tokens=6 + 2 * comm.rank)
+
+
+def shared(comm: StreamComm) -> None:
+    """Ranks with the same tokens, which share out their slots and gather what comes back."""
+    train(layer_of(comm, dispatch={"name": "padded", "capacity_factor": 1.25},
+                   parallel={"replicas": 2, "schedule": "s2", "d": 3, "d_backward": 2}))
+
+
+def by_package(name: str, comm: StreamComm) -> None:
+    """Rows by the stand-in of a package that sends tokens; then, without gradients, on a stream
+    that is not the main one.
+    """
+    with installed():
+        pieces = {"d": 2} if traits_of(name).supports_pieces else {}
+        layer = layer_of(comm, dispatch={"name": name}, parallel=pieces, dtype=torch.bfloat16)
+        train(layer)
+        x_TD, main, other = rows(dtype=torch.bfloat16), cuda().current, Stream()
+        other.wait_stream(main)
+        with torch.no_grad(), cuda().using(other):
+            layer(x_TD)
+        main.wait_stream(other)
 
 
 PROGRAMS: dict[str, Program] = {
     "pieces": pieces, "spilled": spilled, "pages": pages, "pre-gated": pre_gated,
-    "gradient hooks": hooked, "deepep": deep_ep}
+    "gradient hooks": hooked, "buckets of a host": partial(in_buckets, False),
+    "main_grad in buckets": partial(in_buckets, True),
+    "once to ranks": partial(once, "ranks"), "once to nodes": partial(once, "nodes"),
+    "slots shared": shared,
+    **{name: partial(by_package, name) for name in ("deepep", "deepep_v2", "hybridep", "nccl_ep")}}
 
 
 def programs(world: int) -> dict[str, Program]:
@@ -109,6 +137,8 @@ def programs(world: int) -> dict[str, Program]:
                                 for cell in exchange_cells(world)}
     if world == 2:
         made |= {name: program for name, program in PROGRAMS.items() if name != "pieces"}
+    else:  # two nodes
+        made["once to nodes"] = PROGRAMS["once to nodes"]
     return made
 
 

@@ -21,6 +21,16 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 VOTES = ["--moe-votes", "3"]
 
 
+def _of_another_dtype() -> None:
+    dist.all_reduce(torch.ones(1, dtype=torch.int32 if dist.get_rank() else torch.float32))
+
+
+def test_another_collective_of_a_launched_rank_is_found() -> None:
+    """By those runs of the host's tests that compare them."""
+    with pytest.raises(AssertionError, match=r"rank 1: all_reduce of torch.int32 \[1\]"):
+        on_ranks(2, _of_another_dtype, compare=True)
+
+
 def _train(argv: list[str], attacker: int | None = None,
            flips: tuple[int, int] | None = None) -> dict[str, Any]:
     """Losses and gradient norms of all steps, and the error that ended training.

@@ -1,0 +1,59 @@
+"""Backward passes over a graph that was kept, while rows travel in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.config import from_dict
+from tests.distributed import run_gloo
+from tests.kernels.test_grad_sums import FailsOnce
+
+
+def _passes() -> list[list[list[Tensor]]]:
+    """Gradients of a pass, of another one over the same graph, and of one over a graph whose first
+    pass was aborted between two pieces; by how results travel.
+    """
+    comm, found = TorchComm(timeout_s=20), []
+    for compute in ("fused", "kernels"):
+        torch.manual_seed(0)
+        layer = MoELayer(from_dict({
+            "model_dim": 8, "num_experts": 4, "experts": {"compute": compute, "hidden_dim": 8},
+            "parallel": {"mode": "fixed", "r": 1, "d": 3},
+        }), comm, dtype=torch.float64)
+        x_TD = torch.randn(10 + comm.rank, 8, dtype=torch.float64, requires_grad=True)
+        inputs = [x_TD, *layer.experts.parameters()]
+
+        def loss(layer: MoELayer = layer, x_TD: Tensor = x_TD) -> Tensor:
+            return layer(x_TD).output.square().sum()
+
+        kept = loss()
+        grads = [torch.autograd.grad(kept, inputs, retain_graph=True) for _ in range(2)]
+        computed = []
+
+        def fails(module: Any, args: Any, out: Tensor, computed: list[Tensor] = computed) -> Tensor:
+            computed.append(out)
+            return FailsOnce.apply(out) if len(computed) == 2 else out
+
+        hook = layer.experts.register_forward_hook(fails)
+        kept = loss()
+        hook.remove()
+        assert len(computed) == 3
+        with pytest.raises(RuntimeError, match="aborted"):
+            torch.autograd.grad(kept, inputs, retain_graph=True)
+        grads.append(torch.autograd.grad(kept, inputs))
+        found.append([list(each) for each in grads])
+    return found
+
+
+@pytest.mark.distributed
+def test_each_pass_gives_the_same_gradients() -> None:
+    for of_rank in run_gloo(2, _passes):
+        for first, *others in of_rank:
+            for other in others:
+                for one, two in zip(first, other, strict=True):
+                    torch.testing.assert_close(one, two)
