@@ -78,10 +78,32 @@ def route_why_not(*args: Any) -> str | None:
     return None if "triton" in score.kernels else f"{type(score).__name__} is not in the kernel"
 
 
+def product_why_not(*args: Any) -> str | None:
+    """`why_not`; also where the installed Triton makes products that the GPU cannot run."""
+    reason, device = why_not(*args), _gpu(args)
+    return reason if reason is not None or device is None else no_products(device)
+
+
+@functools.cache
+def no_products(device: torch.device) -> str | None:
+    """Why no product of the installed Triton fits a GPU; None: they do. Looked up once for a
+    device.
+    """
+    import triton
+
+    major, minor = map(int, triton.__version__.split(".")[:2])
+    if torch.version.hip is not None or (major, minor) >= (3, 4):
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability <= (8, 0) or capability == (8, 7):
+        return None
+    return ("Triton {} makes products that take more shared memory than a GPU of compute "
+            "capability {}.{} has: needs 3.4".format(triton.__version__, *capability))
+
+
 def fp8_why_not(*args: Any) -> str | None:
     """`why_not`; also where the GPU has no conversion to e4m3: the reference emulates it."""
-    reason, device = why_not(*args), next(
-        (a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
+    reason, device = why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_e4m3(device)
 
 
@@ -93,6 +115,10 @@ def no_e4m3(device: torch.device) -> str | None:
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     # CDNA 4 and RDNA 4 have the format of the OCP (e4m3fn); CDNA 3 has e4m3fnuz
     return None if name.startswith(("gfx95", "gfx12")) else f"{name} has another fp8 format"
+
+
+def _gpu(args: Iterable[Any]) -> torch.device | None:
+    return next((a.device for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
 
 
 def _flat(args: Iterable[Any]) -> Iterable[Any]:
@@ -116,8 +142,9 @@ def _late(name: str) -> Callable[..., Any]:
 
 def register() -> None:
     """Add the Triton implementations to their operations; called once by the package."""
+    special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
     for name, module in MODULES.items():
-        can = route_why_not if module == "router" else fp8_why_not if "fp8" in name else why_not
+        can = special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
     assert {"gelu", "gelu_tanh", "relu", "silu",
             "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

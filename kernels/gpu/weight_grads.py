@@ -21,7 +21,10 @@ def operand(x, x_tiles, token, r, end, first, start, c, WIDTH: tl.constexpr, GAT
         inside = r < end
         at = r.to(tl.int64)
         if GATHER:
-            at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
+            if MASKED:
+                at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
+            else:  # all are inside; Triton 3.2 pipelines no load that has a mask and another value
+                at = tl.load(token + r).to(tl.int64)
             inside = at >= 0
         a = tl.load(x + at[:, None] * WIDTH + c[None, :],
                     mask=(inside[:, None] & (c < WIDTH)[None, :]) != 0, other=0.0)
@@ -57,15 +60,30 @@ def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_to
 def store_sum(total, out, parts, i, column_o, group, slot, direct, I: tl.constexpr,
               O: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr, BI: tl.constexpr,
               BC: tl.constexpr):
-    """BC columns of a tile of one matrix to their place, or where they are a part of a sum to the
-    part's.
+    """BC columns, at most 256, of a tile of one matrix to their place, or where they are a part of
+    a sum to the part's.
     """
-    if ADD and BC > 64:
-        # what a whole tile is added to would spill
+    # what a whole tile is added to would spill; no function calls itself before Triton 3.3
+    if ADD and BC > 128:
         left, right = halves(total, BI, BC)
-        store_sum(left, out, parts, i, column_o, group, slot, direct, I, O, ADD, CUT, BI, BC // 2)
-        store_sum(right, out, parts, i, column_o + BC // 2, group, slot, direct, I, O, ADD, CUT, BI,
-                  BC // 2)
+        store_half(left, out, parts, i, column_o, group, slot, direct, I, O, ADD, CUT, BI, BC // 2)
+        store_half(right, out, parts, i, column_o + BC // 2, group, slot, direct, I, O, ADD, CUT,
+                   BI, BC // 2)
+    else:
+        store_half(total, out, parts, i, column_o, group, slot, direct, I, O, ADD, CUT, BI, BC)
+
+
+@triton.jit
+def store_half(total, out, parts, i, column_o, group, slot, direct, I: tl.constexpr,
+               O: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr, BI: tl.constexpr,
+               BC: tl.constexpr):
+    """See `store_sum`."""
+    if ADD and BC > 64:
+        left, right = halves(total, BI, BC)
+        store_columns(left, out, parts, i, column_o + tl.arange(0, BC // 2), group, slot, direct, I,
+                      O, ADD, CUT)
+        store_columns(right, out, parts, i, column_o + BC // 2 + tl.arange(0, BC // 2), group, slot,
+                      direct, I, O, ADD, CUT)
     else:
         store_columns(total, out, parts, i, column_o + tl.arange(0, BC), group, slot, direct, I, O,
                       ADD, CUT)

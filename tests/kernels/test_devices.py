@@ -124,6 +124,21 @@ def test_fp8_is_refused_where_an_amd_gpu_has_another_format(
     triton_ops.no_e4m3.cache_clear()
 
 
+@pytest.mark.parametrize(("version", "capability", "fits"), [
+    ("3.2.0", (9, 0), False), ("3.3.1", (8, 9), False), ("3.2.0", (8, 0), True),
+    ("3.4.0", (9, 0), True)])
+def test_products_are_refused_where_a_triton_makes_them_too_large(
+        version: str, capability: tuple[int, int], fits: bool,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    triton_ops.no_products.cache_clear()
+    assert triton_ops.product_why_not(fake(SECOND)) == (None if fits else (
+        f"Triton {version} makes products that take more shared memory than a GPU of compute "
+        f"capability {capability[0]}.{capability[1]} has: needs 3.4"))
+    triton_ops.no_products.cache_clear()
+
+
 def test_numbers_of_the_host_are_refused_in_a_captured_graph(
         gpus: TwoGPUs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

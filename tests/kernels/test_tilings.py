@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from moe_plugin.kernels.gpu import tilings
 from moe_plugin.kernels.gpu.tilings import (
     LEAST_PART,
     Chip,
@@ -64,3 +67,17 @@ def test_no_two_parts_share_a_slot_and_their_memory_is_bounded() -> None:
             start += length
         assert len(set(slots)) == len(slots)
         assert all(slot < 2 * (sum(lengths) // height + 1) for slot in slots)
+
+
+def test_no_function_of_the_kernels_calls_itself() -> None:
+    """Before Triton 3.3 its compiler never ends on one."""
+    seen = 0
+    for path in Path(tilings.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and any(
+                    ast.unparse(each) == "triton.jit" for each in function.decorator_list):
+                seen += 1
+                called = [ast.unparse(each.func) for each in ast.walk(function)
+                          if isinstance(each, ast.Call)]
+                assert function.name not in called, f"{path.name}: {function.name}"
+    assert seen > 20

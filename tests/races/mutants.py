@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin import machine
-from moe_plugin.comm import handles
+from moe_plugin.comm import functional, handles
 from moe_plugin.dispatch import bundles, deepep, nccl_ep
 from moe_plugin.dispatch.hybridep import HybridEP
 from moe_plugin.dispatch.once import Forwarding
-from moe_plugin.dispatch.padded import ParmS2Dispatcher
 from moe_plugin.dispatch.token_exchange import TokenDispatcher
 from moe_plugin.gradients.replicas import Bucket
 from moe_plugin.kernels.gpu import expert_ffn
@@ -76,8 +75,7 @@ ALONE = [
     Mutant(machine.pinned_buffer, "torch.cuda.synchronize(device)\n        runtime",
            "runtime", "pages of the host", ("free",)),
 ]
-# of programs of two ranks
-TOGETHER = [
+_OF_TWO = [
     Mutant(handles._on_side_stream, "side.wait_stream(torch.cuda.current_stream(x.device))",
            "pass", "pieces", ("race",)),
     Mutant(handles._on_side_stream, "done = side.record_event()",
@@ -106,8 +104,7 @@ TOGETHER = [
     elsewhere(bundles._Travel.forward,
               "code_Q, weight_Q = unpack(linear(comm, packed, pairs.send, pairs.recv), layout)",
               "once to ranks"),
-    elsewhere(Forwarding._exchange, "return all_to_all(", "once to nodes"),
-    elsewhere(ParmS2Dispatcher.all_parts, "return rows_ND if replicas is None else gather(",
+    elsewhere(functional._Pair.forward, "return COLLECTIVES[forward][0](comm, x.contiguous())",
               "slots shared"),
     elsewhere(expert_ffn._WeightGrads.one,
               "return self._given(name, expert_weight_grad_add(*operands, into_LIO))",
@@ -115,3 +112,6 @@ TOGETHER = [
     elsewhere(expert_ffn._WeightGrads.one,
               "return self._given(name, expert_weight_grad(*operands))", "buckets of a host"),
 ]
+# of programs of several ranks, by their number
+TOGETHER = {2: _OF_TWO,
+            4: [elsewhere(Forwarding._exchange, "return all_to_all(", "once to nodes")]}

@@ -45,10 +45,14 @@ def test_no_race(world: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("mutant", [*mutants.ALONE, *mutants.TOGETHER], ids=str)
-def test_a_mutant_is_found(mutant: mutants.Mutant) -> None:
+MUTANTS = [(world, mutant) for world, some in {1: mutants.ALONE, **mutants.TOGETHER}.items()
+           for mutant in some]
+
+
+@pytest.mark.parametrize(("world", "mutant"), MUTANTS, ids=str)
+def test_a_mutant_is_found(world: int, mutant: mutants.Mutant) -> None:
     """By every rank, with the kinds that it must have."""
-    for each in found(1 if mutant in mutants.ALONE else 2):
+    for each in found(world):
         seen = {line.split(":")[0] for line in each[str(mutant)]}
         assert set(mutant.kinds) <= seen, each[str(mutant)]
 

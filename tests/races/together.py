@@ -88,23 +88,21 @@ def hooked(comm: StreamComm) -> None:
 
 def in_buckets(main_grad: bool, comm: StreamComm) -> None:
     """Replicas whose gradients are summed behind backward by a host's hooks."""
-    layers = torch.nn.ModuleList([layer_of(LocalComm()) for _ in range(2)])
-    for layer in layers:
-        layer.experts.adds_to_main_grad = main_grad
-    hooks = BucketHooks(layers.parameters(), comm, main_grad)
-    train(*layers, step=hooks.step)
+    layer = layer_of(LocalComm())
+    layer.experts.adds_to_main_grad = main_grad
+    train(layer, step=BucketHooks(layer.parameters(), comm, main_grad).step)
 
 
 def once(send: str, comm: StreamComm) -> None:
     """Tokens once to each rank or node, in pieces."""
     train(layer_of(comm, dispatch={"name": "ragged", "send": send},
-                   parallel={"d": 3, "d_backward": 2}), tokens=6 + 2 * comm.rank)
+                   parallel={"d": 2}), steps=1, tokens=6 + 2 * comm.rank)
 
 
 def shared(comm: StreamComm) -> None:
     """Ranks with the same tokens, which share out their slots and gather what comes back."""
     train(layer_of(comm, dispatch={"name": "padded", "capacity_factor": 1.25},
-                   parallel={"replicas": 2, "schedule": "s2", "d": 3, "d_backward": 2}))
+                   parallel={"replicas": 2, "schedule": "s2", "d": 3, "d_backward": 2}), steps=1)
 
 
 def by_package(name: str, comm: StreamComm) -> None:
@@ -114,7 +112,7 @@ def by_package(name: str, comm: StreamComm) -> None:
     with installed():
         pieces = {"d": 2} if traits_of(name).supports_pieces else {}
         layer = layer_of(comm, dispatch={"name": name}, parallel=pieces, dtype=torch.bfloat16)
-        train(layer)
+        train(layer, steps=1)
         x_TD, main, other = rows(dtype=torch.bfloat16), cuda().current, Stream()
         other.wait_stream(main)
         with torch.no_grad(), cuda().using(other):
@@ -135,11 +133,11 @@ def programs(world: int) -> dict[str, Program]:
     """What so many ranks run; `pieces` is among the cells."""
     made: dict[str, Program] = {name_of(cell): partial(exchanges, cell)
                                 for cell in exchange_cells(world)}
-    if world == 2:
-        made |= {name: program for name, program in PROGRAMS.items() if name != "pieces"}
-    else:  # two nodes
-        made["once to nodes"] = PROGRAMS["once to nodes"]
-    return made
+    nodes = "once to nodes"
+    if world == 2:  # one node
+        return made | {name: program for name, program in PROGRAMS.items()
+                       if name not in ("pieces", nodes)}
+    return made | {nodes: PROGRAMS[nodes]}
 
 
 def group(world: int, folder: str) -> TorchComm:
@@ -152,12 +150,12 @@ def group(world: int, folder: str) -> TorchComm:
 
 
 def together(world: int, folder: str) -> dict[str, list[str]]:
-    """What this rank finds in each program; of two ranks, in the package with each mutant, too."""
+    """What this rank finds in each program, and in the package with each mutant."""
     detector = prepare()
     ranks = group(world, folder)
     found = {name: found_by(detector, lambda program=program: program(StreamComm(ranks)))
              for name, program in programs(world).items()}
-    for mutant in TOGETHER if world == 2 else ():
+    for mutant in TOGETHER[world]:
         with changed(mutant.function, mutant.old, mutant.new):
             found[str(mutant)] = found_by(
                 detector, lambda: PROGRAMS[mutant.program](StreamComm(ranks)))  # noqa: B023
