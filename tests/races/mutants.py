@@ -13,7 +13,7 @@ from moe_plugin.dispatch.hybridep import HybridEP
 from moe_plugin.dispatch.once import Forwarding
 from moe_plugin.dispatch.token_exchange import TokenDispatcher
 from moe_plugin.gradients.replicas import Bucket
-from moe_plugin.kernels.gpu import expert_ffn
+from moe_plugin.kernels.row_weight_grads import RowWeightGrads
 from moe_plugin.memory.activations.swap import SwappedStorage
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import ExpertCache
@@ -36,7 +36,8 @@ class Mutant:
 
 
 _HERE = "torch.cuda.current_stream(self.device)"
-_ELSEWHERE = f"with torch.cuda.stream(torch.cuda.Stream()):\n{16 * ' '}"
+_TORCH = '__import__("torch")'  # not every module has the name
+_ELSEWHERE = f"with {_TORCH}.cuda.stream({_TORCH}.cuda.Stream()):\n{16 * ' '}"
 
 
 def elsewhere(function: Callable[..., Any], line: str, program: str) -> Mutant:
@@ -106,10 +107,10 @@ _OF_TWO = [
               "once to ranks"),
     elsewhere(functional._Pair.forward, "return COLLECTIVES[forward][0](comm, x.contiguous())",
               "slots shared"),
-    elsewhere(expert_ffn._WeightGrads.one,
+    elsewhere(RowWeightGrads.one,
               "return self._given(name, expert_weight_grad_add(*operands, into_LIO))",
               "main_grad in buckets"),
-    elsewhere(expert_ffn._WeightGrads.one,
+    elsewhere(RowWeightGrads.one,
               "return self._given(name, expert_weight_grad(*operands))", "buckets of a host"),
 ]
 # of programs of several ranks, by their number
