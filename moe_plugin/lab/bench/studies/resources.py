@@ -51,7 +51,8 @@ RULES = (
     "wgmma reads both operands from shared memory; a product has as many buffers as stages, or, "
     "where the matrix units read registers (mma.sync, MFMA), one less; rows that are looked up in "
     "the loop take two stages a buffer. In the table: launches compiled, and how many break a "
-    "rule. Triton brings a linker for AMD's GPUs from 3.5 on."
+    "rule. `code`: a commit, or git's tree of a folder; in brackets, where it is not that of the "
+    "row. Triton brings a linker for AMD's GPUs from 3.5 on."
 )
 
 
@@ -178,8 +179,9 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "GPU": lambda target: GPUS[target].name,
         "kernels": lambda target: f"[{target}]({page_of(target)})" if target in newest else target,
         "code": lambda target: newest.get(target, {}).get("code", ""),
-        **{f"Triton {name}": lambda target, of=targets: _counted(of.get(target))
-           for name, targets in versions.items()}})
+        **{f"Triton {name}": lambda target, of=targets: _counted(
+            of.get(target), newest.get(target, {}).get("code", "")) for name, targets in
+            versions.items()}})
     broken = _broken(versions)
     if broken:
         yield "## Rules that are broken"
@@ -189,11 +191,12 @@ def body(found: dict[str, Any]) -> Iterator[str]:
                 f"{target}: {', '.join(names)}" for target, names in item[1].items())})
 
 
-def _counted(one: dict[str, Any] | None) -> str:
+def _counted(one: dict[str, Any] | None, code: str) -> str:
     if one is None:
         return ""
     bad = sum(bool(row["failed"]) for row in one["rows"])
-    return f"{one['number']}" + f", {bad} break a rule" * bool(bad)
+    other = f" ({one.get('code', '')})" * (one["code"] != code)
+    return f"{one['number']}" + f", {bad} break a rule" * bool(bad) + other
 
 
 def _broken(versions: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, list[str]]]:
