@@ -136,12 +136,15 @@ def _distances(argv: list[str], narrow: list[str], slices: str) -> list[tuple[fl
             for run in runs[1:]]
 
 
+# every expert for every token: a choice that another rounding turns moves a gradient by more than
+# all other rounding does
+ALL_EXPERTS = ["--moe-router-topk", "4", *RECOMPUTE]
 FULL = {
     "Adam": ([*PP2, *EP2, "--overlap-grad-reduce", "--overlap-param-gather"], [], "17,15"),
-    "bf16": ([*PP2, *EP2, *RECOMPUTE], ["--bf16"], "17,9,6"),
-    "bf16, four stages": ([*PP4, *RECOMPUTE], ["--bf16"], "13,11,7,1"),
-    "bf16, PPMoE": ([*PP2, *PPMOE, *RECOMPUTE], ["--bf16"], "17,9,6"),
-    "bf16, Parm": ([*PP2, *PARM, "s1", *RECOMPUTE], ["--bf16"], "17,9,6"),
+    "bf16": ([*PP2, *EP2, *ALL_EXPERTS], ["--bf16"], "17,9,6"),
+    "bf16, four stages": ([*PP4, *ALL_EXPERTS], ["--bf16"], "13,11,7,1"),
+    "bf16, PPMoE": ([*PP2, *PPMOE, *ALL_EXPERTS], ["--bf16"], "17,9,6"),
+    "bf16, Parm": ([*PP2, *PARM, "s1", *ALL_EXPERTS], ["--bf16"], "17,9,6"),
 }
 
 
@@ -155,7 +158,7 @@ def test_adam_and_bf16_are_as_near_as_under_1f1b(sizes: list[str], narrow: list[
     for native, sliced in on_ranks(4, _distances, argv, narrow, slices, timeout_s=500):
         assert native[0] > 1e-4 or not narrow
         for mine, of_slices in zip(native, sliced, strict=True):
-            assert of_slices <= 1.5 * mine + 1e-4, (native, sliced)
+            assert of_slices <= 1.2 * mine + 1e-4, (native, sliced)
 
 
 def _refusals(every: list[list[str]]) -> list[str]:
