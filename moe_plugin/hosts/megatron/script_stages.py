@@ -37,9 +37,10 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
     if stages is None:
         return None
     vars(args).update(vars(stages.arguments(args, stages.stage_of(args.rank))))
-    # the padded vocabulary of all stages is one
-    args.make_vocab_size_divisible_by *= math.lcm(
-        *(layout.tp for layout in stages.layouts)) // args.tensor_model_parallel_size
+    # the padded vocabulary of all stages is one, which each of them can cut
+    args.make_vocab_size_divisible_by = math.lcm(
+        args.make_vocab_size_divisible_by, *(layout.tp for layout in stages.layouts)
+    ) // args.tensor_model_parallel_size
     # Megatron saves random states by tensor-parallel rank: here they start from the seed again
     args.no_save_rng = args.no_load_rng = True
     args.dist_ckpt_optim_fully_reshardable = True

@@ -22,8 +22,9 @@ own_loop = pytest.mark.skipif(
 # what a test of both loops is parametrized with: ours, and Megatron's by the launcher
 LOOPS = ["ours", pytest.param("megatron", marks=[pytest.mark.slow, own_loop])]
 SCRIPT = str(Path(ROOT, "scripts", "pretrain_gpt_moe.py"))
-AS_SCRIPT = """--max-position-embeddings 32 --vocab-size 257 --num-workers 0 --attention-backend
-unfused --use-cpu-initialization --dist-ckpt-optim-fully-reshardable""".split()
+AS_SCRIPT = """--max-position-embeddings 32 --vocab-size 512 --num-workers 0 --attention-backend
+unfused --use-cpu-initialization --dist-ckpt-optim-fully-reshardable --split 100,0,0
+--eval-iters 0""".split()
 
 MODEL = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
