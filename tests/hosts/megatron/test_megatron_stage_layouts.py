@@ -102,7 +102,8 @@ def _goes_on(loop: str, data: str, folder: Path, writer: list[str],
     """
     argv, saved = [*MODEL, *PP2[2:], "--data-path", data, *ADAM], str(folder / "saved")
     wanted = _curve(loop, 4, [*argv, *PP2[:2], *writer], folder)
-    saving = [*argv, *PP2[:2], *writer, "--save", saved, "--exit-interval", "3"]
+    saving = [*argv, *PP2[:2], *writer, "--save", saved, "--save-interval", "3",
+              "--exit-interval", "3"]
     assert _curve(loop, 4, saving, folder) == wanted[:3]
     for world, sizes in readers:
         got = _curve(loop, world, [*argv, *sizes, "--load", saved], folder)
@@ -195,3 +196,20 @@ def test_tied_embeddings_are_cut_alike() -> None:
     assert stages is not None and (stages.ranks, stages.samples, stages.replicas(1)) == (2, 2, 1)
     with pytest.raises(ValueError, match="--untie-embeddings-and-output-weights"):
         stages_of(arguments.parser().parse_args([*argv, "tp=2", "tp=1"]), 4)
+
+
+def test_parsed_arguments_get_the_sizes_of_their_ranks_stage() -> None:
+    from moe_plugin.hosts.megatron.script_stages import prepared
+    from moe_plugin.hosts.megatron.trainer import arguments
+
+    argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1"]
+
+    def sizes(rank: int, *more: str) -> tuple[int, ...]:
+        args = arguments.parser().parse_args([*argv, *more])
+        vars(args).update(world_size=4, rank=rank, make_vocab_size_divisible_by=128)
+        assert (prepared(args) is not None) == bool(more)
+        return (args.tensor_model_parallel_size, args.expert_model_parallel_size,
+                args.micro_batch_size, args.make_vocab_size_divisible_by)
+
+    assert [sizes(rank, *FIRST) for rank in (1, 2)] == [(2, 1, 4, 64), (1, 2, 2, 128)]
+    assert sizes(3) == (1, 1, 2, 128)

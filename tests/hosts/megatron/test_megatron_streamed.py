@@ -55,7 +55,8 @@ def test_a_resumed_run_goes_on(loop: str, data: str, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     whole, first, rest, valid = (records_of(loop, 1, [*argv, *more], tmp_path / f"{name}.jsonl")
                                  for name, more in {
-        "whole": [], "first": ["--exit-interval", "2", "--save", saved],
+        "whole": [],
+        "first": ["--exit-interval", "2", "--save", saved, "--save-interval", "2"],
         "rest": ["--load", saved], "valid": ["--load", saved, "--skip-train"]}.items())
     assert first == whole[:3] and rest == whole[3:]
     assert [row["iteration"] for row in valid] == [2]
