@@ -231,6 +231,7 @@ def _megatron(replica: Replica, _: Mapping[int, Any]) -> None:
 
     Script.around_step = around_step  # type: ignore[method-assign]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    sys.modules.pop("moe_plugin.hosts.megatron.spec", None)  # it follows the script's arguments
     raise SystemExit(launch.main([
         "--moe-cpu", SCRIPT, *FLAGS, "--global-batch-size", "4", "--optimizer", "sgd", "--lr",
         "0.1", "--min-lr", "0.1", "--moe-router", "sigmoid_bias", "--train-iters",
