@@ -179,10 +179,8 @@ class Script:
         """Of an iteration's step: its own, or where another replica's state was taken that one's,
         up to which Megatron's loop skips.
         """
-        skipped = script_arguments().get("iterations_to_skip") or []
-        while self.run.replaced and iteration + 1 in skipped:
-            iteration += 1
-        return iteration
+        taken = script_arguments().get("moe_taken") or {}
+        return taken.get(iteration - 1, iteration - 1) + 1
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
         with _named("evaluation"):

@@ -103,13 +103,19 @@ def _replicas(args: argparse.Namespace, chunks: list[Any], optimizer: Any,
               scheduler: Any) -> RunFeature | None:
     given = script_arguments()
 
+    # by iterations done here, those of the state that was taken then
+    taken = given["moe_taken"] = dict[int, int]()
+
+    def done() -> int:
+        return given.get("curr_iteration", given.get("iteration", 0))
+
     def progress() -> tuple[int, ...]:
-        return given.get("curr_iteration", given.get("iteration", 0)), scheduler.num_steps
+        return taken.get(done(), done()), scheduler.num_steps
 
     def take(iteration: int, samples: int) -> None:
         # Megatron's loop goes on after the present step: it reads the data of those between
-        mine, _ = progress()
-        scheduler.num_steps = samples
+        mine, scheduler.num_steps = done(), samples
+        taken[mine] = iteration
         given["iterations_to_skip"] = [*given["iterations_to_skip"],
                                        *range(mine + 2, iteration + 2)]
 
