@@ -195,7 +195,8 @@ def _counted(one: dict[str, Any] | None, code: str) -> str:
     if one is None:
         return ""
     bad = sum(bool(row["failed"]) for row in one["rows"])
-    other = f" ({one.get('code', '')})" * (one["code"] != code)
+    own = one.get("code", "")
+    other = f" ({own})" * (own != code)
     return f"{one['number']}" + f", {bad} break a rule" * bool(bad) + other
 
 
