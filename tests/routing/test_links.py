@@ -26,6 +26,7 @@ from moe_plugin.routing.links import (
     prefer_visited,
     target_shares,
 )
+from moe_plugin.routing.replay import checkpoint
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
 
 pytestmark = pytest.mark.fast
@@ -284,6 +285,21 @@ def test_choices_prefer_nodes_that_a_token_visits(name: str) -> None:
     for crossing in run_simulated(4, rank, topology=Topology.uniform(4, 2)):
         assert crossing == sorted(crossing, reverse=True) and crossing[-1] == 0 < crossing[0]
         assert len(set(crossing)) == 4
+
+
+@pytest.mark.parametrize("name", ["ta_moe", "topology_quota"])
+def test_recomputation_repeats_a_choice_of_visited_nodes(name: str) -> None:
+    xs = [torch.randn(20, 6, dtype=torch.float64) for _ in range(4)]
+
+    def rank(comm):
+        router, grads = built(name, comm, {"visited": 0.1}, 3), []
+        for wrap in (lambda run, x: run(x), checkpoint):
+            x = xs[comm.rank].clone().requires_grad_()
+            wrap(lambda v: (router(v).weights_TK * torch.arange(1.0, 4.0)).sum(), x).backward()
+            grads.append(x.grad)
+        return torch.equal(*grads)
+
+    assert all(run_simulated(4, rank, topology=Topology.uniform(4, 2)))
 
 
 def test_a_cut_expert_is_near_where_all_its_parts_are() -> None:

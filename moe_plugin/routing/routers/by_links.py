@@ -32,7 +32,9 @@ def _note_nodes(router: Router, device: Any) -> None:
 
 
 def _near_visited(router: Router, call: RoutingCall) -> Tensor:
-    return prefer_visited(call.scores_TE.detach(), call.k, router.nodes_EN, router.own_node,
+    # without a graph: a recomputation, which repeats the choice, keeps as much for backward
+    scores_TE = call.score.scores(call.logits_TE.detach())
+    return prefer_visited(scores_TE, call.k, router.nodes_EN, router.own_node,
                           router.config.links.visited)
 
 
@@ -47,6 +49,7 @@ class TAMoERouter(TopKRouter):
     """
 
     reads = WITH_POLICY
+    leaves_none = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and this rank's shares by expert."""
