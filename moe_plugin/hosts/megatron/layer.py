@@ -55,7 +55,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
     `shared_experts` (Megatron's), `moe` (the `MoELayer` that
     runs the first two), `last_stats` (`LayerStats` of the latest forward pass),
-    `observer` (called with the `LayerStats` of each pass, once where activations are recomputed).
+    `observer` (called with the `LayerStats` of each pass, once where activations are recomputed),
+    `run_ends_steps` (a run calls `finish_step`: the layer does not look for a step's end).
 
     Args:
         config: `TransformerConfig`.
@@ -113,6 +114,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             stages.check(self)
         watch_store(moe, lambda: f"layer{self.layer_number}")
         self._clock, self._recordings = StepClock(), Recordings(moe, config)
+        self.run_ends_steps = False
         self.continues = False  # a slice of a micro-batch whose first slice has passed
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
@@ -283,8 +285,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return token_info(x_SBD, ids_SB, self.needs)
 
     def _passes_a_step(self) -> int | None:
-        if self.plan.run.offload.weights == "host":
-            return None  # passes come again, and the loop says when a step ends
+        if self.run_ends_steps or self.plan.run.offload.weights == "host":
+            return None
         microbatches = core.microbatches_a_step()
         return None if microbatches is None else microbatches * self.losses.passes
 

@@ -123,6 +123,19 @@ def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
         iterator.iterable = source
 
 
+def read_over(iterators: Any, count: int) -> None:
+    """Take the micro-batches of a step that is not made from each iterator that this rank has.
+
+    Megatron's `dummy_train_step` reads on the first tensor-parallel rank alone, where scripts may
+    read on all, and knows no virtual stages.
+    """
+    found = iterators if isinstance(iterators, list) else [iterators]
+    while get_rerun_state_machine().should_run_forward_backward(iterators):
+        for iterator in found:
+            for _ in range(0 if iterator is None else count):
+                next(iterator)
+
+
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
     """The passes of the files that this rank computes: what they logged is that of all files."""

@@ -15,10 +15,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.features import LayerRecords
 from moe_plugin.output import LayerStats
 from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.routing.steps import RouterSteps
 
 
 def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
@@ -45,6 +47,13 @@ def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
     """Layers by the names that records have."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
+
+
+def router_steps(chunks: list[Any]) -> RouterSteps | None:
+    """The end of a step in a model's routers; None: of weights that stream, whose trainer ends it
+    block by block.
+    """
+    return None if isinstance(chunks[0], StreamedModel) else RouterSteps(chunks)
 
 
 class MegatronStart(StepStart):

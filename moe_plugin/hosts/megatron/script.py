@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
 
+logger = logging.getLogger("moe_plugin.megatron")
 _SEAM = "get_forward_backward_func"  # the training code imports it by name
 
 
@@ -44,6 +46,7 @@ def observe_script() -> Script:
         ("save_checkpoint", script.around_save)):
         replace_training(name, _seam(around))
     replace_training("get_model", script.around_model)
+    replace_training("dummy_train_step", lambda native: functools.wraps(native)(script.read_over))
     replace_training("build_pretraining_data_loader", script.around_loader)
     # imported here: they import Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron import script_stages
@@ -54,6 +57,7 @@ def observe_script() -> Script:
     extend_parse_args(lambda provider: provider or (lambda parser: parser), script.prepare)
     script_stages.follow(lambda: script.stages)
     replace_training("load_checkpoint", loads_whole)
+    replace_training("load_checkpoint", _seam(script.around_load))
     replace_training(_SEAM, lambda get: computed_by(
         lambda: script.run, script.in_place(scheduled(get, script.pipeline))))
     return script
@@ -78,14 +82,24 @@ class Script:
     def __init__(self) -> None:
         self.run, self.report = Run([FiniteSteps()]), None  # type: Run, Any
         self.stepped, self.passes = False, None  # type: bool, Callable[..., Any] | None
-        self.stages: Any = None
+        self.stages, self._divisor = None, None  # type: Any, int | None
         self._save: Callable[[Mapping[str, Any]], None] | None = None  # in the place of Megatron's
 
     def prepare(self, args: argparse.Namespace) -> None:
         """Take what parsed arguments say of stages."""
         from moe_plugin.hosts.megatron.script_stages import prepared
 
+        self._divisor = getattr(args, "make_vocab_size_divisible_by", None)
         self.stages = prepared(args)
+
+    def around_load(self, given: Mapping[str, Any], load: Callable[[], Any]) -> Any:
+        self._as_given()
+        return load()
+
+    def _as_given(self) -> None:
+        # the model is built: checkpoints name, and Megatron compares, what was asked for
+        if self.stages is not None:
+            script_arguments()["make_vocab_size_divisible_by"] = self._divisor
 
     def close(self) -> None:
         """Close their files."""
@@ -108,6 +122,7 @@ class Script:
                 from moe_plugin.hosts.megatron.script_stages import passes_of
 
                 self.passes = passes_of(self.stages, *built[:2])
+        self._as_given()
         self.connect(*built)
         if built[1] is not None:  # evaluation has no optimizer
             use_fused_adam(built[1], script_arguments().get("moe_fused_adam", False))
@@ -168,6 +183,14 @@ class Script:
             left_out is not None or self.run.replaced or done[1]))
         return done
 
+    def read_over(self, data_iterator: Any) -> None:
+        """In the place of Megatron's `dummy_train_step`; see `passes.read_over`."""
+        from moe_plugin.hosts.megatron import passes
+        from moe_plugin.hosts.megatron.compat import core
+
+        passes.read_over(data_iterator, (core.microbatches_a_step() or 0) * (
+            passes.ps.get_data_parallel_world_size() if self.run.reduces else 1))
+
     def around_log(self, given: Mapping[str, Any], log: Callable[[], Any]) -> Any:
         with _named("log"):
             done = log()
@@ -198,8 +221,12 @@ class Script:
     def around_save(self, given: Mapping[str, Any], save: Callable[[], Any]) -> Any:
         from moe_plugin.hosts.megatron.script_checkpoint import refuse_broken
 
-        if self._reached(given["iteration"]) != given["iteration"]:
-            return None  # these are weights of a later one
+        reached = self._reached(given["iteration"])
+        if reached != given["iteration"]:
+            logger.warning(
+                "no checkpoint of iteration %d is written: weights are those of iteration %d, taken"
+                " from another replica; the next one is", given["iteration"], reached)
+            return None
         if self._save is not None:
             save = functools.partial(self._save, given)
         else:
@@ -216,9 +243,10 @@ class Script:
 
         @functools.wraps(build)
         def call(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks
+            from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks, split_of
 
-            if dataset is not None and not len(dataset):
+            external = script_arguments().get("dataloader_type") == "external"
+            if not external and split_of(dataset) in ("valid", "test") and not len(dataset):
                 return None  # of a split without a document, of which no sample is asked for
             with of_all_ranks(build, dataset) if self.run.reduces else contextlib.nullcontext():
                 return build(dataset, *args, **kwargs)
@@ -270,12 +298,13 @@ def _facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> Ste
         left_out: why it changes no parameter.
     """
     losses, skipped = done[:2]
-    no_change = left_out is not None or bool(skipped)
+    lost = left_out is not None and left_out.lost
+    no_change = not lost and (left_out is not None or bool(skipped))
     arguments = script_arguments()
     loss = losses.get("lm loss") if isinstance(losses, Mapping) else None
     total = arguments.get("train_iters")
     return StepFacts(
-        number, made=left_out is None or not left_out.lost,
+        number, made=not lost,
         skipped=no_change and not arguments.get("fp16"),  # there a scale falls
         tokens=arguments.get("global_batch_size", 0) * arguments.get("seq_length", 0),
         left=None if total is None else max(0, total - number),

@@ -111,6 +111,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iter
 
     Raises:
         CheckpointError: there are checkpoints, and none is whole; on every rank.
+        ValueError: there is none to evaluate.
     """
     asked = arguments.get("ckpt_step")
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
@@ -118,6 +119,10 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iter
         return
     newest = asked or _latest(root)
     if newest is None:
+        others = any(arguments.get(name) for name in (
+            "pretrained_checkpoint", "non_persistent_ckpt_type", "non_persistent_save_interval"))
+        if not others and files.gather(_tracked(root))[0] is None:
+            files.nothing_found(root, bool(arguments.get("skip_train")))
         yield
         return
     if asked:

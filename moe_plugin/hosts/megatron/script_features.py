@@ -13,7 +13,7 @@ from megatron.core import parallel_state as ps
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import ObserveConfig, run_config
 from moe_plugin.hosts.megatron.activations import activations_of
-from moe_plugin.hosts.megatron.compat.settings import script_arguments
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_of
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
@@ -21,7 +21,7 @@ from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import replicas_of
 from moe_plugin.hosts.megatron.report import log_path
-from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of
+from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of, router_steps
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
@@ -31,7 +31,6 @@ from moe_plugin.output import LayerStats
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
-from moe_plugin.routing.steps import RouterSteps
 from moe_plugin.run import RunFeature
 
 
@@ -46,6 +45,8 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any
     settings = settings_from_flags(vars(args))
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
     config = layers[0].plan.run if layers else run_config(settings)
+    for layer in layers:
+        layer.run_ends_steps = True
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
     guard = guard_of(args, settings, config.guard)
     drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
@@ -71,7 +72,7 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any
                       _microbatches(args)) if guard.votes else None
     replicas = _replicas(args, chunks, optimizer, scheduler) if optimizer is not None else None
     return [FirstStepLine(), RUN, twins, replicas, records, votes,
-            RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), RouterSteps(chunks),
+            RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
             activations, drops, _errors(args, chunks)], recorder
 
 
@@ -82,9 +83,16 @@ def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
     def provide(*given: Any, **kwargs: Any) -> Any:
         args = argparse.Namespace(**script_arguments())
         model, ensemble = provider(*given, **kwargs), ensemble_of(args)
-        return model if ensemble is None else add_heads(model, ensemble, args.vocab_size)
+        return model if ensemble is None else add_heads(
+            model, ensemble, _classes(args))
 
     return provide
+
+
+def _classes(args: argparse.Namespace) -> int:
+    """Token ids of the script's tokenizer, which knows them: `--vocab-size` may count one less."""
+    tokenizer = training_module("global_vars").get_tokenizer()
+    return int(getattr(tokenizer, "vocab_size", None) or args.vocab_size)
 
 
 def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | None:

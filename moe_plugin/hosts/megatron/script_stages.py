@@ -33,7 +33,8 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
 
     Raises: ValueError: see `stages_of`.
     """
-    stages = stages_of(args, args.world_size)
+    # arguments of a file (--yaml-cfg) have none of ours
+    stages = stages_of(args, args.world_size) if getattr(args, "stage_layouts", None) else None
     if stages is None:
         return None
     vars(args).update(vars(stages.arguments(args, stages.stage_of(args.rank))))

@@ -105,6 +105,8 @@ class StageLayouts:
         made.expert_tensor_parallel_size = layout.etp
         made.sequence_parallel = self.split and layout.tp > 1
         made.micro_batch_size = self.samples // self.replicas(stage)
+        if getattr(made, "eval_micro_batch_size", None) is not None:
+            made.eval_micro_batch_size = made.micro_batch_size
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
@@ -172,6 +174,16 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
         *((True, name, getattr(args, name), "1", "leave it out") for name in virtual),
         (args.context_parallel_size != 1, "context_parallel_size", args.context_parallel_size, "1",
          "leave it out"),
+        *((bool(getattr(args, name, None)), name, getattr(args, name, None), "left out",
+           "stages have different groups") for name in (
+               "mtp_num_layers", "mtp_detach_heads", "use_tp_pp_dp_mapping")),
+        (getattr(args, "eval_micro_batch_size", None) not in (None, args.micro_batch_size),
+         "eval_micro_batch_size", getattr(args, "eval_micro_batch_size", None),
+         f"micro_batch_size={args.micro_batch_size}", "leave it out"),
+        (bool(getattr(args, "log_num_zeros_in_grad", None)) and not getattr(
+            args, "use_distributed_optimizer", False), "log_num_zeros_in_grad", True,
+         "left out without the distributed optimizer, whose ranks count over all stages",
+         "leave it out, or use --use-distributed-optimizer"),
         (schedule != "1f1b", "pipeline.schedule", schedule, "1f1b", "leave it out"),
         (bool(getattr(args, "moe_lighthouse", None)), "moe_lighthouse",
          getattr(args, "moe_lighthouse", None), "left out",

@@ -339,13 +339,19 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
               "use 0: parts run one after another"),
              ("dispatch.name=bounded", settings.get("dispatch.name") == "bounded",
               "use another dispatcher: a step cannot be repeated"),
+             ("gradient_accumulation_fusion", bool(given("gradient_accumulation_fusion", None)),
+              "give --no-gradient-accumulation-fusion"),
+             # which an evaluation implies
+             ("--no-load-optim", bool(given("no_load_optim", None)) and not args.skip_train, plain),
              *((f"guard.{name}", bool(settings.get(f"guard.{name}")), plain)
                for name in ("votes", "twins")),
              *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
                  "native_moe", "calculate_per_token_loss", "use_distributed_optimizer",
                  "mtp_num_layers", "log_params_norm", "decoupled_lr", "use_megatron_fsdp",
                  "use_torch_fsdp2", "finetune", "pretrained_checkpoint", "async_save",
-                 "moe_use_upcycling", "overlap_moe_expert_parallel_comm"))]
+                 "moe_use_upcycling", "overlap_moe_expert_parallel_comm", "freeze_all_layers",
+                 "use_mup", "no_save_optim", "exit_on_missing_checkpoint", "ckpt_convert_format",
+                 "no_weight_decay_cond_type", "apply_wd_to_qk_layernorm"))]
     for what, is_so, remedy in unfit:
         if is_so:
             raise ValueError(f"offload.weights=host does not fit {what} in Megatron: {remedy}")

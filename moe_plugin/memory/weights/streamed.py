@@ -253,12 +253,10 @@ class StreamedTrainer:
     def update(self, skip: bool = False) -> None:
         """Step the optimizers with the clipped gradients of `accumulate`.
 
-        skip: no weight and no state of an optimizer changes. Errors as of `step`.
+        skip: no weight and no state of an optimizer or a router changes. Errors as of `step`.
         """
         if skip:
             self.forget()
-            for block in self.blocks:
-                finish_step_of_any(block.module)
         else:
             with self._forgetting():
                 self._step_clipped(self.clip)

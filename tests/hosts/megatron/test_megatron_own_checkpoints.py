@@ -52,6 +52,23 @@ def test_an_empty_file_of_the_newest_is_written_again(tmp_path: Path) -> None:
     assert tracker.read_text() == "10"
 
 
+def test_a_missing_checkpoint_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                      caplog: pytest.LogCaptureFixture) -> None:
+    given = {"load": str(tmp_path / "typo"), "ckpt_format": "torch_dist", "skip_train": False}
+    monkeypatch.setattr(checkpoint, "script_arguments", lambda: given)
+    load = checkpoint.loads_whole(lambda load_arg="load": "native")
+    assert load() == "native" and "no checkpoint found in" in caplog.text
+    given["skip_train"] = True
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        load()
+    given["pretrained_checkpoint"] = "elsewhere"
+    assert load() == "native"
+    del given["pretrained_checkpoint"]
+    Path(given["load"]).mkdir()
+    Path(given["load"], files.LATEST).write_text("release")
+    assert load() == "native"
+
+
 @pytest.mark.parametrize("names", [["mp_rank_00"], ["mp_rank_00_000"], [".metadata", "x.distcp"],
                                    NATIVE])
 def test_formats_of_megatron_are_its_own_business(tmp_path: Path, names: list[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-from moe_plugin.hosts.megatron import endings, passes, report, script_output
+from moe_plugin.hosts.megatron import endings, passes, report, script, script_output
 from moe_plugin.hosts.megatron.compat import loaders
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
+from moe_plugin.run import LostStep, Run, RunFeature, SkipStep
 
 pytestmark = pytest.mark.megatron
 
@@ -31,6 +33,54 @@ def test_a_loss_that_megatron_validates_can_be_asked_for_before_a_step() -> None
              "forward_step_func": lambda batches, model: (model(next(batches)), loss)}
     assert passes.loss_of(given, torch.ones(3)) == 3
     assert "validate_result" not in vars(machine)  # Megatron's own again
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_steps_that_are_left_out_are_read_by_every_rank_that_reads(several: bool) -> None:
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    each = [RerunDataIterator(iter(range(9))) for _ in range(2)]
+    passes.read_over([each[0], None, each[1]] if several else each[0], 3)
+    passes.read_over(None, 3)
+    assert [next(iterator) for iterator in each] == [3, 3 if several else 0]
+
+
+class _Replaced(RunFeature):
+    replaced = True
+
+
+def test_weights_of_another_replica_are_not_saved_in_silence(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(script, "script_arguments", lambda: {"iterations_to_skip": [5, 6]})
+    made, saves = script.Script(), list[int]()
+    made.run = Run([_Replaced()])
+    made.around_save({"iteration": 4}, lambda: saves.append(4))
+    assert not saves and "iteration 4 is written: weights are those of iteration 6" in caplog.text
+
+
+def test_a_lost_step_is_not_one_that_was_skipped() -> None:
+    done = ({}, True)
+    for why, facts in ((None, (True, True)), (SkipStep(), (True, True)),
+                       (LostStep(), (False, False))):
+        found = script._facts(1, done, why)
+        assert (found.made, found.skipped) == facts
+
+
+class _Data:
+
+    def __init__(self, split: str) -> None:
+        self.split = SimpleNamespace(name=split)
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_only_an_empty_split_to_evaluate_has_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = script.Script().around_loader(lambda dataset: dataset)
+    train, valid, iterator = _Data("train"), _Data("valid"), iter([])
+    assert build(train) is train and build(valid) is None and build(None) is None
+    monkeypatch.setattr(script, "script_arguments", lambda: {"dataloader_type": "external"})
+    assert build(iterator) is iterator and build(valid) is valid
 
 
 def test_a_line_of_a_rank_without_a_learning_rate() -> None:

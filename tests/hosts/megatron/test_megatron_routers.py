@@ -152,6 +152,34 @@ def test_biases_are_those_of_all_data_parallel_ranks() -> None:
                for r in results) and results[0][0] == results[0][1] and any(results[0][0])
 
 
+def _counted_steps(case: Case) -> list[int]:
+    from moe_plugin.hosts.megatron import script_features
+    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.trainer import arguments
+    from moe_plugin.run import Run, StepFacts
+    from tests.hosts.megatron.training import MODEL
+
+    initialise_parallel(case)
+    core.microbatches_a_step = lambda: 2
+    alone, with_run = _layer(case, "dense_to_sparse"), _layer(case, "dense_to_sparse")
+    given = vars(arguments.parser().parse_args([*MODEL, "--data-path", "x", "--train-iters", "2"]))
+    script_features.script_arguments = lambda: given
+    run = Run(script_features.features_of([torch.nn.ModuleList([with_run])], None, None)[0])
+    for number in (1, 2):
+        for _ in range(2):
+            alone(batch(case)[0])
+            with_run(batch(case)[0])
+        run.after_step(StepFacts(number))
+    for layer in (alone, with_run):
+        layer.sharded_state_dict()
+    return [int(layer.router.step) for layer in (alone, with_run)]
+
+
+@pytest.mark.distributed
+def test_a_step_ends_once_in_routers_whether_a_run_or_the_layer_ends_it() -> None:
+    assert on_ranks(1, _counted_steps, Case())[0] == [2, 2]
+
+
 def test_step_clock() -> None:
     clock = StepClock()
     assert [clock.new_step(3)

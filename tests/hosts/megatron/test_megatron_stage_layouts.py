@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -14,6 +15,9 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.cli.main import main as command
+from moe_plugin.hosts.megatron import script
+from moe_plugin.hosts.megatron.stage_layouts import stages_of
+from moe_plugin.hosts.megatron.trainer import arguments
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import LOOPS, MODEL, records_of
 
@@ -177,19 +181,41 @@ def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], loop: str, d
      "pipeline.schedule=eager-1f1b .*must be 1f1b"),
 ])
 def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> None:
-    from moe_plugin.hosts.megatron.stage_layouts import stages_of
-    from moe_plugin.hosts.megatron.trainer import arguments
-
     argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1", *further]
     args = arguments.parser().parse_args(argv)
     with pytest.raises(ValueError, match=said):
         stages_of(args, 4)
 
 
-def test_tied_embeddings_are_cut_alike() -> None:
-    from moe_plugin.hosts.megatron.stage_layouts import stages_of
-    from moe_plugin.hosts.megatron.trainer import arguments
+@pytest.mark.parametrize("name,value", [
+    ("mtp_num_layers", 1), ("mtp_detach_heads", True), ("use_tp_pp_dp_mapping", True),
+    ("eval_micro_batch_size", 7), ("log_num_zeros_in_grad", True)])
+def test_arguments_of_megatrons_own_parser_are_refused_by_name(name: str, value: Any) -> None:
+    args = _arguments()
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=f"{name}={value} with stages of unequal layout"):
+        stages_of(args, 4)
 
+
+def test_checkpoints_name_the_divisor_of_the_vocabulary_that_was_given(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _arguments(make_vocab_size_divisible_by=128, world_size=4, rank=3)
+    made = script.Script()
+    made.prepare(args)
+    assert args.make_vocab_size_divisible_by == 256 and args.tensor_model_parallel_size == 1
+    monkeypatch.setattr(script, "script_arguments", lambda: vars(args))
+    made.around_load({}, lambda: None)
+    assert args.make_vocab_size_divisible_by == 128
+
+
+def _arguments(**further: Any) -> argparse.Namespace:
+    args = arguments.parser().parse_args([
+        *MODEL, *PP2, "--data-path", "x", "--train-iters", "1", "--stage-layouts", "tp=2", "tp=1"])
+    vars(args).update(further)
+    return args
+
+
+def test_tied_embeddings_are_cut_alike() -> None:
     argv = [*MODEL, *PP2[:2], "--data-path", "x", "--train-iters", "1", "--stage-layouts"]
     alike = arguments.parser().parse_args([*argv, "tp=2,ep=1", "tp=2,etp=1"])
     stages = stages_of(alike, 4)

@@ -130,6 +130,31 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
         [first[8:], drawn(2)])).any()
 
 
+def _refused_by_name(names: list[str]) -> list[str]:
+    from moe_plugin.hosts.megatron.streamed import build
+    from moe_plugin.hosts.megatron.trainer import arguments
+
+    found = []
+    for name in names:
+        args = arguments.parser().parse_args([*UNTIED, "--data-path", "x", "--train-iters", "1",
+                                              "--weights-on", "host"])
+        setattr(args, name, True)
+        try:
+            build(None, args, {"offload.weights": "host"})  # type: ignore[arg-type]
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
+    names = ["freeze_all_layers", "use_mup", "no_load_optim", "no_save_optim",
+             "exit_on_missing_checkpoint", "ckpt_convert_format", "no_weight_decay_cond_type"]
+    [found] = on_ranks(1, _refused_by_name, [*names, "gradient_accumulation_fusion"])
+    said = ["--" + name.replace("_", "-") for name in names]
+    for message, part in zip(found, [*said, "--no-gradient-accumulation-fusion"], strict=True):
+        assert part in message
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("more", "message"), [
     ([], "tied embeddings.*--untie-embeddings-and-output-weights"),

@@ -31,6 +31,12 @@ def refuse_empty_splits() -> None:
     datasets.GPTDataset._get_num_epochs = number
 
 
+def split_of(dataset: Any) -> str | None:
+    """Name of the split that a data set is of; None: it does not say."""
+    split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
+    return getattr(split, "name", None)
+
+
 @contextmanager
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Inside, `build_pretraining_data_loader` gives every rank the micro-batches of all ranks, by
@@ -38,8 +44,7 @@ def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
 
     0.15 to 0.19: the function asks `parallel_state` for this rank and their number.
     """
-    split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
-    if getattr(split, "name", "train") != "train":
+    if split_of(dataset) not in (None, "train"):
         yield
         return
     module = vars(sys.modules[build.__module__])

@@ -14,7 +14,7 @@ from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, Logged, Passes, guard_of, twins_of
 from moe_plugin.hosts.megatron.replicas import replicas_of
-from moe_plugin.hosts.megatron.run import MegatronStart, records_of
+from moe_plugin.hosts.megatron.run import MegatronStart, records_of, router_steps
 from moe_plugin.hosts.megatron.trainer.arguments import our_settings
 from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
 from moe_plugin.observe.drops import DropWarning
@@ -22,7 +22,6 @@ from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
-from moe_plugin.routing.steps import RouterSteps
 from moe_plugin.run import Run, RunFeature
 
 
@@ -41,7 +40,7 @@ def run_of(loop: Any) -> Run:
         FirstStepLine(), RUN, twins_of(guard, training.bare()[0], training.gather_parameters),
         _replicas(loop), records,
         _votes(guard, loop), RowsFit(training.chunks, comm_of(), MegatronStart), FiniteSteps(),
-        RouterSteps(training.chunks), training.activations, drops,
+        router_steps(training.chunks), training.activations, drops,
         errors_of(args, training.chunks)])
 
 
