@@ -51,7 +51,7 @@ class _Replaced(RunFeature):
 
 def test_weights_of_another_replica_are_not_saved_in_silence(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(script, "script_arguments", lambda: {"iterations_to_skip": [5, 6]})
+    monkeypatch.setattr(script, "script_arguments", lambda: {"moe_taken": {3: 5}})
     made, saves = script.Script(), list[int]()
     made.run = Run([_Replaced()])
     made.around_save({"iteration": 4}, lambda: saves.append(4))

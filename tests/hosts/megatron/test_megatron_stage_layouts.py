@@ -199,10 +199,10 @@ def test_arguments_of_megatrons_own_parser_are_refused_by_name(name: str, value:
 
 def test_checkpoints_name_the_divisor_of_the_vocabulary_that_was_given(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    args = _arguments(make_vocab_size_divisible_by=128, world_size=4, rank=3)
+    args = _arguments(make_vocab_size_divisible_by=128, world_size=4, rank=0)
     made = script.Script()
     made.prepare(args)
-    assert args.make_vocab_size_divisible_by == 256 and args.tensor_model_parallel_size == 1
+    assert args.make_vocab_size_divisible_by == 64 and args.tensor_model_parallel_size == 2
     monkeypatch.setattr(script, "script_arguments", lambda: vars(args))
     made.around_load({}, lambda: None)
     assert args.make_vocab_size_divisible_by == 128
