@@ -7,10 +7,13 @@ a tensor shares a float32 scale.
 
 Of the scales that the formats allow, these are taken:
 * MXFP8: the least power of two with which no value of the block saturates, as in NVIDIA's recipe
-  and torchao's default; the specification's own rule saturates up to 1/8 of the largest value.
-* NVFP4: the tensor's scale is a power of two, too, the least with which no block's scale saturates.
-  So codes and block scales hardly depend on what else the tensor holds: a row is rounded alike in
-  every layout and piece. And every value of either format is exact in bfloat16.
+  (torchao: RCEIL); the specification's own rule saturates up to 1/8 of the largest value.
+* NVFP4: the tensor's scale is a power of two, too, the least with which no block's scale saturates;
+  a block's scale is rounded to nearest. So a block is rounded alike whatever else the tensor holds,
+  as long as its largest value is above 2^-13 of the tensor's. Below, its scale has fewer bits the
+  larger the tensor's largest value is, and below 2^-19 the block becomes 0.
+
+Every value of either format is exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from moe_plugin.kernels.expert_matmul import rows_of
 
 E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 E2M1_LARGEST = 6.0
@@ -55,12 +60,9 @@ class Blocks:
 
     def rows(self, index_R: Tensor) -> Blocks:
         """Those rows of a matrix; -1: zeros."""
-
-        def taken(t: Tensor) -> Tensor:
-            bytes_RN = t.view(torch.uint8).index_select(0, index_R.clamp(min=0))
-            return bytes_RN.masked_fill_((index_R < 0)[:, None], 0).view(t.dtype)
-
-        return replace(self, codes=taken(self.codes), scales=taken(self.scales))
+        codes, scales = (rows_of(t.view(torch.uint8), index_R).view(t.dtype)
+                         for t in (self.codes, self.scales))
+        return replace(self, codes=codes, scales=scales)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What it stands for, [..., N]; exact in bfloat16, float32 and float64."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.block_formats import QUANTIZERS, Blocks
-from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad
+from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad, rows_of
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
@@ -100,10 +100,16 @@ class BlockProducts(RoundedProducts):
         return BlockWeight(quantize(w_LIO.transpose(1, 2)), quantize(w_LIO) if backward else None)
 
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
-        """See `RoundedProducts`. What is in filler counts for no scale."""
-        if token_R is None and isinstance(groups.counts, DeviceCounts):
-            real_R1 = torch.arange(groups.total, device=x.device)[:, None] < groups.ends_L[-1:]
-            x = torch.where(real_R1, x, 0)
+        """See `RoundedProducts`. Filler, and tokens without a row, count for no scale."""
+        used = None  # of x; in MXFP8 no scale is of more than one row
+        if self.name == "nvfp4" and isinstance(groups.counts, DeviceCounts):
+            used = torch.arange(groups.total, device=x.device) < groups.ends_L[-1:]
+        if self.name == "nvfp4" and token_R is not None:
+            real_R = token_R >= 0 if used is None else used & (token_R >= 0)
+            used = real_R.new_zeros(x.shape[0] + 1).index_fill_(
+                0, torch.where(real_R, token_R, x.shape[0]), True)[:-1]
+        if used is not None:
+            x = torch.where(used[:, None], x, 0)
         return QUANTIZERS[self.name](x)
 
     def product(self, rows: Blocks, groups: RowGroups, weight: BlockWeight, b_LO: Tensor | None,
@@ -122,8 +128,7 @@ class BlockProducts(RoundedProducts):
         def along_rows(rows: Tensor, token_R: Tensor | None) -> Blocks:
             row = row_P if token_R is None else torch.where(
                 row_P < 0, -1, token_R[row_P.clamp(min=0)])
-            taken = rows.index_select(0, row.clamp(min=0)).masked_fill_((row < 0)[:, None], 0)
-            return QUANTIZERS[self.name](taken.t())
+            return QUANTIZERS[self.name](rows_of(rows, row).t())
 
         x_blocks = along_rows(x, x_token_R)
         return tuple(expert_weight_grad_blocks(x_blocks, along_rows(g, grad_token_R), filled,

@@ -22,7 +22,8 @@ from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
-def _rows(x: Tensor, token_R: Tensor | None) -> Tensor:
+def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
+    """The rows of an operation, [R, .], from x and token_R of the legend."""
     if token_R is None:
         return x
     if x.shape[0] == 0:
@@ -40,7 +41,7 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
         w_LIO: [L, I, O], also a transposed view.
         b_LO: [L, O].
     """
-    rows_RI = _rows(x, token_R)
+    rows_RI = rows_of(x, token_R)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
     for group, span in groups.spans():
         torch.mm(rows_RI[span], w_LIO[group], out=out_RO[span])
@@ -95,7 +96,7 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
         activation: a name in `ACTIVATIONS`.
     """
     product = expert_matmul.implementation("torch")
-    rows_RD = _rows(x, token_R)
+    rows_RD = rows_of(x, token_R)
     h_RF = product(rows_RD, groups, w_LDF, b_LF, None, precision)
     gate_RF = product(rows_RD, groups, v_LDF, v_bias_LF, None, precision)
     return h_RF, gate_RF, ACTIVATIONS[activation].value(gate_RF) * h_RF
@@ -151,7 +152,7 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
 
     x, grad: rows or tokens of widths I and O, each with its own token of each row.
     """
-    rows_RI, grad_RO = _rows(x, x_token_R), _rows(grad, grad_token_R)
+    rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     out_LIO = x.new_empty(groups.number, rows_RI.shape[1], grad_RO.shape[1])
     for group, span in groups.spans():
         torch.mm(rows_RI[span].t(), grad_RO[span], out=out_LIO[group])
@@ -167,7 +168,7 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
     into_LIO: [L, I, O], may have another dtype (float32 with bfloat16 rows). The gradient of all
     experts is never stored anywhere else.
     """
-    rows_RI, grad_RO = _rows(x, x_token_R), _rows(grad, grad_token_R)
+    rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     for group, span in groups.spans():
         if into_LIO.dtype == rows_RI.dtype:
             into_LIO[group].addmm_(rows_RI[span].t(), grad_RO[span])
@@ -201,7 +202,7 @@ def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
         grad: rows or tokens of width O.
         scale_R: float32 [R] (float64 for float64 inputs).
     """
-    grad_RO = _rows(grad, token_R)
+    grad_RO = rows_of(grad, token_R)
     if scale_R is not None:
         grad_RO = (grad_RO * scale_R[:, None]).to(grad.dtype)
     return torch.stack([grad_RO[span].sum(0) for _, span in groups.spans()])

@@ -76,13 +76,13 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
-        rounded = None
-        if p.precision in _ROUNDED and not torch.compiler.is_compiling():
+        rounded, traced = None, _traced(x)
+        if p.precision in _ROUNDED and not traced:
             rounded = rounded_call(
                 _ROUNDED[p.precision], p.rounded,
                 {n: p.main_grad_weights.get(n, getattr(p, n)) for n in WEIGHTS},
                 dict(zip(WEIGHTS, tensors[::2], strict=True)))
-        if _traced(x) and not redirected and rounded is None:
+        if traced and not redirected:
             lengths = (None, counts.lengths_L) if isinstance(counts, DeviceCounts) else (
                 counts.host, None)
             made = expert_ffn if lengths[0] is None or counts.even else expert_ffn_uneven

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_plugin.kernels import RowGroups, kernels
+from moe_plugin.cli.doctor import registries
+from moe_plugin.kernels import RowGroups, kernels, strategies
 from moe_plugin.kernels.block_formats import QUANTIZERS, quantize_mxfp8, quantize_nvfp4
 from moe_plugin.kernels.block_products import BLOCK_PRODUCTS, fill_groups
+from moe_plugin.kernels.expert_ffn import OPERANDS
 from moe_plugin.kernels.gpu import scaled_grouped
 from moe_plugin.records import RowCounts
 from moe_plugin.row_counts import DeviceCounts
@@ -90,11 +93,17 @@ def test_what_is_not_finite_stays_so_and_counts_for_no_scale(name: str, wrong: f
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_is_rounded_alike_whatever_else_the_tensor_holds(name: str) -> None:
-    x = draw(9, 64) * torch.logspace(0, 3, 9)[:, None]
+@pytest.mark.parametrize("most", [1, 1.31, 1.32])  # NVFP4's scale of the tensor changes at 1.3125
+def test_a_row_of_blocks_above_2_to_minus_13_of_the_tensor_is_rounded_alike(
+        name: str, most: float) -> None:
+    """In MXFP8 any row; in NVFP4 blocks below 2^-19 become 0."""
+    blocks = draw(15, 4, 16)
+    rows = (blocks / blocks.abs().amax(2, keepdim=True)).flatten(1)
+    x = most * rows * torch.tensor([2.0**-20, *(2.0**-n for n in range(13, -1, -1))])[:, None]
     whole = QUANTIZERS[name](x).values(torch.float32)
-    for row in range(9):
+    for row in range(name == "nvfp4", 15):
         assert torch.equal(QUANTIZERS[name](x[row:row + 1]).values(torch.float32)[0], whole[row])
+    assert bool(whole[0].any()) == (name == "mxfp8")
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -114,23 +123,36 @@ def test_groups_are_filled_up_to_whole_blocks(on_device: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_off_by_no_more_than_stated(name: str) -> None:
     """Forward, input gradient, weight gradient, on normal values; and it is that format."""
-    groups = RowGroups(RowCounts([60, 0, 200, 3]), CPU)
-    x, grad = draw(263, 96), draw(263, 80, seed=1)
-    w_LIO = draw(4, 96, 80, seed=2)
-    products = BLOCK_PRODUCTS[name]
-    weight = products.weight(w_LIO, backward=True)
-    made = {
-        "forward": (products.plain(x, groups, weight, None, None, name),
-                    [x[span] @ w_LIO[g] for g, span in groups.spans()], torch.cat),
-        "input": (products.plain(grad, groups, weight.transpose(1, 2), None, None, name),
-                  [grad[span] @ w_LIO[g].T for g, span in groups.spans()], torch.cat),
-        "weight": (products.weight_grads(x, (grad,), groups, None, None)[0],
-                   [x[span].T @ grad[span] for _, span in groups.spans()], torch.stack),
-    }
-    for what, (got, parts, join) in made.items():
-        want = join(parts)
+    for what, (got, want) in three_products(name, torch.float32, lambda x: x).items():
         off = float((got - want).norm() / want.norm())
         assert OFF[name][0] / 4 < off < OFF[name][0], (what, off)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_those_of_operands_rounded_along_their_sums(name: str) -> None:
+    for got, want in three_products(name, torch.float64, lambda x: round_blocks(x, name)).values():
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def three_products(name: str, dtype: torch.dtype, rounded: Callable[[Tensor], Tensor]
+                   ) -> dict[str, tuple[Tensor, Tensor]]:
+    """Forward, input and weight gradient, each made and wanted, of operands rounded along the last
+    axis.
+    """
+    groups = RowGroups(RowCounts([60, 0, 200, 3]), CPU)
+    x, grad, w_LIO = (draw(*shape, seed=seed).to(dtype) for seed, shape in enumerate(
+        ((263, 96), (263, 80), (4, 96, 80))))
+    products = BLOCK_PRODUCTS[name]
+    weight = products.weight(w_LIO, backward=True)
+    spans = list(groups.spans())
+    return {
+        "forward": (products.plain(x, groups, weight, None, None, name), torch.cat(
+            [rounded(x[span]) @ rounded(w_LIO[g].T).T for g, span in spans])),
+        "input": (products.plain(grad, groups, weight.transpose(1, 2), None, None, name), torch.cat(
+            [rounded(grad[span]) @ rounded(w_LIO[g]).T for g, span in spans])),
+        "weight": (products.weight_grads(x, (grad,), groups, None, None)[0], torch.stack(
+            [rounded(x[span].T) @ rounded(grad[span].T).T for _, span in spans])),
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,6 +169,54 @@ def test_rows_that_are_filler_count_for_no_scale(name: str) -> None:
     grads = [BLOCK_PRODUCTS[name].weight_grads(rows, (rows,), groups, None, None)[0]
              for groups, rows in (want, got)]
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tokens_that_no_expert_computes_count_for_no_scale(name: str, on_device: bool) -> None:
+    """Without a row, as padding is; on_device: or in filler alone."""
+    x, w_LIO = draw(30, 64), draw(2, 64, 32, seed=1)
+    token_R = torch.arange(28).flip(0)
+    token_R[[3, 25]] = -1  # those were tokens 24 and 2
+    lengths = [20, 6] if on_device else [20, 8]  # rows 26 and 27, of tokens 1 and 0, are filler
+    counts = DeviceCounts(torch.tensor(lengths), 28) if on_device else RowCounts(lengths)
+    groups = RowGroups(counts, CPU)
+    spoiled = x.clone()
+    spoiled[[2, 24, 28, 29, *([0, 1] if on_device else [])]] = 1e30
+    y = [BLOCK_PRODUCTS[name].plain(each, groups, w_LIO, None, token_R, name)[:sum(lengths)]
+         for each in (x, spoiled)]
+    assert torch.equal(*y)
+    grads = [BLOCK_PRODUCTS[name].weight_grads(each, (each,), groups, token_R, token_R)[0]
+             for each in (x, spoiled)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_of_a_rank_without_tokens_are_zeros(name: str) -> None:
+    groups, token_R = RowGroups(RowCounts([3, 40]), CPU), torch.full((43,), -1)
+    x, grad, w_LIO = torch.zeros(0, 64), torch.zeros(0, 32), draw(2, 64, 32)
+    products = BLOCK_PRODUCTS[name]
+    y = products.plain(x, groups, w_LIO, None, token_R, name)
+    assert torch.equal(y, torch.zeros(43, 32))
+    for tokens in ((token_R, token_R), (None, token_R)):
+        rows = x if tokens[0] is not None else draw(43, 64)
+        (got,) = products.weight_grads(rows, (grad,), groups, *tokens)
+        assert torch.equal(got, torch.zeros(2, 64, 32))
+    taken = products.rows(x, groups, token_R).rows(token_R)
+    assert torch.equal(taken.values(torch.float32), torch.zeros(43, 64))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "fp8"])
+def test_where_only_shapes_are_asked_for_no_weight_is_rounded(name: str) -> None:
+    layer, fakes = make_layer(experts={"hidden_dim": 96, "precision": name}), FakeTensorMode()
+    p = layer.experts.compute_parameters()
+    p = dataclasses.replace(p, **{field: fakes.from_tensor(value) for field in OPERANDS
+                                  if (value := getattr(p, field)) is not None})
+    with fakes:
+        x, lengths_L = torch.empty(24, 16, requires_grad=True), torch.empty(8, dtype=torch.int64)
+        y = strategies.get("kernels")(x, DeviceCounts(lengths_L, 24), p)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert y.shape == grad.shape == x.shape
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -225,9 +295,9 @@ def both(name: str, *args: object) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("capability, build, torchs, why", [
     ((10, 0), "USE_MSLK=1", True, None),
-    ((10, 3), "USE_FBGEMM_GENAI=1", True, None),
-    ((9, 0), "USE_MSLK=1", True, "no block scales in a GPU of compute capability 9.0: needs 10.x"),
-    ((12, 0), "USE_MSLK=1", True, "compute capability 12.0: needs 10.x"),
+    ((10, 0), "USE_FBGEMM_GENAI=1", True, None),
+    ((9, 0), "USE_MSLK=1", True, "no block scales in a GPU of compute capability 9.0: needs 10.0"),
+    ((10, 3), "USE_MSLK=1", True, "compute capability 10.3: needs 10.0"),
     ((10, 0), "", True, "neither USE_MSLK nor USE_FBGEMM_GENAI"),
     ((10, 0), "USE_MSLK=1", False, "has no scaled_grouped_mm: needs 2.10"),
 ])
@@ -257,6 +327,9 @@ def test_what_torchs_product_does_not_take(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert why(64, torch.bfloat16) == ["not on a GPU"] * 2
     monkeypatch.setattr(scaled_grouped, "no_scaled_grouped_mm", lambda device: None)
+    for each in (op, grad_op):  # the doctor asks about what they do take
+        rows = {row[0]: row[2] for row in registries.implementation_rows(each, CPU)}
+        assert rows["scaled_grouped_mm"] is None
     assert why(64, torch.bfloat16) == [None, None]
     assert why(64, torch.float32) == ["dtype torch.float32: results are bfloat16"] * 2
     assert why(48, torch.bfloat16) == ["widths (64, 48), which are not multiples of 32"] * 2

@@ -120,8 +120,8 @@ def test_opcheck(gated: bool, shape: Shape) -> None:
     for arguments in ((x, gates, plan.source_R, plan.position_TK, *p.values(), counts, None,
                        "gelu", "ieee"),
                       (rows, None, None, None, *p.values(), counts, None, "relu", "ieee"),
-                      (x, gates, plan.source_R, plan.position_TK, *p.values(), None, lengths_L,
-                       "gelu", "fp8")):
+                      *((x, gates, plan.source_R, plan.position_TK, *p.values(), None, lengths_L,
+                         "gelu", each) for each in (("fp8", "nvfp4") if gated else ("fp8",)))):
         assert set(torch.library.opcheck(expert_ffn, arguments).values()) == {"SUCCESS"}
 
 

@@ -131,7 +131,7 @@ def _kernel_row(entry: Entry, device: torch.device) -> dict[str, Any]:
 
 
 def implementation_rows(op: Any, device: torch.device) -> list[tuple[str, str, str | None]]:
-    """(name, state, reason) of each implementation for small float32 tensors on `device`."""
+    """(name, state, reason) of each implementation for `sample_arguments` on `device`."""
     args = sample_arguments(op, device)
     if args is None:
         return [(name, "available", "chosen by its arguments") for name in op.names()]
@@ -144,8 +144,10 @@ def implementation_rows(op: Any, device: torch.device) -> list[tuple[str, str, s
 def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
     """Small arguments for an operation, by the parameter names of its reference.
 
-    4 tokens, 2 choices, 2 experts of 4 rows each, widths 16; float32. None where an operation has
-    a parameter that this table does not know. Names: see the legend of `kernels.rows`.
+    4 tokens, 2 choices, 2 experts of 4 rows each, widths 16; float32. Of operations in block-scaled
+    formats 2 experts of 32 rows each, widths 64; bfloat16, as torch's product wants. None where an
+    operation has a parameter that this table does not know. Names: see the legend of
+    `kernels.rows`.
     """
     ids_TK = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]], device=device)
     source_R = torch.tensor([0, 3, 4, 7, 1, 2, 5, 6], device=device)
@@ -171,8 +173,9 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "codes": rows_RD.to(torch.float8_e4m3fn), "scales": torch.ones(8, 1, device=device),
         "codes_LIO": ones_L.to(torch.float8_e4m3fn),
         "scales_LHW": torch.ones(2, 1, 1, device=device), "precision": "ieee",
-        **dict.fromkeys(("x_blocks", "grad_blocks"), quantize_mxfp8(rows_RD)),
-        "w_blocks": quantize_mxfp8(ones_L),
+        **dict.fromkeys(("x_blocks", "grad_blocks"), quantize_mxfp8(
+            torch.ones(64, 64, device=device))),
+        "w_blocks": quantize_mxfp8(torch.ones(2, 64, 64, device=device)),
         "groups": RowGroups(RowCounts([4, 4]), device), "dtype": torch.float32,
         "activation": "gelu",
         "lengths_L": torch.tensor([4, 4], device=device), "height": 4, "total": 8, "least": 0,
@@ -183,4 +186,6 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         "rule": Rule(2, normalize=True), "sure": True,
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)
+    if "x_blocks" in names:
+        known |= {"groups": RowGroups(RowCounts([32, 32]), device), "dtype": torch.bfloat16}
     return [known[name] for name in names] if set(names) <= set(known) else None
