@@ -46,7 +46,7 @@ def observe_script() -> Script:
         ("save_checkpoint", script.around_save)):
         replace_training(name, _seam(around))
     replace_training("get_model", script.around_model)
-    replace_training("dummy_train_step", lambda native: functools.wraps(native)(script.read_over))
+    replace_training("dummy_train_step", lambda native: script.read_over)
     replace_training("build_pretraining_data_loader", script.around_loader)
     # imported here: they import Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron import script_stages
