@@ -21,7 +21,8 @@ class LayerStats:
             back, counts, and parameters where the layout gathers them.
         rows: of this rank's experts, see `DispatchPlan`.
         rows_sent: of this rank's tokens, by `ragged`: once for each expert, rank or node of a token
-            (`dispatch.send`), its own among them; 0: by another dispatcher.
+            (`dispatch.send`), its own among them; 0: by another dispatcher. rows_between: of them
+            those to other nodes.
         capacity: slots per expert and source rank; None: dropless.
         layout: that it ran in, e.g. `r=1 d=2 linear auto`. exchanges: all-to-alls by algorithm.
         collectives: `comm.collectives` that gather and sum, e.g. `forest`; None: a rank alone.
@@ -41,6 +42,7 @@ class LayerStats:
     bytes_sent: int = 0
     rows: int | Tensor = 0
     rows_sent: int = 0
+    rows_between: int = 0
     capacity: int | None = None
     layout: str | None = None
     exchanges: dict[str, int] = field(default_factory=dict)
@@ -63,7 +65,8 @@ class LayerStats:
             "unused_experts": sum(n == 0 for n in load_E), "entropy": float(self.entropy),
             "losses": {name: float(value) for name, value in self.losses.items()},
             "bytes_sent": self.bytes_sent, "rows": int(self.rows),
-            "rows_sent": self.rows_sent, "capacity": self.capacity,
+            "rows_sent": self.rows_sent, "rows_between": self.rows_between,
+            "capacity": self.capacity,
             "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
             "exchanges": dict(self.exchanges), "routers": {self.router: 1} if self.router else {},
             "store": dict(self.store),

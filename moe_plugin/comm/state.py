@@ -5,7 +5,7 @@ sends in it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,16 +25,25 @@ class Counters:
         exchanges: number of all-to-alls by the algorithm that ran, which is `linear` where a
             hierarchical one falls back to it.
         rows: of this rank's tokens, those to itself too, where the host knows how many are sent.
+        rows_between: of them those to other nodes.
     """
 
     bytes: int = 0
     messages: int = 0
     rows: int = 0
+    rows_between: int = 0
     exchanges: dict[str, int] = field(default_factory=dict)
 
     def exchange(self, algorithm: str) -> None:
         """An all-to-all by this algorithm runs."""
         self.exchanges[algorithm] = self.exchanges.get(algorithm, 0) + 1
+
+    def send_rows(self, by_rank: Sequence[int], topology: Topology, rank: int) -> None:
+        """So many rows of this rank's tokens go to each rank."""
+        rows = sum(by_rank)
+        self.rows += rows
+        if len(topology.nodes) > 1:
+            self.rows_between += rows - sum(by_rank[peer] for peer in topology.peers(rank))
 
     def sent(self, messages: int, size: int) -> None:
         """So many messages of `size` bytes together leave this rank."""
@@ -52,17 +61,22 @@ class TrafficMeter:
     def __init__(self, counters: Counters) -> None:
         self._counters = Counters() if torch.compiler.is_compiling() else counters
         self._bytes, self._exchanges = self._counters.bytes, dict(self._counters.exchanges)
-        self._rows = self._counters.rows
+        self._rows = self._all_rows()
+
+    def _all_rows(self) -> tuple[int, int]:
+        return self._counters.rows, self._counters.rows_between
 
     def hold(self) -> None:
         """Leave out what is sent until `go_on`."""
-        self._held = self._counters.bytes, dict(self._counters.exchanges), self._counters.rows
+        self._held = self._counters.bytes, dict(self._counters.exchanges), self._all_rows()
 
     def go_on(self) -> None:
         """Count again."""
         held_bytes, held, held_rows = self._held
         self._bytes += self._counters.bytes - held_bytes
-        self._rows += self._counters.rows - held_rows
+        rows, between = (was + now - then for was, now, then in
+                         zip(self._rows, self._all_rows(), held_rows, strict=True))
+        self._rows = rows, between
         for name, count in self._counters.exchanges.items():
             self._exchanges[name] = self._exchanges.get(name, 0) + count - held.get(name, 0)
 
@@ -74,10 +88,10 @@ class TrafficMeter:
                 exchanges[name] = count - self._exchanges.get(name, 0)
         return self._counters.bytes - self._bytes, exchanges
 
-    @property
-    def rows(self) -> int:
-        """Rows of this rank's tokens since, see `Counters`."""
-        return self._counters.rows - self._rows
+    def rows(self) -> tuple[int, int]:
+        """Rows of this rank's tokens since, and of them those to other nodes; see `Counters`."""
+        rows, between = self._all_rows()
+        return rows - self._rows[0], between - self._rows[1]
 
 
 T = TypeVar("T")

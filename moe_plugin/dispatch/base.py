@@ -50,8 +50,9 @@ class DispatchTraits:
         spills: other ranks than its owner may compute an expert's rows (`parallel.spill`): with a
             `DispatchContext.spill_planner` it makes `SpillingPlan`s. Exact rows alone, in any
             layout.
-        sends_once: `dispatch.once` may take its place: a token's row goes once to every rank, or
-            every node, that has some of its experts. Exact rows alone, in any layout.
+        sends_once: `dispatch.once` (of bounded rows `dispatch.bounded_once`) may take its place: a
+            token's row goes once to every rank, or every node, that has some of its experts. Exact
+            rows alone, in any layout.
     """
 
     fixed_slots: bool = False
@@ -185,9 +186,10 @@ def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
     for one, why in (("spills", "that spill"), ("sends_once", "that are sent once")):
         for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
-            if getattr(traits, one) and getattr(traits, other):
+            if getattr(traits, one) and getattr(traits, other) and (one, other) != (
+                    "sends_once", "bounded"):
                 raise ValueError(f"dispatcher {name!r} declares {one} and {other}: must be one of "
-                                 f"them; rows {why} are exact, and known on the host")
+                                 f"them; rows {why} are exact")
 
 
 dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,

@@ -29,7 +29,7 @@ from moe_plugin.row_counts import DeviceCounts
 class BoundedDispatcher(ExchangeDispatcher):
     """Exact rows like `ragged`, padded to a bound on the way; the host reads nothing."""
 
-    traits = DispatchTraits(supports_pieces=True, bounded=True)
+    traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -44,11 +44,9 @@ class BoundedDispatcher(ExchangeDispatcher):
         """See `Dispatcher`. One even exchange of counts; nothing is read on the host."""
         place, comm = self.placement, self.placement.comm
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-        slots = self.limit.slots(kept.routing.ids_TK, place.copies or place.shards, comm)
+        slots, _ = self.limit.slots(kept.routing.ids_TK, place)
         slot_TK, count_WL = _slots_by_rank(place, ids_TK)
-        # an earlier layer whose rows did not fit leaves nothing but NaN, whose routing says nothing
-        # of the load; with a single finite weight the rows are counted, since tokens would be lost
-        most = count_WL.sum(1).amax() * (weights_TK.isfinite() & (ids_TK >= 0)).any()
+        most = count_WL.sum(1).amax() * says_load(ids_TK, weights_TK)
         most_W1 = most.expand(comm.size)[:, None]
         fits_WL = _fitting(count_WL, slots)
         header_WM = comm.all_to_all(torch.cat([fits_WL, most_W1], dim=1))
@@ -75,6 +73,14 @@ class BoundedDispatcher(ExchangeDispatcher):
         choice_TK = torch.arange(choices, device=rows_ND.device).view(plan.position_TK.shape)
         choice_TK = torch.where(plan.position_TK >= 0, choice_TK, -1)
         return combine_rows(rows_CD, plan.weights_TK, choice_TK.view(-1), choice_TK)
+
+
+def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Whether a routing counts, a bool scalar: an earlier layer whose rows did not fit leaves
+    nothing but NaN, whose routing says nothing of the load. With a single finite weight the rows
+    are counted, since tokens would be lost.
+    """
+    return (weights_TK.isfinite() & (ids_TK >= 0)).any()
 
 
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,13 +43,15 @@ class Bundles:
     """Choices put together by target; nothing here is known on the host.
 
     Attributes:
-        target_TK: int64, rank to which a choice goes next; -1: none.
+        target_TK: int64, rank to which a choice goes next; -1: none. first_TK: bool, whether it is
+            the first of its token that goes there.
         order_N: int64 [T*K], choices as pairs lie, those without a target last.
         first_N: bool, whether a pair begins a row. row_N: int64, the row of a pair.
         rows_W, pairs_W: int64, to each rank.
     """
 
     target_TK: Tensor
+    first_TK: Tensor
     order_N: Tensor
     first_N: Tensor
     row_N: Tensor
@@ -63,7 +65,7 @@ class Bundles:
         first_TK = first_of_each(target_TK)
         first_N = first_TK.reshape(-1)[order_N]
         rows_W = expert_load(torch.where(first_TK, target_TK, -1), ranks)
-        return cls(target_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
+        return cls(target_TK, first_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
 
     def sources(self, rows: int) -> Tensor:
         """The choice that each row is sent for, the first of its token with that target, int64 [N];
@@ -98,14 +100,17 @@ class Pairs:
     """(expert, weight) pairs of one call on their way.
 
     Attributes:
-        code_P: 2 * shard + (1: begins a row). choice_P: int64, which of the T*K choices it is.
+        code_P: 2 * shard + (1: begins a row); -1: filler. choice_P: int64, which of the T*K choices
+            it is; T*K: filler.
         send, recv: pairs to and from each rank.
+        filler: whether there is some.
     """
 
     code_P: Tensor
     choice_P: Tensor
     send: list[int]
     recv: list[int]
+    filler: bool = False
 
     @classmethod
     def of(cls, bundles: Bundles, shard_TK: Tensor, shards: int, send: list[int],
@@ -130,7 +135,10 @@ class _Travel(torch.autograd.Function):
     def forward(ctx: Any, weights_TK: Tensor, anchor: Tensor | None, pairs: Pairs,
                 comm: Comm) -> tuple[Tensor, Tensor]:
         ctx.pairs, ctx.comm, ctx.shape = pairs, comm, weights_TK.shape
-        packed, layout = pack([pairs.code_P, weights_TK.reshape(-1)[pairs.choice_P]])
+        weights_N = weights_TK.reshape(-1)
+        if pairs.filler:
+            weights_N = torch.cat([weights_N, weights_N.new_zeros(1)])
+        packed, layout = pack([pairs.code_P, weights_N[pairs.choice_P]])
         linear = algorithms.get("linear")
         code_Q, weight_Q = unpack(linear(comm, packed, pairs.send, pairs.recv), layout)
         ctx.mark_non_differentiable(code_Q)
@@ -140,8 +148,9 @@ class _Travel(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad_Q: Tensor) -> tuple[Any, ...]:
         pairs = ctx.pairs
         grad_P = all_to_all(grad_Q, ctx.comm, algorithms.get("linear"), pairs.recv, pairs.send)
-        grad_N = grad_P.new_zeros(ctx.shape.numel()).index_copy(0, pairs.choice_P, grad_P)
-        return grad_N.view(ctx.shape), None, None, None
+        choices = ctx.shape.numel()
+        grad_N = grad_P.new_zeros(choices + pairs.filler).index_copy(0, pairs.choice_P, grad_P)
+        return grad_N[:choices].view(ctx.shape), None, None, None
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,8 @@ class Arrived:
     """The pairs of rows that arrived, as the choices of these rows.
 
     Attributes:
-        shard_Q: int64, expert shard. choice_Q: int64, which of the R*K choices of rows it is.
+        shard_Q: int64, expert shard; -1: filler. choice_Q: int64, which of the R*K choices of rows
+            it is; R*K: filler.
         weights_RK: gate weights, differentiable; 0 where a row has fewer choices.
     """
 
@@ -169,9 +179,10 @@ class Arrived:
 
     def shards(self) -> Tensor:
         """Expert shard of each choice of the rows, int64 [R, K]; -1: none."""
-        shard_N = torch.full((self.weights_RK.numel(),), -1, dtype=torch.int64,
-                             device=self.shard_Q.device)
-        return shard_N.index_copy_(0, self.choice_Q, self.shard_Q).view(self.weights_RK.shape)
+        choices = self.weights_RK.numel()  # and one place for filler
+        shard_N = torch.full((choices + 1,), -1, dtype=torch.int64, device=self.shard_Q.device)
+        shard_N.index_copy_(0, self.choice_Q, self.shard_Q)
+        return shard_N[:choices].view(self.weights_RK.shape)
 
     def row_plan(self, first_shard: int, counts: Sequence[int]) -> RowPlan:
         """How this rank's experts read the rows: through a map, without a copy per expert.

@@ -35,10 +35,12 @@ from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, Sent, expa
 from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, first_of_each
 from moe_plugin.dispatch.exchange import ExchangeDispatcher, by_piece
 from moe_plugin.dispatch.pieces import ExchangePlan, PieceShares, order_by_piece, shares_along
+from moe_plugin.dispatch.ragged import spilled
 from moe_plugin.dispatch.rows import positions
 from moe_plugin.kernels import combine_rows, gather_rows, weigh_rows
 from moe_plugin.kernels.choices import expert_load
 from moe_plugin.machine import to_device
+from moe_plugin.planner.spill import SpillPlan
 from moe_plugin.records import ExpertRows, KeptRouting, Placement, RowPlan
 
 
@@ -115,20 +117,25 @@ class OncePiece:
     forwarding: Forwarding | None = None
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """See `Piece.work`; rows are always taken through a map."""
+        """See `Piece.work`; a row of several experts is taken through a map, or copied to each."""
         plan = self.rows
         if self.forwarding is not None:
             rows_RD = self.forwarding.there(rows_RD)
-        if not self.weights_first:
+        if self.weights_first:
+            rows_RD = weigh_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)
+        elif mapped:
             return ExpertRows(rows_RD, plan)
-        return ExpertRows(weigh_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK),
-                          plan.counts)
+        else:
+            rows_RD = gather_rows(rows_RD, plan.source_R, plan.position_TK, plan.complete)
+        return ExpertRows(rows_RD, plan.counts)
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
         """See `Piece.results`: one for each row that arrived."""
         plan = self.rows
-        if self.weights_first:
-            rows_RD = combine_rows(rows_RD, None, plan.source_R, plan.position_TK, plan.complete)
+        if self.weights_first or not mapped:
+            weights_TK = None if self.weights_first else plan.weights_TK
+            rows_RD = combine_rows(rows_RD, weights_TK, plan.source_R, plan.position_TK,
+                                   plan.complete)
         return rows_RD if self.forwarding is None else self.forwarding.back(rows_RD)
 
 
@@ -139,11 +146,14 @@ class OncePlan(ExchangePlan):
     Attributes:
         gates_TK: gate weights, differentiable. pairs: they and their experts, on their way.
         agreed: all sizes.
+        width: experts of a rank, those that it borrows among them. spill: see `SpillingPlan`.
     """
 
     gates_TK: Tensor | None = None
     pairs: Pairs | None = None
     agreed: Agreed | None = None
+    width: int = 0
+    spill: SpillPlan | None = None
 
 
 class OnceDispatcher(ExchangeDispatcher):
@@ -151,21 +161,31 @@ class OnceDispatcher(ExchangeDispatcher):
     declares `sends_once`.
     """
 
-    traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"),
+    traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"), spills=True,
                             sends_once=True)
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
-        self.weights_first = context.weights_first
+        self.weights_first, self.planner = context.weights_first, context.spill_planner
+
+    @property
+    def maps_rows(self) -> bool:
+        """See `ExchangeDispatcher`. Rows of borrowed experts lie apart."""
+        return self.planner is None
 
     def plan(self, kept: KeptRouting) -> OncePlan:
-        """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
+        """See `Dispatcher`. One exchange of counts, and one copy of them from device to host; with
+        a spill planner one more before them, since its plan says which rows there are.
+        """
         place, comm = self.placement, self.placement.comm
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
-        rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
+        width, spill = place.local, None
+        if self.planner is not None:
+            ids_TK, width, spill = spilled(ids_TK, place, self.planner)
+        rank_TK = torch.div(ids_TK, width, rounding_mode="floor")
         bundles = Bundles.of(self.next_rank(rank_TK), comm.size)
         shares = shares_along(self.overlap.piece_axis, self.overlap.pieces, comm.size, 1)
-        table_WPL = self._table(ids_TK, rank_TK, bundles, shares)
+        table_WPL = self._table(ids_TK, rank_TK, width, bundles, shares)
         agreed = self.agree(table_WPL, bundles.rows_W)
         first = agreed.first
         send_PW1, recv_PW1 = (
@@ -179,11 +199,11 @@ class OnceDispatcher(ExchangeDispatcher):
             OncePiece(*([rows for [rows] in by_rank] for by_rank in both), piece in shares.local,
                       self.weights_first)
             for piece, both in enumerate(zip(send_PW1, recv_PW1, strict=True)))
-        comm.counters.rows += source_N.numel()
-        pairs = Pairs.of(bundles, ids_TK, place.virtual, first.pairs_out, first.pairs_in)
+        comm.counters.send_rows(first.send, comm.topology, comm.rank)
+        pairs = Pairs.of(bundles, ids_TK, comm.size * width, first.pairs_out, first.pairs_in)
         return OncePlan(sum(map(sum, agreed.counts_PL)), source_N,
                         positions(source_N, ids_TK, complete), None, pieces, False, complete,
-                        gates_TK, pairs, agreed)
+                        gates_TK, pairs, agreed, width, spill)
 
     def dispatch(self, x_TD: Tensor, plan: OncePlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`. Pairs go first, in a small exchange of their own."""
@@ -202,8 +222,7 @@ class OnceDispatcher(ExchangeDispatcher):
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
         """What piece `number` needs for the rows that will arrive."""
-        place = self.placement
-        plan.pieces[number].rows = arrived.row_plan(place.comm.rank * place.local,
+        plan.pieces[number].rows = arrived.row_plan(self.placement.comm.rank * plan.width,
                                                     plan.agreed.counts_PL[number])
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
@@ -221,10 +240,10 @@ class OnceDispatcher(ExchangeDispatcher):
                       [[pairs_of([got[w][p]]) for w in range(size)] for p in pieces])
         return Agreed(first, [], [experts_of([row[p] for row in got]) for p in pieces])
 
-    def _table(self, ids_TK: Tensor, rank_TK: Tensor, bundles: Bundles,
+    def _table(self, ids_TK: Tensor, rank_TK: Tensor, width: int, bundles: Bundles,
                shares: PieceShares) -> Tensor:
         """What ranks will compute of this rank's tokens, int64 [W, P, 1 + L]: in every piece its
-        rows, and its pairs by local expert.
+        rows, and its pairs by local expert. width: L.
         """
         place, pieces = self.placement, shares.pieces
         cell_TK = rank_TK
@@ -233,11 +252,11 @@ class OnceDispatcher(ExchangeDispatcher):
             share_WC = to_device([shares.shares((rank - place.comm.rank) % len(ranks), 0)
                                   for rank in ranks], ids_TK.device)
             cell_TK = rank_TK * pieces + bundles.pieces(share_WC)
-        cell_TK = cell_TK * (1 + place.local)
+        cell_TK = cell_TK * (1 + width)
         rows_TK = torch.where(first_of_each(rank_TK), cell_TK, -1)
-        pairs_TK = torch.where(rank_TK >= 0, cell_TK + 1 + ids_TK % place.local, -1)
+        pairs_TK = torch.where(rank_TK >= 0, cell_TK + 1 + ids_TK % width, -1)
         both_M1 = torch.cat([rows_TK, pairs_TK]).reshape(-1, 1)
-        shape = place.comm.size, pieces, 1 + place.local
+        shape = place.comm.size, pieces, 1 + width
         return expert_load(both_M1, shape[0] * shape[1] * shape[2]).view(shape)
 
 

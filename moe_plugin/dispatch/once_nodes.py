@@ -47,10 +47,11 @@ class OnceToNodesDispatcher(OnceDispatcher):
         """See `OnceDispatcher`. Pairs go on to the ranks of their experts, too."""
         place, sizes = self.placement, plan.agreed.inner[number]
         shard_RK = arrived.shards()
-        rank_RK = torch.div(shard_RK, place.local, rounding_mode="floor")
+        rank_RK = torch.div(shard_RK, plan.width, rounding_mode="floor")
         bundles = Bundles.of(rank_RK, place.comm.size)
         source_N = bundles.sources(sum(sizes.send))
-        pairs = Pairs.of(bundles, shard_RK, place.virtual, sizes.pairs_out, sizes.pairs_in)
+        pairs = Pairs.of(bundles, shard_RK, place.comm.size * plan.width, sizes.pairs_out,
+                         sizes.pairs_in)
         code_Q, weight_Q = pairs.travel(arrived.weights_RK, place.comm, anchor)
         position_RK = positions(source_N, shard_RK)
         plan.pieces[number].forwarding = Forwarding(place, sizes, source_N, position_RK, anchor)

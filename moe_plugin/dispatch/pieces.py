@@ -236,6 +236,12 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, False, complete)
 
 
+def count_rows(plan: ExchangePlan, place: Placement) -> None:
+    """Count the rows that leave."""
+    for piece in plan.pieces:
+        place.comm.counters.send_rows(piece.send, place.comm.topology, place.comm.rank)
+
+
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
                 capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
     """The capacity in `number` nearly equal parts; with fewer slots, in as many as there are slots.

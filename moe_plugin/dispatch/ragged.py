@@ -27,10 +27,10 @@ from moe_plugin.dispatch.base import (
     expand,
 )
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan, ragged_plan
+from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan, count_rows, ragged_plan
 from moe_plugin.dispatch.rows import sort_by_expert
 from moe_plugin.kernels.choices import known_load
-from moe_plugin.machine import start_to_host
+from moe_plugin.machine import start_to_host, to_device
 from moe_plugin.planner.spill import SpillPlan
 from moe_plugin.records import KeptRouting, Overlap, Placement, Routing
 
@@ -110,13 +110,9 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
     from device to host.
     """
     ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-    order_N, send_V = sort_by_expert(ids_TK, place.virtual)
-    # an all-gather in one step instead of a ring's
-    every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
-    counts_WV = every_V.view(place.comm.size, -1).tolist()
-    spill, me = planner(counts_WV), place.comm.rank
-    if spill is None or not spill.loans:
-        spill, local = None, place.local
+    order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
+    me, local = place.comm.rank, place.local
+    if spill is None:
         mine = counts_WV[me]
         send_WL = [mine[i:i + local] for i in range(0, place.virtual, local)]
         recv_WL = [row[me * local:(me + 1) * local] for row in counts_WV]
@@ -126,8 +122,45 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
         recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
         order_N = tables.regroup(order_N, me)
     plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, overlap)
+    count_rows(plan, place)
     parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     return SpillingPlan(**parts, spill=spill)
+
+
+def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
+        Tensor, list[list[int]], SpillPlan | None]:
+    """(choices by expert, see `sort_by_expert`; rows by source rank and expert; the plan of all
+    ranks, None: every rank computes its own experts' rows).
+    """
+    order_N, send_V = sort_by_expert(ids_TK, place.virtual)
+    # an all-gather in one step instead of a ring's
+    every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
+    counts_WV = every_V.view(place.comm.size, -1).tolist()
+    spill = planner(counts_WV)
+    return order_N, counts_WV, spill if spill is not None and spill.loans else None
+
+
+def spilled(ids_TK: Tensor, place: Placement,
+            planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
+    """(rank * G + its local expert of each choice, int64 [T, K]; G; the plan, None: nothing spills)
+    of ranks that have G experts each, those that they borrow behind the stored ones.
+
+    Collective: one exchange of counts, and one copy of them from device to host.
+
+    ids_TK: int64 expert shards; -1: none, there and here.
+    """
+    order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
+    if spill is None:
+        return ids_TK, place.local, None
+    tables, me = _Tables(spill), place.comm.rank
+    rows_WG = [tables.row(me, target) for target in range(spill.ranks)]
+    total = sum(map(sum, rows_WG))
+    rows_M = to_device(rows_WG, ids_TK.device).view(-1)
+    label_M = torch.arange(rows_M.numel(), device=ids_TK.device)
+    label_N = label_M.repeat_interleave(rows_M, output_size=total)
+    spilled_N = torch.full_like(order_N, -1).index_copy_(
+        0, tables.regroup(order_N, me)[:total], label_N)
+    return spilled_N.view(ids_TK.shape), place.local + spill.most_guests, spill
 
 
 class _Tables:
@@ -208,7 +241,7 @@ class RaggedDispatcher(ExchangeDispatcher):
         if sizes is None or sizes.owner is not self or kept.capacity is not None:
             sizes = agreed_sizes(self, place, ids_TK, kept.routing)
         plan = ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)
-        place.comm.counters.rows += plan.source_N.numel()
+        count_rows(plan, place)
         return plan
 
     def start_sizes(self, routing: Routing) -> SentSizes | None:

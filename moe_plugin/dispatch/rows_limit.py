@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.machine import capturing
+from moe_plugin.records import Placement
 
 ROOM = 1.25  # what was too small becomes what was needed, and this much more
 
@@ -91,14 +92,15 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 class RowsLimit(Limit):
     """The bound on rows from one rank to one other, of one layer, and where it was exceeded.
 
-    T tokens of the rank that has most, k choices, W ranks, f factor, r ranks to which each choice
-    goes: min(T k, ceil(f T k r / W)) rows, at least one. Nothing exceeds f = W / r.
+    T tokens of the rank that has most, k choices, W ranks with L experts, f factor, r ranks to
+    which each choice goes: min(T k, T L, ceil(f T k r / W)) rows, at least one; a token's experts
+    differ. Nothing exceeds f = W / r. Rows that are sent once are T at most.
 
     Args:
         config: of the layer. device: of its parameters.
 
     Attributes:
-        choices: T k; None: not agreed yet, which a call with gradients and tokens does.
+        choices: T k; None: not agreed yet, which a call with gradients and tokens does. tokens: T.
         least: a bound that an overflow asked for; 0: none has.
         stashes: what backward needs is kept without filler, see `stash`.
         needed: see `Limit`; rows, equal on all ranks of the group.
@@ -112,8 +114,9 @@ class RowsLimit(Limit):
     def __init__(self, config: MoEConfig, device: torch.device | None = None) -> None:
         dispatch = config.dispatch
         self.factor, self.repeats = dispatch.max_rows_factor, dispatch.on_overflow == "repeat"
+        self.tokens = dispatch.max_tokens
         self.choices: int | None = (
-            dispatch.max_tokens * config.router.most_per_token(config.num_experts) or None)
+            self.tokens * config.router.most_per_token(config.num_experts) or None)
         self.least, self.stashes = 0, dispatch.stash_mib > 0
         # made before any call: one that is compiled would be compiled again for another object
         self.needed = _zero(device)
@@ -123,26 +126,28 @@ class RowsLimit(Limit):
         if self.needed.device != device:
             self.needed = _zero(device)
 
-    def slots(self, ids_TK: Tensor, copies: int, comm: Comm) -> int:
-        """The bound, the same on all ranks.
+    def slots(self, ids_TK: Tensor, place: Placement) -> tuple[int, int]:
+        """(the bound, T), the same on all ranks.
 
         Unless `dispatch.max_tokens` says T, the first call with gradients asks the ranks for it,
         by one all-reduce for which the host waits. Calls before it, and such without a token on
         any rank, ask, too, and settle nothing.
 
         Args:
-            ids_TK: [T, k], of which the shape is looked at. copies: r.
+            ids_TK: [T, k], of which the shape is looked at. place: of the experts.
         Raises:
             CommError: T is unknown under torch.compile or during a capture.
         """
-        bound = self.choices
-        if bound is None:
-            bound = _most_choices(ids_TK, comm)
-            if bound and torch.is_grad_enabled():
-                self.choices = bound
+        choices, tokens = self.choices, self.tokens
+        if choices is None:
+            choices, tokens = _most(ids_TK, place.comm)
+            if choices and torch.is_grad_enabled():
+                self.choices, self.tokens = choices, tokens
+        bound = min(choices, tokens * place.local)
         if self.factor is not None:
-            bound = min(bound, math.ceil(self.factor * bound * copies / comm.size))
-        return max(1, bound, self.least)
+            copies = place.copies or place.shards
+            bound = min(bound, math.ceil(self.factor * choices * copies / place.comm.size))
+        return max(1, bound, self.least), max(1, tokens, self.least)
 
     def record(self, most: Tensor, slots: int) -> Tensor:
         """Whether any rank had more rows for one rank than `slots`: a bool scalar on the device.
@@ -171,10 +176,12 @@ def _zero(device: torch.device | None) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _most_choices(ids_TK: Tensor, comm: Comm) -> int:
+def _most(ids_TK: Tensor, comm: Comm) -> tuple[int, int]:
+    """The most choices, and tokens, of any rank."""
     if capturing(ids_TK.device) or torch.compiler.is_compiling():
         raise comm.error("the ranks have not agreed on a number of tokens, which they cannot in a "
                          "compiled or captured call; set dispatch.max_tokens, or call the layer "
                          "once as it is, with gradients")
-    choices = torch.tensor([ids_TK.numel()], device=ids_TK.device)
-    return int(comm.all_reduce(choices, "max"))
+    own = torch.tensor([ids_TK.numel(), ids_TK.shape[0]], device=ids_TK.device)
+    choices, tokens = comm.all_reduce(own, "max").tolist()
+    return choices, tokens

@@ -39,7 +39,7 @@ _FOLD_AT = 64
 # of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
 # what the host knows of each call; `capped`: calls with a capacity
-_HOST = ("calls", "bytes_sent", "rows", "rows_sent", "capacity", "capped", *_STORE)
+_HOST = ("calls", "bytes_sent", "rows", "rows_sent", "rows_between", "capacity", "capped", *_STORE)
 _THREAD = threading.local()
 
 
@@ -91,8 +91,8 @@ class _Collected:
     def add(self, stats: LayerStats) -> None:
         self.pending.append(stats)
         self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=stats.rows,
-                         rows_sent=stats.rows_sent, capacity=stats.capacity or 0,
-                         capped=stats.capacity is not None)
+                         rows_sent=stats.rows_sent, rows_between=stats.rows_between,
+                         capacity=stats.capacity or 0, capped=stats.capacity is not None)
         self.layouts.update([stats.layout] if stats.layout is not None else [])
         self.routers.update([stats.router] if stats.router is not None else [])
         self.collectives.update([stats.collectives] if stats.collectives is not None else [])
@@ -120,7 +120,7 @@ class _Collected:
         })
 
     def vector(self) -> Tensor:
-        """Everything that is summed over ranks, float64 [E + 4 + 13 + 2 * losses]."""
+        """Everything that is summed over ranks, float64 [E + 4 + 14 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
         host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
@@ -152,6 +152,7 @@ class _Collected:
             "bytes_sent": int(host["bytes_sent"]),
             "rows": int(host["rows"]),
             "rows_sent": int(host["rows_sent"]),
+            "rows_between": int(host["rows_between"]),
             "capacity": host["capacity"] / host["capped"] if host["capped"] else None,
             # agreed between ranks, so the same on all
             "layouts": dict(self.layouts),
@@ -320,9 +321,22 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
     logs["moe_worst_max_over_mean"] = max(row["max_over_mean"] for row in rows)
     logs["moe_unused_experts"] = float(sum(row["unused_experts"] for row in rows))
     logs["moe_bytes_sent"] = float(sum(row["bytes_sent"] for row in rows))
+    logs |= _rows_sent([row for row in rows if row["rows_sent"] and row["tokens"]])
     for name in rows[0]["losses"]:
         logs[f"moe_loss_{name}"] = sum(row["losses"].get(name, 0.0) for row in rows) / len(rows)
     return logs
+
+
+def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the layers that send rows: rows of a token, and the share of kept choices without one."""
+    if not rows:
+        return {}
+    sent, between, tokens = (sum(row[key] for row in rows) for key in (
+        "rows_sent", "rows_between", "tokens"))
+    kept = sum(sum(row["load"]) - row["dropped"] for row in rows)
+    return {"moe_rows_sent_per_token": sent / tokens,
+            "moe_rows_between_nodes_per_token": between / tokens,
+            "moe_rows_saved_by_sending_once": max(0.0, 1 - sent / kept) if kept else 0.0}
 
 
 def _device_sums(pending: list[LayerStats]) -> Tensor:

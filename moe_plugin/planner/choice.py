@@ -66,7 +66,7 @@ class LayoutChoice:
                              "see docs/overload.md")
         if self.send not in SENDS:
             raise ValueError(f"layout send={self.send!r} is not one of {', '.join(SENDS)}; "
-                             "see docs/dispatchers.md")
+                             "see docs/once.md")
 
     @property
     def backward_d(self) -> int:
@@ -141,12 +141,12 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
 
 def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
-                  backward_degrees: Iterable[int] = (0,),
+                  backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",),
                   shards: int | None = None) -> Iterator[LayoutChoice]:
     """Every sensible choice on `ranks` ranks. shards: see `legal_r`."""
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks, shards), "algorithm": algorithms,
-        "d": degrees, "d_backward": backward_degrees
+        "d": degrees, "d_backward": backward_degrees, "send": sends
     }
     yield from combinations({name: list(v) for name, v in values.items()}, ranks)
 
@@ -156,8 +156,7 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
 
     Without an all-to-all (r = 0, gathered tokens, one rank) there is nothing to overlap: only one
     algorithm and d = 1 remain, and nothing to spill. Tokens are gathered where parameters are
-    stored, and rows spilled, at the largest r. What is sent once does not spill, and is not cut by
-    experts.
+    stored, and rows spilled, at the largest r. What is sent once is not cut by experts.
     """
     made = {}
     for row in itertools.product(*values.values()):
@@ -174,8 +173,6 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
         cut_by_experts = choice.piece_axis == "experts" and max(choice.d, choice.backward_d) > 1
         if cut_by_experts and "rows" not in values.get("piece_axis", ("rows",)):
             choice = dataclasses.replace(choice, send="rows")  # the cut is named
-        if choice.send != "rows":
-            choice = dataclasses.replace(choice, spill="never")
         if choice.d == choice.backward_d == 1 or (choice.send != "rows"
                                                   and choice.piece_axis == "experts"):
             choice = dataclasses.replace(choice, piece_axis="rows")

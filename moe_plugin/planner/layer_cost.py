@@ -15,7 +15,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_to_all_s, reduce_scatter_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.events import Task, Timeline, simulate
-from moe_plugin.planner.once import OnceRows, exchange_s, rows_of_token
+from moe_plugin.planner.once import OnceRows, Visits, exchange_s, rows_of_token
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"
@@ -39,6 +39,7 @@ class LayerShape:
         shards: ranks that share an expert; None: ranks / experts, at least 1.
         guests: experts that a rank may borrow at a time.
         most_nodes: on which a token's experts may be, by a router that limits them; None: any.
+        visits: where its tokens go, measured; None: not known.
     """
 
     tokens: int
@@ -53,6 +54,7 @@ class LayerShape:
     shards: int | None = None
     guests: int = 2
     most_nodes: int | None = None
+    visits: Visits | None = None
 
     @property
     def rows(self) -> float:
@@ -190,9 +192,10 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
                   * shape.row_bytes, shape.rows * r * shape.skew, local,
                   shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0, shape.skew)
     if choice.send != "rows":
-        once = rows_of_token(cluster, shape.rows / max(1, shape.tokens), r, shape.most_nodes)
+        once = rows_of_token(cluster, shape.rows / max(1, shape.tokens), r, shape.most_nodes,
+                             shape.visits)
         rows = once.ranks if choice.send == "ranks" else once.ranks + once.nodes
-        return replace(sizes, once=once, out=tokens * rows)
+        sizes = replace(sizes, once=once, out=tokens * rows)
     spread = _spread(shape, cluster, device, choice)
     if spread is None:
         return sizes

@@ -41,18 +41,65 @@ class OnceRows:
     pairs: float
 
 
-def rows_of_token(cluster: Cluster, top_k: float, r: int = 1,
-                  most_nodes: int | None = None) -> OnceRows:
-    """Under even routing.
+@dataclass(frozen=True)
+class Visits:
+    """Ranks and nodes of a token, measured, each choice being on one rank; its choices."""
+
+    ranks: float
+    nodes: float
+    choices: float
+
+
+def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, most_nodes: int | None = None,
+                  visits: Visits | None = None) -> OnceRows:
+    """Of `top_k` choices.
 
     Args:
         r: ranks to which each choice goes, consecutive ones.
         most_nodes: that a token may have, where its router limits them.
+        visits: where tokens go, from the counts of a run; None: even routing. For r > 1 both
+            together: as much fewer or more than even as for r = 1.
     """
     nodes = min(cluster.nodes, most_nodes or cluster.nodes)
     ranks = nodes * cluster.ranks_per_node
-    return OnceRows(expected_targets(top_k, ranks, r),
+    even = OnceRows(expected_targets(top_k, ranks, r),
                     expected_targets(top_k, nodes, max(1.0, r / cluster.ranks_per_node)), top_k * r)
+    if visits is None:
+        return even
+    off = (visits.ranks / expected_targets(visits.choices, ranks),
+           visits.nodes / expected_targets(visits.choices, nodes))
+    return OnceRows(min(cluster.ranks, top_k * r, even.ranks * off[0]),
+                    min(cluster.nodes, top_k * r, even.nodes * off[1]), even.pairs)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of a token that leave its rank, one way, for ranks of its own node and of others; with
+    `nodes` also those that are sent on inside a node.
+    """
+
+    inside: float
+    between: float
+
+
+def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
+                   most_nodes: int | None = None, visits: Visits | None = None) -> TokenBytes:
+    """Rows and their pairs on the way to the experts; back travel the rows alone, and in backward
+    as much once more each way.
+
+    Args:
+        send: one of `choice.SENDS`. row_bytes: of a row.
+        most_nodes, visits: see `rows_of_token`.
+    """
+    rows = rows_of_token(cluster, top_k, most_nodes=most_nodes, visits=visits)
+    away, apart = 1 - 1 / cluster.nodes, 1 - 1 / cluster.ranks
+    pairs = 0.0 if send == "rows" else rows.pairs * PAIR_BYTES
+    of_rows = rows.pairs if send == "rows" else rows.ranks
+    if send != "nodes":
+        size = of_rows * row_bytes + pairs
+        return TokenBytes(size * (apart - away), size * away)
+    inside = (1 - 1 / cluster.ranks_per_node) * (of_rows * row_bytes + pairs)
+    return TokenBytes(inside, away * (rows.nodes * row_bytes + pairs))
 
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,

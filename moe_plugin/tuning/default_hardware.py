@@ -11,10 +11,12 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.bundles import first_of_each
+from moe_plugin.machine import to_device
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.layer_cost import LayerShape
-from moe_plugin.planner.once import most_targets
+from moe_plugin.planner.once import Visits, most_targets
 from moe_plugin.records import Placement
 from moe_plugin.routing.registry import routers
 
@@ -66,27 +68,47 @@ def default_device(config: MoEConfig, device: torch.device) -> Device:
     return _GPU if device.type == "cuda" else _CPU
 
 
+def count_visits(ids_TK: Tensor, place: Placement) -> Tensor:
+    """(ranks, nodes) that tokens visit and their choices, summed over the tokens of this rank,
+    int64 [3]; each choice on the first rank that has a shard of its expert.
+
+    ids_TK: int64 experts, -1: none.
+    """
+    run_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
+    rank_TK = torch.where(ids_TK < 0, -1, run_TK * place.shards)
+    node_W = to_device([*place.comm.topology.node_of, -1], ids_TK.device)
+    return torch.stack([first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum(),
+                        (ids_TK >= 0).sum()])
+
+
+def as_visits(ranks: float, nodes: float, choices: float) -> Visits | None:
+    """Of a token with so many choices; None: there is none. ranks, nodes: by choice."""
+    return Visits(ranks * choices, nodes * choices, choices) if ranks else None
+
+
 def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
-                skew: float = 1.0) -> LayerShape:
+                skew: float = 1.0, visits: Visits | None = None) -> LayerShape:
     """A layer under a load as the planner sees it.
 
     Args:
         probe: one of its parameters.
         tokens: of the rank with most.
         skew: rows of the fullest rank over the mean.
+        visits: where tokens go, measured.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       hidden_dim=config.hidden_dim, experts=config.num_experts,
                       top_k=config.router.experts_per_token,
                       gated=config.experts.kind == "gated_ffn",
                       element_bytes=probe.element_size(), shards=place.shards, skew=skew,
-                      guests=config.parallel.guests, most_nodes=_most_nodes(config, place))
+                      guests=config.parallel.guests, most_nodes=_most_nodes(config, place),
+                      visits=visits)
 
 
 def _most_nodes(config: MoEConfig, place: Placement) -> int | None:
     """Nodes on which a token's experts may be, where its router limits them; None: any."""
-    router = config.router
-    if not router.groups or any("group_top_k" not in routers.get(name).reads
-                                for name in router.names):
+    router, reads = config.router, [routers.get(name).reads for name in config.router.names]
+    if not router.groups or any("groups" not in names for names in reads):
         return None
-    return most_targets(len(place.comm.topology.nodes), router.groups, router.group_top_k)
+    chosen = max(router.group_top_k if "group_top_k" in names else 1 for names in reads)
+    return most_targets(len(place.comm.topology.nodes), router.groups, chosen)

@@ -14,8 +14,8 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from moe_plugin.planner.units import show_time
@@ -371,9 +371,12 @@ class Tuner(Generic[Bucket, Choice]):
             "buckets": buckets
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> list[str]:
         """Take over a saved state; choices that are not candidates any more (another number of
-        ranks, say) are left out.
+        ranks, say) are left out. A field that choices did not have yet has its default; where it
+        has other values now, they are measured.
+
+        Returns: for each bucket that is measured again, why.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(
@@ -381,19 +384,39 @@ class Tuner(Generic[Bucket, Choice]):
                 "start without it"
             )
         self.entries, self.calls, self.explored = {}, int(state["calls"]), int(state["explored"])
+        again = []
         for saved in state["buckets"]:
             bucket = saved["bucket"]
             bucket = tuple(bucket) if isinstance(bucket, list) else bucket
             predicted = dict(self.candidates(bucket))
             choices = {_text(_plain(choice)): choice for choice in predicted}
-            settled = choices.get(_text(saved["settled"]))
+            new = _new_fields(saved["settled"], choices.values())
+            settled = choices.get(_text(_filled(saved["settled"], new)))
             if settled is None:
+                again.append(f"{_text(saved['settled'])} is not possible here any more")
                 continue
-            measured = [(choices.get(_text(c)), float(s)) for c, s in saved["measured"]]
+            measured = [(choices.get(_text(_filled(c, new))), float(s))
+                        for c, s in saved["measured"]]
+            more = [name for name in new if len({getattr(c, name) for c in predicted}) > 1]
+            again += [f"{', '.join(more)} was not known when it was saved"] * bool(more)
             self.entries[bucket] = entry = _Entry(
-                predicted, settled, known=bool(saved["known"]),
+                predicted, settled, known=bool(saved["known"]) and not more,
                 measured={c: s for c, s in measured if c is not None})
             self._note(bucket, entry, "restore", "from a checkpoint")
+        return again
+
+
+def _new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
+    """Fields with a default that these choices have and a saved one has not, with the default."""
+    kind = next(iter(choices), None)
+    if not is_dataclass(kind) or not isinstance(saved, Mapping):
+        return {}
+    return {f.name: f.default for f in fields(kind)
+            if f.default is not MISSING and f.name not in saved}
+
+
+def _filled(saved: Any, new: Mapping[str, Any]) -> Any:
+    return {**new, **saved} if isinstance(saved, Mapping) else saved
 
 
 def _plain(value: Any) -> Any:

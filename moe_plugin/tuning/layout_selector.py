@@ -121,11 +121,12 @@ class LayoutSelector:
         comm, traced = self.place.comm, torch.compiler.is_compiling()
         decisions = () if self.tuner is None or traced else self.tuner.pop_decisions()
         bytes_sent, exchanges = (0, {}) if traffic is None else traffic.sent()
+        rows_sent, rows_between = (0, 0) if traffic is None else traffic.rows()
         return LayerStats(
             load_KE, kept_KE, routing.entropy, routing.tokens,
             {name: loss.detach() for name, loss in routing.losses.items()},
             bytes_sent=bytes_sent, exchanges=exchanges, rows=rows,
-            rows_sent=0 if traffic is None else traffic.rows, capacity=kept.capacity,
+            rows_sent=rows_sent, rows_between=rows_between, capacity=kept.capacity,
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},

@@ -26,11 +26,14 @@ from moe_plugin.kernels.choices import expert_load
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
+from moe_plugin.planner.once import Visits
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
 from moe_plugin.tuning.default_hardware import (
     Calibration,
+    as_visits,
+    count_visits,
     default_cluster,
     default_device,
     layer_shape,
@@ -96,6 +99,7 @@ class LayoutTuner(OwnsReplayLogs):
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
                           within=within, prune=PRUNE))
         self.current, self.bucket = layouts.fixed, (0, 0)
+        self.visits: Visits | None = None  # as agreed last, where rows may be sent once
         self.runs: deque[_Run] = deque()
         self.since = 0  # calls since ranks agreed on the load
         self.every = EVERY  # calls from one agreement to the next
@@ -149,7 +153,10 @@ class LayoutTuner(OwnsReplayLogs):
                 "again",
                 state["ranks"], self.comm.size)
             return
-        self.tuner.load_state(state)
+        again = self.tuner.load_state(state)
+        if again and self.comm.rank == 0:
+            log.info("%d of %d loads of the saved tuner are measured again: %s", len(again),
+                     len(state["buckets"]), again[0])
         self.due = True
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
@@ -170,9 +177,12 @@ class LayoutTuner(OwnsReplayLogs):
             self.runs.popleft()  # its backward pass never came
         over = bool(self.runs) and self.runs[0].timer.over
         seconds = self.runs[0].timer.seconds() if over else 0.0
-        values = torch.tensor([rows, skew, seconds, not over, min(self.costs, default=math.inf)],
-                              dtype=torch.float64, device=self.comm.device)
-        rows, skew, seconds, missing, cost = self.comm.all_reduce(values, "max").tolist()
+        ranks, nodes = self._visited(routing)
+        values = torch.tensor([rows, skew, seconds, not over, min(self.costs, default=math.inf),
+                               ranks, nodes], dtype=torch.float64, device=self.comm.device)
+        rows, skew, seconds, missing, cost, ranks, nodes = self.comm.all_reduce(
+            values, "max").tolist()
+        self.visits = as_visits(ranks, nodes, self.config.router.experts_per_token)
         self.costs.append(time.perf_counter() - begun)
         if not missing:  # over on every rank: all of them record it, or none does
             run = self.runs.popleft()
@@ -184,6 +194,13 @@ class LayoutTuner(OwnsReplayLogs):
         size = math.log(max(rows, 1.0)) / math.log(self.config.tuner.bucket)
         imbalance = max(0.0, math.log2(max(skew, 1.0)) - 1)
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
+
+    def _visited(self, routing: Routing) -> tuple[float, float]:
+        """Ranks and nodes that this rank's tokens visit, by choice; 0: not asked, or none."""
+        if len(self.sends()) == 1:
+            return 0.0, 0.0
+        ranks, nodes, choices = count_visits(routing.ids_TK, self.layouts.place).tolist()
+        return (ranks / choices, nodes / choices) if choices else (0.0, 0.0)
 
     def _disturbances(self) -> int:
         """Trials of all-to-all algorithms so far: the time of a layout in them says nothing of it.
@@ -209,7 +226,7 @@ class LayoutTuner(OwnsReplayLogs):
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         tokens = round(c.tuner.bucket ** bucket[0] / c.router.experts_per_token)
         skew = max(1.0, (hot + place.local - 1) / place.local)
-        return layer_shape(c, place, self.probe, tokens, skew)
+        return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
         """All-to-all algorithms to choose from, the configured one first."""

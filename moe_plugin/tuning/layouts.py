@@ -21,6 +21,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
+from moe_plugin.dispatch.bounded_once import BoundedOnceDispatcher, BoundedOnceToNodesDispatcher
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
 from moe_plugin.dispatch.row_pages import may_keep
@@ -97,7 +98,9 @@ class LayerLayout:
             self._check_export()
             return True
         traits = self.dispatcher.traits
-        return self.experts.traceable and (traits.fixed_slots or traits.bounded)
+        # pairs travel by exchanges that no graph holds
+        return (self.experts.traceable and self.choice.send == "rows"
+                and (traits.fixed_slots or traits.bounded))
 
     def _check_export(self) -> None:
         if not self.experts.traceable:
@@ -237,18 +240,20 @@ class Layouts:
 
     def sends(self) -> list[str]:
         """How often a token's row may travel, the first as configured. Settings may leave it open;
-        named ones of `parallel.spill` close it.
+        pages for rows close it.
         """
-        named, spill = self.config.dispatch.send, self.config.parallel.spill
-        if named != "auto" and self.place.comm.size > 1:
+        named, comm = self.config.dispatch.send, self.place.comm
+        if named != "auto" and comm.size > 1:
             return [named]
-        if self.place.comm.size == 1 or not self.traits.sends_once or spill not in (None, "never"):
+        if comm.size == 1 or not self.traits.sends_once or self.stash is not None:
             return ["rows"]
-        return ["rows", "ranks", *["nodes"] * (self.place.comm.topology.why_flat() is None)]
+        return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
         """Along what rows are cut that are sent so."""
-        return self.traits.piece_axes if send == "rows" else OnceDispatcher.traits.piece_axes
+        axes = self.traits.piece_axes
+        return axes if send == "rows" else tuple(
+            axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
 
     def at(self, choice: LayoutChoice) -> LayerLayout:
         """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
@@ -303,6 +308,8 @@ class Layouts:
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
+        if self.traits.bounded:
+            return BoundedOnceDispatcher if flat else BoundedOnceToNodesDispatcher
         return OnceDispatcher if flat else OnceToNodesDispatcher
 
     def _check_stash(self, choice: LayoutChoice) -> None:
@@ -351,12 +358,12 @@ class Layouts:
             return
         pieces, axes = max(choice.d, choice.backward_d), self.piece_axes(choice.send)
         for what, instead, ok in (
-                (f"dispatch.name={self.config.dispatch.name!r}", "dispatch.name='ragged'",
-                 self.traits.sends_once),
+                (f"dispatch.name={self.config.dispatch.name!r}",
+                 "dispatch.name='ragged' or 'bounded'", self.traits.sends_once),
                 (f"parallel.r={choice.r}, gather_tokens={choice.gather_tokens}",
                  "a layout in which rows travel", choice.exchanges),
-                (f"parallel.spill={choice.spill!r}", "parallel.spill='never'",
-                 choice.spill == "never"),
+                (f"dispatch.stash_mib={self.config.dispatch.stash_mib}", "dispatch.stash_mib=0",
+                 self.stash is None),
                 (f"parallel.cut={choice.piece_axis!r}", f"one of {list(axes)}",
                  pieces == 1 or choice.piece_axis in axes)):
             if not ok:

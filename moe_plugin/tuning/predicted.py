@@ -24,11 +24,18 @@ from torch import Tensor
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost, rank_choices
+from moe_plugin.planner.once import Visits, rows_of_token
 from moe_plugin.planner.prefill import CUTS, PIECES
 from moe_plugin.planner.units import show_time
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import OwnsReplayLogs
-from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
+from moe_plugin.tuning.default_hardware import (
+    as_visits,
+    count_visits,
+    default_cluster,
+    default_device,
+    layer_shape,
+)
 from moe_plugin.tuning.engine import TunerDecision
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.prepare_group import log_once
@@ -69,7 +76,7 @@ class PredictedLayout(OwnsReplayLogs):
         is not compiled, the configured layout stays.
         """
         if training and not self.settled and not torch.compiler.is_compiling():
-            self._settle(routing.ids_TK.size(0))
+            self._settle(routing.ids_TK)
         return self.layouts.at(self.current), None
 
     def forget_recordings(self) -> None:
@@ -107,13 +114,17 @@ class PredictedLayout(OwnsReplayLogs):
             return
         self.current, self.settled = choice, True
 
-    def _settle(self, tokens: int) -> None:
-        most = torch.tensor([tokens], dtype=torch.float64)
-        tokens = int(self.comm.hosts.all_reduce(most, "max").item())
+    def _settle(self, ids_TK: Tensor) -> None:
+        most = torch.tensor([ids_TK.size(0), 0, 0], dtype=torch.float64)
+        if len(self.layouts.sends()) > 1 and ids_TK.numel():
+            *visited, choices = count_visits(ids_TK, self.layouts.place).tolist()
+            most[1:] = torch.tensor(visited) / max(1, choices)
+        tokens, ranks, nodes = self.comm.hosts.all_reduce(most, "max").tolist()
         if tokens == 0:  # no rank has seen a token: decide on a later call
             return
-        self.settled = True
-        best, seconds, configured = self._best(tokens)
+        self.settled, tokens = True, int(tokens)
+        visits = as_visits(ranks, nodes, self.config.router.experts_per_token)
+        best, seconds, configured = self._best(tokens, visits)
         why = (f"predicted {show_time(seconds)} for {tokens} tokens on each rank, "
                f"{show_time(configured)} as configured")
         self.current = best
@@ -123,9 +134,21 @@ class PredictedLayout(OwnsReplayLogs):
         if best != fixed:
             keeps = f"r={fixed.r}" if best.r != fixed.r else "the all-to-all"
             text += f" instead of {show_time(configured)} (`--moe-parallel fixed` keeps {keeps})"
+        text += self._sent(best, visits)
         log_once(self.comm, text, text)  # layers of one shape have one line
 
-    def _best(self, tokens: int) -> tuple[LayoutChoice, float, float]:
+    def _sent(self, choice: LayoutChoice, visits: Visits | None) -> str:
+        """How often a token's row travels, in words; nothing where each choice is a row."""
+        if choice.send == "rows":
+            return ""
+        cluster = default_cluster(self.comm, self.probe.device)
+        shape = layer_shape(self.config, self.layouts.place, self.probe, 1)
+        rows = rows_of_token(cluster, shape.top_k, choice.r, shape.most_nodes, visits)
+        between = (rows.nodes if choice.send == "nodes" else rows.ranks) * (1 - 1 / cluster.nodes)
+        return (f"; rows sent, per token: {rows.ranks:.2f}, between nodes {between:.2f}; "
+                f"saved by sending once: {100 * (1 - rows.ranks / rows.pairs):.0f} %")
+
+    def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
         """(choice, its predicted seconds, those of the configured choice)."""
         fixed, layouts = self.layouts.fixed, self.layouts
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
@@ -134,7 +157,8 @@ class PredictedLayout(OwnsReplayLogs):
                   "spill": [fixed.spill], "send": layouts.sends(),
                   "gather_tokens": [False, True] if layouts.gathers_tokens else [False]}
         device = default_device(self.config, self.probe.device)
-        costs = rank_choices(layer_shape(self.config, layouts.place, self.probe, tokens, SKEW),
+        shape = layer_shape(self.config, layouts.place, self.probe, tokens, SKEW, visits)
+        costs = rank_choices(shape,
                              default_cluster(self.comm, self.probe.device), device,
                              [fixed, *combinations(values, self.comm.size)],
                              collectives=partial(self.comm.collectives.seconds, self.comm))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_plugin.comm import Comm, LocalComm, run_simulated
+from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.comm.simulated import Traffic
 from moe_plugin.config import MoEConfig, ObserveConfig, from_dict
 from moe_plugin.dispatch.rows_limit import RowsLimit, RowsOverflow, overflowed
@@ -38,20 +39,22 @@ def loaded(case: Case, config: MoEConfig, comm: Comm) -> MoELayer:
     return layer
 
 
-def tight(case: Case, pieces: tuple[int, int], compute: str) -> list[str]:
+def tight(case: Case, pieces: tuple[int, int], compute: str, send: str = "rows") -> list[str]:
     """Each factor: exact, or all outputs of all ranks with rows NaN and reported by every rank."""
     seen = []
     for factor in FACTORS:
         config = config_of(case, dispatch__name="bounded", dispatch__max_rows_factor=factor,
                            parallel__mode="fixed", parallel__d=pieces[0],
-                           parallel__d_backward=pieces[1], experts__compute=compute)
+                           parallel__d_backward=pieces[1], experts__compute=compute,
+                           dispatch__send=send)
 
         def rank(comm: Comm, config: MoEConfig = config) -> tuple[RankResult, bool]:
             layer = loaded(case, config, comm)
             result = run_layer(case, layer)
             return result, bool(limits_of([layer])[0].needed)
 
-        results, over = zip(*run_simulated(case.world, rank), strict=True)
+        topology = Topology.uniform(case.world, 2 if send == "nodes" else case.world)
+        results, over = zip(*run_simulated(case.world, rank, topology=topology), strict=True)
         assert len(set(over)) == 1, "ranks disagree"
         seen.append("over" if over[0] else "exact")
         with naming(f"factor {factor}"):
@@ -74,6 +77,48 @@ def test_exact_as_soon_as_rows_fit(world: int, experts: int, skew: float, pieces
     seen = tight(case, pieces, compute)
     assert seen == sorted(seen, reverse=True), "a larger bound overflows where a smaller does not"
     assert {"over", "exact"} == set(seen)
+
+
+@pytest.mark.parametrize("send,pieces", [("ranks", (1, 0)), ("ranks", (3, 2)), ("nodes", (1, 0)),
+                                         ("nodes", (2, 0))])
+@pytest.mark.parametrize("experts,k", [(8, 4), (2, 2)])
+def test_once_is_exact_as_soon_as_rows_fit(send: str, pieces: tuple[int, int], experts: int,
+                                           k: int) -> None:
+    case = Case(4, experts, k, [6, 6, 5, 6], None, None, skew=3.0)
+    seen = tight(case, pieces, "kernels", send)
+    assert seen == sorted(seen, reverse=True) and {"over", "exact"} == set(seen)
+    # what fits is what fits as rows
+    assert seen == tight(case, (1, 0), "kernels")
+
+
+def test_rows_sent_once_are_bounded_by_the_tokens_of_a_rank() -> None:
+    """More tokens than were agreed on are found, though their choices fit; then there is room."""
+    def rank(comm: Comm) -> list[Any]:
+        config = from_dict({
+            "model_dim": 8, "num_experts": 8, "router": {"top_k": 2}, "losses": {},
+            "dispatch": {"name": "bounded", "send": "ranks", "on_overflow": "repeat"},
+            "parallel": {"r": 1, "mode": "fixed"}})
+        layer = MoELayer(config, comm)
+        layer(torch.randn(6, 8))
+        [limit] = limits_of([layer])
+        bounds = limit.slots(torch.zeros(6, 2), layer.placement)
+        alike = torch.ones(7, 8)  # of one expert each
+        lost = layer(alike, top_k=1).output.isnan().all()
+        found = [bounds, bool(lost), int(limit.needed), overflowed([limit], comm)]
+        return [*found, bool(layer(alike, top_k=1).output.isfinite().all())]
+
+    assert run_simulated(4, rank) == [[(12, 6), True, 13, True, True]] * 4
+
+
+def test_a_token_has_no_more_rows_for_a_rank_than_that_has_experts() -> None:
+    def rank(comm: Comm) -> tuple[int, int]:
+        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "router": {"top_k": 4},
+                                    "dispatch": {"name": "bounded"}}), comm)
+        layer(torch.randn(6, 8))
+        [limit] = limits_of([layer])
+        return limit.slots(torch.zeros(6, 4), layer.placement)
+
+    assert run_simulated(4, rank) == [(6, 6)] * 4
 
 
 def one_heavy_rank(on_overflow: str, factor: float = 1.0) -> tuple[Case, dict]:

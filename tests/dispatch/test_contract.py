@@ -41,6 +41,15 @@ def test_rows_that_spill_are_exact(other: str) -> None:
         dispatchers.register("both")(Both)
 
 
+@pytest.mark.parametrize("other", ["fixed_slots", "shares_tokens", "single_layout"])
+def test_rows_that_are_sent_once_are_exact(other: str) -> None:
+    class Both(RaggedDispatcher):
+        traits = DispatchTraits(sends_once=True, **{other: True})
+
+    with pytest.raises(ValueError, match=f"'both' declares sends_once and {other}"):
+        dispatchers.register("both")(Both)
+
+
 def test_settings_are_checked_against_traits() -> None:
     """A copy of ragged dispatch that declares less is refused what it does not declare."""
     class Whole(RaggedDispatcher):

@@ -211,10 +211,10 @@ def test_one_copy_of_a_token_is_computed_from() -> None:
 
 @pytest.mark.parametrize("settings,words", [
     ({"dispatch": {"name": "padded", "capacity_factor": 1.0}}, "dispatch.name='padded': use "
-     "dispatch.name='ragged', or dispatch.send='rows'"),
-    ({"dispatch": {"name": "bounded"}}, "dispatch.name='bounded': use"),
+     "dispatch.name='ragged' or 'bounded', or dispatch.send='rows'"),
     ({"dispatch": {"name": "all_gather"}}, "dispatch.name='all_gather': use"),
-    ({"parallel": {"spill": "everywhere"}}, "parallel.spill='everywhere': use parallel.spill="),
+    ({"dispatch": {"name": "bounded", "stash_mib": 1.0}}, "dispatch.stash_mib=1.0: use "
+     "dispatch.stash_mib=0, or dispatch.send='rows'"),
     ({"parallel": {"d": 2, "cut": "experts"}}, "parallel.cut='experts': use one of"),
 ])
 @pytest.mark.parametrize("send", ["ranks", "nodes"])

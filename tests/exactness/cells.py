@@ -101,20 +101,27 @@ ONCE_SIZES = [(4, 16, None), (4, 2, None), (4, 4, 2), (8, 8, None)]
 
 
 def once_cells(dispatch: str,
-               sizes: Sequence[tuple[int, int, int | None]] = tuple(ONCE_SIZES),
+               sizes: Sequence[tuple[int, int, int | None]] | None = None,
                **fewer: Sequence[Any]) -> list[Cell]:
     """All pairs of the settings that go with rows sent once, for up to eight experts per token;
-    none for a dispatcher that does not declare it.
+    none for a dispatcher that does not declare it. sizes: None: `ONCE_SIZES`, two of them where
+    rows are bounded.
     """
-    if not traits_of(dispatch).sends_once:
+    traits = traits_of(dispatch)
+    if not traits.sends_once:
         return []
+    sizes = sizes or (ONCE_SIZES[::2] if traits.bounded else ONCE_SIZES)
     settings = _settings(dispatch, [size for size in layouts(dispatch, sizes) if size.r])
     # of the others hops know nothing: they meet in the cells of rows
     few = {name: settings[name][:2]
            for name in ("activation", "kind", "normalize", "collectives", "rows_computed")}
+    if traits.bounded:
+        few |= {"factor": [None, 1.0], "pieces": [*PIECES[:2], PIECES[-1]],
+                "tokens": ["uneven", "padding", "few", "none"]}
     return _pairs(settings | few | {
         "send": [send for send in SENDS if send != "rows"], "k": [1, 2, 4, 8],
-        "cut": list(OnceDispatcher.traits.piece_axes)}, fewer)
+        "cut": [axis for axis in OnceDispatcher.traits.piece_axes if axis in traits.piece_axes]},
+        fewer)
 
 
 def _paged_cells(dispatch: str, sizes: Sequence[tuple[int, int, int | None]],

@@ -17,7 +17,7 @@ from moe_plugin.dispatch import DispatchTraits, RaggedDispatcher, dispatchers
 from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan
 from moe_plugin.experts import expert_kinds
 from moe_plugin.experts.borrowed import BorrowedExperts
-from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.choice import SENDS, LayoutChoice
 from moe_plugin.planner.spill import SpillCosts, SpillPlan, plan_spill
 from moe_plugin.records import ExpertRows, KeptRouting, RowCounts
 from moe_plugin.routing.replay import checkpoint
@@ -35,9 +35,10 @@ SIZES = [(2, 4, None), (3, 6, None), (4, 4, None), (4, 8, None), (4, 2, None), (
 def check(case: Case, world: int, seed: int, **changes: Any) -> list[SpillPlan]:
     """A case with a random plan against the reference; the plans that were made."""
     config = config_of(case, parallel__spill="least_loaded", **changes)
+    nodes = config.dispatch.send == "nodes"  # elsewhere nodes of one rank
     with planned(random_planner(seed)) as made:
         results = run_simulated(world, lambda comm: run_rank(case, comm, config),
-                                topology=Topology.uniform(world, 1))
+                                topology=Topology.uniform(world, 2 if nodes else 1))
         compare(case, results, reference(case))
     return made
 
@@ -49,17 +50,19 @@ def check(case: Case, world: int, seed: int, **changes: Any) -> list[SpillPlan]:
        kind=st.sampled_from(expert_kinds.names()), bias=st.booleans(),
        pieces=st.sampled_from([(1, 0), (2, 0), (1, 3)]), weights_first=st.booleans(),
        algorithm=st.sampled_from(["linear", "2dh"]), masked=st.booleans(),
-       cut=st.sampled_from(list(PIECE_AXES)))
+       cut=st.sampled_from(list(PIECE_AXES)), send=st.sampled_from(SENDS))
 def test_any_plan(size: tuple[int, int, int | None], seed: int, k: int, tokens: list[int],
                   skew: float, factor: float | None, kind: str, bias: bool,
                   pieces: tuple[int, int], weights_first: bool, algorithm: str,
-                  masked: bool, cut: str) -> None:
+                  masked: bool, cut: str, send: str) -> None:
     world, experts, shards = size
     case = Case(world, experts, min(k, experts), tokens[:world],
                 [n // 3 for n in tokens[:world]] if masked else None, factor, kind, bias=bias,
                 skew=skew, seed=seed % 1000, shards=shards, weights_first=weights_first)
+    if send != "rows" and cut == "experts":
+        cut = "rows"
     check(case, world, seed, parallel__d=pieces[0], parallel__d_backward=pieces[1],
-          parallel__cut=cut, comm__all_to_all=algorithm)
+          parallel__cut=cut, comm__all_to_all=algorithm, dispatch__send=send)
 
 
 @pytest.mark.parametrize("tokens", [[0] * 4, [9, 0, 0, 0], [0, 0, 0, 9]], ids=str)

@@ -22,7 +22,7 @@ from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.recorder import _FOLD_AT
+from moe_plugin.observe.recorder import _FOLD_AT, summary
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.output import LayerStats
@@ -47,7 +47,7 @@ def test_sums_and_means_over_calls() -> None:
     recorder.add("a",
                  stats([4, 0], dropped=1, entropy=1.0, loss=2.0, bytes_sent=10, rows=4, capacity=3))
     recorder.add("a", stats([1, 1], entropy=4.0, loss=4.0, bytes_sent=5, rows=2, rows_sent=3,
-                              capacity=5))
+                              rows_between=1, capacity=5))
     record = recorder.reduce()["a"]
     assert record["load"] == [5, 1] and record["tokens"] == 6 and record["calls"] == 2
     assert record["dropped"] == 1 and record["drop_fraction"] == pytest.approx(1 / 6)
@@ -55,8 +55,12 @@ def test_sums_and_means_over_calls() -> None:
         5 / 3) and record["max_over_mean_call"] == pytest.approx((2 + 1) / 2)
     assert record["entropy"] == pytest.approx((1.0 * 4 + 4.0 * 2) / 6)  # weighed by tokens
     assert record["losses"] == {"gshard": pytest.approx(3.0)}
-    assert (record["bytes_sent"], record["rows"], record["rows_sent"], record["capacity"],
-            record["unused_experts"]) == (15, 6, 3, 4.0, 0)
+    assert (record["bytes_sent"], record["rows"], record["rows_sent"], record["rows_between"],
+            record["capacity"], record["unused_experts"]) == (15, 6, 3, 1, 4.0, 0)
+    logs = summary({"a": record, "b": {**record, "rows_sent": 0}})  # b sends none
+    assert logs["moe_rows_sent_per_token"] == 3 / 6
+    assert logs["moe_rows_between_nodes_per_token"] == 1 / 6
+    assert logs["moe_rows_saved_by_sending_once"] == 1 - 3 / 5  # of 6 choices one was dropped
 
 
 def test_ranks_with_the_same_tokens_count_once() -> None:

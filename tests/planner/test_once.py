@@ -11,7 +11,14 @@ import pytest
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices
-from moe_plugin.planner.once import expected_targets, most_targets, rows_of_token
+from moe_plugin.planner.once import (
+    TokenBytes,
+    Visits,
+    bytes_of_token,
+    expected_targets,
+    most_targets,
+    rows_of_token,
+)
 from tests.planner.problems import A100
 
 pytestmark = pytest.mark.fast
@@ -66,8 +73,7 @@ def test_exchanges_take_less(send: str) -> None:
 
 
 def test_combinations_hold_nothing_twice() -> None:
-    """Where no rows travel there is nothing to send once; what is sent once is cut by no experts
-    and does not spill.
+    """Where no rows travel there is nothing to send once; what is sent once is cut by no experts.
     """
     values = {"r": [0, 1], "d": [1, 2], "d_backward": [0], "algorithm": ["linear"],
               "piece_axis": ["rows", "experts"], "spill": ["never", "least_loaded"],
@@ -76,4 +82,39 @@ def test_combinations_hold_nothing_twice() -> None:
     assert len(set(found)) == len(found)
     assert {c.send for c in found if c.r == 0} == {"rows"}
     once = {(c.d, c.piece_axis, c.spill) for c in found if c.send == "ranks"}
-    assert once == {(1, "rows", "never"), (2, "rows", "never")}
+    assert once == {(d, "rows", spill) for d in (1, 2) for spill in ("never", "least_loaded")}
+
+
+def test_measured_visits_replace_even_routing() -> None:
+    cluster, even = SLOW.resized(2, 2), rows_of_token(SLOW.resized(2, 2), 8)
+    seen = Visits(ranks=2.0, nodes=1.2, choices=8)
+    found = rows_of_token(cluster, 8, visits=seen)
+    assert (found.ranks, found.nodes, found.pairs) == (pytest.approx(2.0), pytest.approx(1.2), 8)
+    # each choice on two ranks: as much fewer than even as with one
+    twice = rows_of_token(cluster, 8, 2, visits=seen)
+    assert twice.ranks == pytest.approx(rows_of_token(cluster, 8, 2).ranks * 2 / even.ranks)
+    choice = LayoutChoice(r=1, send="ranks")
+    shape = dataclasses.replace(SHAPE, visits=seen)
+    assert layer_cost(shape, cluster, A100, choice).seconds < layer_cost(
+        SHAPE, cluster, A100, choice).seconds
+
+
+def test_bytes_of_a_token_by_hand() -> None:
+    """On two nodes of two ranks, three choices, rows of 100 bytes, pairs of 6."""
+    cluster, nodes = SLOW.resized(2, 2), expected_targets(3, 2)
+    ranks = expected_targets(3, 4)
+    found = {send: bytes_of_token(cluster, send, 3, 100) for send in ("rows", "ranks", "nodes")}
+    assert found["rows"] == TokenBytes(pytest.approx(3 * 100 / 4), pytest.approx(3 * 100 / 2))
+    assert found["ranks"] == TokenBytes(pytest.approx((ranks * 100 + 18) / 4),
+                                        pytest.approx((ranks * 100 + 18) / 2))
+    assert found["nodes"] == TokenBytes(pytest.approx((ranks * 100 + 18) / 2),
+                                        pytest.approx((nodes * 100 + 18) / 2))
+
+
+def test_what_is_sent_once_may_spill() -> None:
+    shape = dataclasses.replace(SHAPE, skew=4.0, top_k=2)
+    cluster = SLOW.resized(2, 2)
+    costs = {spill: layer_cost(shape, cluster, A100, LayoutChoice(r=1, send="ranks", spill=spill))
+             for spill in ("never", "least_loaded")}
+    assert costs["least_loaded"].phases()["experts"] < costs["never"].phases()["experts"]
+    assert costs["least_loaded"].phases()["parameters"] > 0

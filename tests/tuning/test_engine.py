@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -182,6 +183,30 @@ def test_state_of_other_ranks_keeps_what_is_still_possible() -> None:
     assert smaller.choose((0,)) == LayoutChoice(r=0)
     with pytest.raises(ValueError, match="version 0"):
         smaller.load_state({**t.state(), "version": 0})
+
+
+def test_state_from_before_a_field_existed() -> None:
+    """Choices had no `send`: they are those with its default. Where it is open now, a bucket is
+    measured again, and said to be.
+    """
+    t = tuner()
+    drive(t, lambda c, _: 2.0 - c.d / 4, 200)
+    old = json.loads(json.dumps(t.state()))
+    for bucket in old["buckets"]:
+        for choice in (bucket["settled"], *(c for c, _ in bucket["measured"])):
+            del choice["send"]
+    same = tuner()
+    assert same.load_state(old) == []
+    assert json.loads(json.dumps(same.state())) == json.loads(json.dumps(t.state()))
+    sends = {dataclasses.replace(c, send=send): 1.0 for c in CHOICES for send in ("rows", "ranks")}
+    more = Tuner(lambda bucket: sends)
+    assert more.load_state(old) == ["send was not known when it was saved"]
+    [bucket] = old["buckets"]
+    assert not more.known(tuple(bucket["bucket"]))
+    assert [len(b["measured"]) for b in more.state()["buckets"]] == [len(bucket["measured"])]
+    gone = Tuner(lambda bucket: {LayoutChoice(r=0): 1.0})
+    [why] = gone.load_state(old)
+    assert "is not possible here any more" in why
 
 
 def test_no_candidates_is_an_error() -> None:

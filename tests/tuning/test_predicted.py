@@ -10,10 +10,11 @@ import torch
 import yaml
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import Comm, LocalComm, run_simulated
+from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.lab.emulate import networks
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.once import Visits
 from tests.distributed import run_gloo
 
 # bytes of parameters against bytes of rows: few of the first make r=0 the least, many r=1
@@ -69,6 +70,31 @@ def test_layers_of_one_shape_have_one_line_in_the_log(caplog: pytest.LogCaptureF
     assert len(said) == len(set(said)) == 2, said
     assert "experts' weights gathered, no all-to-all, one piece; predicted " in "".join(said)
     assert "(`--moe-parallel fixed` keeps r=1)" in "".join(said)
+
+
+@pytest.mark.parametrize("mode", ["predicted", "auto"])
+def test_where_tokens_go_is_measured_and_said(mode: str,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    """All four experts of a token are on one rank, where even routing has 2.7 ranks for it."""
+    tree = {**LARGE, "num_experts": 16, "router": {"top_k": 4}, "dispatch": {"send": "auto"},
+            "comm": {"all_to_all": "linear"}}
+
+    def rank(comm: Comm) -> tuple[str, Visits | None]:
+        made, one_hot = layer(comm, tree, mode=mode), 10 * torch.eye(4, 32)
+        with torch.no_grad():
+            made.router.weight_ED.copy_(one_hot.repeat_interleave(4, 0) + torch.rand(16, 32) / 100)
+        stats = made(one_hot[torch.randint(4, (512,))]).stats
+        return stats.layout, getattr(made.layouts.tuner, "visits", None)
+
+    with caplog.at_level(logging.INFO):
+        found = run_simulated(4, rank, topology=Topology.uniform(4, 2))
+    said = "".join(record.getMessage() for record in caplog.records)
+    if mode == "auto":
+        assert [visits for _, visits in found] == [Visits(1.0, 1.0, 4)] * 4
+    else:
+        assert all(label.split("send=")[1] in ("ranks", "nodes") for label, _ in found)
+        assert ("rows sent, per token: 1.00, between nodes 0.50; saved by sending once: 75 %"
+                in said)
 
 
 def test_no_token_decides_nothing_and_the_next_call_does() -> None:

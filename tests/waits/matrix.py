@@ -227,7 +227,9 @@ def waits_of_hosts(cell: Cell) -> tuple[int, int]:
         return 0, 0
     if "router" in cell and cell["router"] == "base":  # how many tokens each rank has
         return 1 + int(_longest(cell)), 0
-    if cell["all_to_all"] in ("2dh", "leader") and not (traits.fixed_slots or traits.bounded):
+    # a hop to nodes has rows for some ranks alone
+    even = (traits.fixed_slots or traits.bounded) and cell.get("send") != "nodes"
+    if cell["all_to_all"] in ("2dh", "leader") and not even:
         return 2 * forward, 2 * (backward or forward)  # lengths: of rows there, and of those back
     return int(_longest(cell)), 0
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 import moe_plugin
-from moe_plugin.config import GuardConfig, MoEConfig
+from moe_plugin.config import DispatchConfig, GuardConfig, MoEConfig
 from moe_plugin.kernels.block_formats import quantize_mxfp8
 from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
+from moe_plugin.planner.choice import SENDS
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.tuning.compute_times import ChoiceFiles
@@ -92,6 +93,19 @@ def unset_rows() -> list[dict[str, str]]:
     """
     return [{"name": path, "one_node": one, "several_nodes": several}
             for path, (one, several) in DEFAULT_WHEN_UNSET.items()]
+
+
+def send_rows() -> list[dict[str, str]]:
+    """How often a token's row may travel: value of `dispatch.send`, whether it is the default, and
+    which dispatchers do so.
+    """
+    able = [entry.name for entry in KINDS["dispatcher"] if entry.value.traits.sends_once]
+    every = [entry.name for entry in KINDS["dispatcher"]]
+    what = {"rows": ("once for each of its experts", every),
+            "ranks": ("once to each rank that has some of them", able),
+            "nodes": ("once to each node; without several nodes of several ranks as ranks", able)}
+    return [{"name": send, "state": "active" if send == DispatchConfig().send else "available",
+             "what": f"{what[send][0]}: {', '.join(what[send][1])}"} for send in SENDS]
 
 
 def guard_rows() -> list[dict[str, str]]:

@@ -37,6 +37,7 @@ def rest(everything: bool) -> dict[str, Any]:
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
         "default_when_unset": registries.unset_rows(), "guard": registries.guard_rows(),
+        "send": registries.send_rows(),
     }
 
 
@@ -93,6 +94,8 @@ def _everything(report: dict[str, Any]) -> list[str]:
         *(_kind(kind, rows) for kind, rows in report["registries"].items()),
         _table("Defaults that depend on the ranks of a layer: on one node, and over several",
                report["default_when_unset"], "name", "one_node", "several_nodes"),
+        _table("How often a token's row travels, dispatch.send (docs/once.md)", report["send"],
+               "name", "state", "what"),
         _table("Checks between ranks, by default (docs/wrong_ranks.md)",
                [{**r, "what": _short(r["what"], 110)} for r in report["guard"]],
                "name", "flag", "state", "what"),

@@ -2,7 +2,8 @@
 
 A study's module has `measure(args)`, which returns its numbers as plain values, and `body(found)`,
 the parts of its page (`report.document`) below the `TITLE`; or `PARTS`, both functions by the name
-of a part, of which a run may measure some and keep the others. It may have
+of a part, of which a run may measure some and keep the others; with `--out` each is written as soon
+as it is measured, and `--resume` leaves out those that are there. It may have
 
 * `OPTIONS`, by name; or `add_arguments(parser)` for others, and `check(args)` of their values;
 * `MADE_BY`, the command, where it is another one;
@@ -92,8 +93,10 @@ class Study:
     @property
     def options(self) -> Mapping[str, Option]:
         own, parts = getattr(self.code, "OPTIONS", {}), tuple(self.parts)
-        several = {"parts": Option(parts, "of the page; the others stay", choices=parts)}
-        return {**own, **several} if parts else own
+        several = {
+            "parts": Option(parts, "of the page; the others stay", choices=parts),
+            "resume": Option(False, "leave out the parts that --out has")}
+        return {**several, **own} if parts else own
 
     @property
     def parts(self) -> Mapping[str, tuple[Any, Any]]:
@@ -145,6 +148,24 @@ class Study:
                  if self.parts else _loaded(self.code.measure, args))
         return json.loads(json.dumps(found))  # as read from the file
 
+    def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
+        """Its numbers with those of earlier runs in the folder, written there, part after part."""
+        path = None if folder is None else folder / self.numbers_name
+        merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
+        found = self._earlier(folder) if merge and path is not None and path.exists() else None
+        left = [part for part in args.parts if not (args.resume and found and part in found)
+                ] if self.parts else [None]
+        for part in left:
+            one = args if part is None else argparse.Namespace(**{**vars(args), "parts": [part]})
+            new = self.measure(one)
+            if new is None:  # a rank that is not the first
+                return None
+            found = new if found is None else merge(found, new)
+            if path is not None:
+                write_numbers(path, found)
+                self.write(folder, found)
+        return found
+
     def page(self, found: Any) -> str:
         """Its numbers as Markdown."""
         code = self.code
@@ -174,20 +195,14 @@ class Study:
         if args.redraw:
             self.write(folder, self._earlier(folder))
             return 0
-        found = self.measure(args)
-        if found is None:  # a rank that is not the first
+        found = self._measured(args, folder)
+        if found is None:
             return 0
-        merge = getattr(code, "merge", dict.__or__ if self.parts else None)
-        if merge and folder is not None and (folder / self.numbers_name).exists():
-            found = merge(self._earlier(folder), found)
         if args.json:
             sys.stdout.write(json.dumps(found, indent=1) + "\n")
         else:
             sys.stdout.write(self.page(found))
             sys.stdout.writelines(getattr(code, "pages", lambda _: {})(found).values())
-        if folder is not None:
-            write_numbers(folder / self.numbers_name, found)
-            self.write(folder, found)
         failed = getattr(code, "failures", lambda _: [])(found)
         sys.stderr.write("".join(f"{one}\n" for one in failed))
         return int(bool(failed))

@@ -13,7 +13,8 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 NAMES = {
     "tp": "tensor parallel", "pp": "pipeline stages", "expert_ranks": "expert group",
-    "micro_batch": "micro-batch", "r": "r", "d": "pieces d", "algorithm": "all-to-all"
+    "micro_batch": "micro-batch", "r": "r", "d": "pieces d", "algorithm": "all-to-all",
+    "send": "a token sent as"
 }
 
 

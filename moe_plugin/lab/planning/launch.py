@@ -34,6 +34,8 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool) -> dict[str, An
     if plan.expert_ranks == 1:
         parallel["r"] = 1
     dispatch: dict[str, Any] = {"name": "ragged"}
+    if plan.layout.send != "rows":
+        dispatch["send"] = plan.layout.send
     if model.capacity_factor is not None:
         dispatch = {"name": "padded", "capacity_factor": model.capacity_factor}
     return {

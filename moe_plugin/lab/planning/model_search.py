@@ -1,4 +1,4 @@
-"""Branch and bound over (TP, EP, ETP, DP, PP, micro-batch, r, d, algorithm); exact."""
+"""Branch and bound over (TP, EP, ETP, DP, PP, micro-batch, r, d, algorithm, send); exact."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.lab.planning.model_cost import PlanCost, lower_bound_s, plan_cost
 from moe_plugin.planner.all_to_all import COSTS
-from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
+from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.units import show_size
 
 ANY = LayoutChoice(r=1)
-PLAN_AXES, LAYOUT_AXES = ("tp", "pp", "expert_ranks", "micro_batch"), ("r", "d", "algorithm")
+PLAN_AXES = ("tp", "pp", "expert_ranks", "micro_batch")
+LAYOUT_AXES = ("r", "d", "algorithm", "send")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +23,14 @@ class Space:
     """What a search varies.
 
     Attributes:
-        degrees, algorithms: of the layouts.
+        degrees, algorithms, sends: of the layouts.
         micro_batches: sequences at a time.
         data_parallel_only: for hosts without tensor and pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
     algorithms: tuple[str, ...] = field(default_factory=lambda: tuple(COSTS))
+    sends: tuple[str, ...] = SENDS
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     data_parallel_only: bool = False
 
@@ -124,8 +126,21 @@ def _order(cost: PlanCost) -> tuple:
 def _layouts(model: ModelShape, cluster: Cluster, device: Device, space: Space,
              outline: ModelPlan) -> Iterator[PlanCost]:
     for choice in legal_choices(model.experts, outline.expert_ranks, degrees=space.degrees,
-                                algorithms=space.algorithms):
+                                algorithms=space.algorithms,
+                                sends=sends_of(model, cluster, space, outline)):
         yield plan_cost(model, cluster, device, replace(outline, layout=choice))
+
+
+def sends_of(model: ModelShape, cluster: Cluster, space: Space,
+             outline: ModelPlan) -> tuple[str, ...]:
+    """How often a token's row may travel: once only where it is exact and has several experts, and
+    to nodes only from several of several ranks.
+    """
+    if model.capacity_factor is not None or model.top_k == 1:
+        return ("rows",)
+    group = outline.expert_cluster(cluster)
+    flat = min(group.nodes, group.ranks_per_node) == 1
+    return tuple(send for send in space.sends if send != "nodes" or not flat)
 
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,

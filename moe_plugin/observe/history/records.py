@@ -88,6 +88,7 @@ class LayerRecord:
     losses: dict[str, float] = field(default_factory=dict)
     bytes_sent: float | None = None
     rows_sent: float | None = None
+    rows_between: float | None = None
     calls: float | None = None
     layouts: dict[str, float] = field(default_factory=dict)
     exchanges: dict[str, float] = field(default_factory=dict)

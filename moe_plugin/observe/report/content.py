@@ -51,6 +51,11 @@ def _rows_per_token(r: LayerRecord) -> float | None:
     return r.rows_sent / r.tokens if r.rows_sent and r.tokens else None
 
 
+def _rows_between(r: LayerRecord) -> float | None:
+    """None: nothing is known of it, or nothing left a node."""
+    return r.rows_between / r.tokens if r.rows_between and r.tokens else None
+
+
 def _saved_rows(r: LayerRecord) -> float | None:
     """Share of a row for each kept choice that was not sent; None: every choice was a row."""
     kept = sum(r.load) * (1 - (r.drop_fraction or 0.0))
@@ -79,6 +84,8 @@ LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], O
     "rows-sent": ("Rows sent, per token",
                   "Once for each expert, rank or node that a token visits (`dispatch.send`), its "
                   "own among them.", _rows_per_token, {}),
+    "rows-between": ("Rows sent to other nodes, per token", "Of the rows sent those that leave "
+                     "their node; there and back, and as often in backward.", _rows_between, {}),
     "rows-saved": ("Rows saved by sending once",
                    "Share of the rows that one for each choice would be.", _saved_rows,
                    {"unit": "%"}),

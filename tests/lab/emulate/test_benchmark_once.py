@@ -11,22 +11,61 @@ import pytest
 
 from moe_plugin.lab.bench.studies import STUDIES, once
 from moe_plugin.lab.emulate import why_not
+from moe_plugin.planner.choice import SENDS
 
 COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "once"]
 
 
 def test_the_page_compares_with_rows_and_with_the_formula() -> None:
-    ranks = [{"rows": [0.1, 0.4 + rank / 10, 0.9], "nodes": [0.1] * 3} for rank in range(2)]
-    cell = {"grid": "2x2", "width": 8, "hidden": 0, "k": 8, "seconds": once.summary(ranks)}
-    page = STUDIES["once"].page({"rounds": 3, "tokens": 8, "rate": 1e9, "load": [0, 0],
-                                 "cells": [cell]})
-    assert "| 2x2   | 8 | 8 | 500 (1.00) | 100 (0.20) | 0.45" in page and "| 0.25" in page
+    ranks = [{"seconds": {"rows": [0.1, 0.4 + rank / 10, 0.9], "ranks": [0.2] * 3,
+                          "nodes": [0.1] * 3, "auto": [0.11] * 3}} for rank in range(2)]
+    cell = {"width": 8, "k": 8, "seconds": once.medians(ranks), "layout": "r=1"}
+    page = STUDIES["once"].page({"about": [], "exchange-2x2": {
+        "grid": "2x2", "rounds": 3, "tokens": 8, "rate": 1e9, "load": [0, 0], "cells": [cell]}})
+    assert ("| 8 | 8 | 500 (1.00) | 200 (0.40) | 100 (0.20) | 110 (0.22) | 1.10 " in page
+            and "| 0.45 " in page and "| 0.25 " in page)
+
+
+def test_whole_steps_are_compared_with_todays_best() -> None:
+    seconds = dict(zip(once.SIDES, (0.2, 0.4, 0.3, 0.1, 0.1), strict=True))
+    cell = {"shape": "width 8", "seconds": seconds, "layouts": dict.fromkeys(seconds, "r=1"),
+            "losses": dict.fromkeys(seconds, 1.0)}
+    page = STUDIES["once"].page({"about": [], "megatron-4x2": {
+        "host": "megatron", "grid": "4x2", "steps": 3, "rate": 1e9, "load": [0, 0],
+        "cells": [cell]}})
+    assert "## Whole steps in Megatron, 4x2" in page and "| 100 (0.50)" in page
+
+
+def test_the_predicted_table_has_all_nodes_and_what_is_published() -> None:
+    page = STUDIES["once"].page({"about": [], "predicted": [2, 8, 512]})
+    lines = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    assert [line[1].strip() for line in lines[2:]] == ["2", "8", "512"]
+    assert lines[3][-4].strip() == "51" and lines[4][-4].strip() == ""
+
+
+def test_parts_that_are_there_are_left_out(tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_plugin.cli.main import main
+
+    measured = []
+
+    def part(name: str) -> tuple:
+        return (lambda args: measured.append(name) or [name], lambda found: iter(found))
+
+    monkeypatch.setattr(once, "PARTS", {name: part(name) for name in "abc"})
+    monkeypatch.setattr(once, "OPTIONS", {})
+    monkeypatch.setattr("moe_plugin.lab.bench.study.NEEDS", {"nodes": lambda: None})
+    words = ["bench", "once", "--out", str(tmp_path)]
+    assert main([*words, "--parts", "b"]) == 0 and main([*words, "--resume"]) == 0
+    assert measured == ["b", "a", "c"]
+    assert sorted(json.loads((tmp_path / "data" / "once.json").read_text())) == ["a", "b", "c"]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
 def test_it_runs(tmp_path: Path) -> None:
-    subprocess.run([*COMMAND, "--out", str(tmp_path), "--quick"], check=True, timeout=200)
-    cells = json.loads((tmp_path / "data" / "once.json").read_text())["cells"]
-    assert [list(cell["seconds"]) for cell in cells] == [list(once.ALL)[:3], list(once.ALL)]
+    subprocess.run([*COMMAND, "--out", str(tmp_path), "--quick"], check=True, timeout=400)
+    found = json.loads((tmp_path / "data" / "once.json").read_text())
+    assert list(found["exchange-2x2"]["cells"][0]["seconds"]) == [*SENDS, "auto"]
+    assert list(found["megatron-2x2"]["cells"][0]["seconds"]) == list(once.SIDES)

@@ -44,8 +44,12 @@ def exhaustive(m: ModelShape, c, device: Device, space: Space) -> list[PlanCost]
                 for micro in space.micro_batches:
                     if m.global_batch % (dp * micro) or micro * m.sequence % tp:
                         continue
+                    sends = ["rows"]
+                    if m.capacity_factor is None and m.top_k > 1:
+                        # consecutive ranks: several nodes of several only beyond one node
+                        sends += ["ranks", *["nodes"] * (1 < c.ranks_per_node < group)]
                     for choice in legal_choices(m.experts, group, degrees=space.degrees,
-                                                algorithms=space.algorithms):
+                                                algorithms=space.algorithms, sends=sends):
                         found.append(
                             plan_cost(
                                 m, c, device,
