@@ -31,9 +31,9 @@ class DispatchConfig(SettingsSection):
         flag="eval-token-fraction")
     send: str = option(
         "rows",
-        "ragged, bounded: how often a token's row travels. rows: once for each of its experts; ranks: once "
-        "to each rank that has some of them; nodes: once to each node, and on from there; auto: "
-        "what is predicted or measured best where parallel.mode says so, else rows",
+        "ragged, bounded: how often a token's row travels. rows: once for each of its experts; "
+        "ranks: once to each rank that has some of them; nodes: once to each node, and on from "
+        "there; auto: what is predicted or measured best where parallel.mode says so, else rows",
         choices=("rows", "ranks", "nodes", "auto"), flag="send")
     equal_tokens: bool = option(
         False,

@@ -204,7 +204,7 @@ def test_state_from_before_a_field_existed() -> None:
     [bucket] = old["buckets"]
     assert not more.known(tuple(bucket["bucket"]))
     assert [len(b["measured"]) for b in more.state()["buckets"]] == [len(bucket["measured"])]
-    gone = Tuner(lambda bucket: {LayoutChoice(r=0): 1.0})
+    gone = Tuner(lambda bucket: {LayoutChoice(r=0, kernel="loop"): 1.0})
     [why] = gone.load_state(old)
     assert "is not possible here any more" in why
 
