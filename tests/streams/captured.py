@@ -42,7 +42,6 @@ TOGETHER = [
     (PADDED | {"capacity_factor": 0.0}, {}, "kernels", False),
     ({"name": "ragged"}, {"d": 2}, "kernels", False), (BOUNDED, {"d": 2}, "loop", False),
     (BOUNDED, {}, "grouped", False),  # of float32 it passes rows to `loop`
-    (BOUNDED | {"send": "ranks"}, {"d": 2}, "kernels", True),
 ]
 
 
