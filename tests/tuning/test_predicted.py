@@ -82,6 +82,7 @@ def test_where_tokens_go_is_measured_and_said(mode: str,
     def rank(comm: Comm) -> tuple[str, Visits | None]:
         made, one_hot = layer(comm, tree, mode=mode), 10 * torch.eye(4, 32)
         with torch.no_grad():
+            made.layouts.available.gathers_tokens = False
             made.router.weight_ED.copy_(one_hot.repeat_interleave(4, 0) + torch.rand(16, 32) / 100)
         stats = made(one_hot[torch.randint(4, (512,))]).stats
         return stats.layout, getattr(made.layouts.tuner, "visits", None)

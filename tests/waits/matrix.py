@@ -86,7 +86,7 @@ def _spilling(dispatch: str) -> list[Cell]:
 
 
 def _once(dispatch: str) -> list[Cell]:
-    """Rows that go once to each rank or node, over nodes; of bounded ones nothing is promised yet."""
+    """Rows that go once to each rank or node, over nodes; of bounded ones nothing is promised."""
     if cells.traits_of(dispatch).bounded:
         return []
     return cells.once_cells(dispatch, NODES, **COMMON | {
