@@ -109,7 +109,7 @@ class Live(TorchDispatchMode):
 def kept_by_layers(comm: Comm, stash_kib: float, layers: int, **experts: object) -> tuple[int, int]:
     """(bytes that exist after forward of so many layers, of these in pages)."""
     config = from_dict({
-        "model_dim": 32, "num_experts": 4, "losses": {}, "experts": {
+        "model_dim": 32, "num_experts": 8, "losses": {}, "experts": {
             "hidden_dim": 64, **experts
         }, "dispatch": {"name": "bounded", "max_tokens": 64, "stash_mib": stash_kib},
         "parallel": "fixed"
