@@ -61,7 +61,7 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
     return MoELayer(from_dict({
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
         "comm": {"all_to_all": "linear"}, "parallel": {"mode": mode, "r": 1},
-        "dispatch": {"send": "auto" if mode == "auto" else "rows"}, "tuner": {"max_d": 1},
+        **({"dispatch": {"send": "auto"}, "tuner": {"max_d": 1}} if mode == "auto" else {}),
     }), TorchComm(), experts=lambda index: Same())
 
 
