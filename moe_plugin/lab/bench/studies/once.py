@@ -170,8 +170,8 @@ SIDES: dict[str, Settings] = {
 
 
 def plan_of(host: str, shape: TrainShape, text: str, args: argparse.Namespace) -> runs.TrainPlan:
-    """Every side of ours; in fairseq k is a setting of our layer."""
-    more = {"router.top_k": shape.top_k} if host == "fairseq" else {}
+    """Every side of ours; in fairseq k is a setting of our layer, and its slots are not made."""
+    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
     return runs.TrainPlan(host, shape, text, args.steps, args.warm_up,
                           {name: {**side, **more} for name, side in SIDES.items()}, others=False)
 
