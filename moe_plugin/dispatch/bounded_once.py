@@ -35,7 +35,7 @@ from moe_plugin.row_counts import DeviceCounts
 
 
 @dataclass(frozen=True)
-class Hop:
+class SlotHop:
     """An exchange that has as many slots for every target as from every source.
 
     Attributes:
@@ -78,12 +78,12 @@ class Loaded:
     """Choices in the slots of a hop.
 
     Attributes:
-        target_TK: see `Hop.loaded`. first_TK: bool, whether a choice begins a row.
+        target_TK: see `SlotHop.loaded`. first_TK: bool, whether a choice begins a row.
         rows_W: int64, rows for each target.
         row_TK, pair_TK: int64, slots among those of its target.
     """
 
-    hop: Hop
+    hop: SlotHop
     target_TK: Tensor
     first_TK: Tensor
     rows_W: Tensor
@@ -129,7 +129,7 @@ class ArrivedSlots:
     choices: int
 
     @classmethod
-    def of(cls, code_Q: Tensor, weight_Q: Tensor, hop: Hop, choices: int) -> ArrivedSlots:
+    def of(cls, code_Q: Tensor, weight_Q: Tensor, hop: SlotHop, choices: int) -> ArrivedSlots:
         """From what `Pairs.travel` gives."""
         code_SP = code_Q.view(len(hop.sources), hop.pairs)
         first_SP = (code_SP >= 0) & ((code_SP & 1) > 0)
@@ -173,7 +173,7 @@ class BoundedOncePlan(OncePlan):
     NaN where rows did not fit.
     """
 
-    hop: Hop | None = None
+    hop: SlotHop | None = None
     starts: tuple[int, ...] = ()
     slots: int = 0
     poison: Tensor | None = None
@@ -228,10 +228,10 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         """Whether every rank sends every rank as many rows."""
         return True
 
-    def first_hop(self, slots: int, tokens: int) -> Hop:
+    def first_hop(self, slots: int, tokens: int) -> SlotHop:
         """From tokens on. slots: pairs of a rank for one other. tokens: T."""
         ranks = range(self.placement.comm.size)
-        return Hop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
+        return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
         """Which of the first hop's targets a choice goes to on its way to a rank, int64; -1: none.
@@ -287,9 +287,9 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
     def even(self) -> bool:
         return False
 
-    def first_hop(self, slots: int, tokens: int) -> Hop:
+    def first_hop(self, slots: int, tokens: int) -> SlotHop:
         pairs = slots * self.most_on_a_node
-        return Hop(self.placement.comm, self.targets, self.sources, min(pairs, tokens), pairs)
+        return SlotHop(self.placement.comm, self.targets, self.sources, min(pairs, tokens), pairs)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
         return self.target_W.to(rank_TK.device)[rank_TK]  # of -1 the last one
@@ -302,7 +302,7 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         choices = shard_RK.shape[1]
         all_rows = self.most_sources * rows
         pairs = min(self.most_sources * slots, all_rows * choices)
-        hop = Hop(comm, self.here, self.here, min(pairs, all_rows), pairs)
+        hop = SlotHop(comm, self.here, self.here, min(pairs, all_rows), pairs)
         rank_RK = torch.div(shard_RK, place.local, rounding_mode="floor")
         mate_RK = self.mate_W.to(rank_RK.device)[rank_RK]
         loaded = hop.loaded(mate_RK)
