@@ -18,7 +18,7 @@ def _passes() -> list[list[list[Tensor]]]:
     """Gradients of a pass, of another one over the same graph, and of one over a graph whose first
     pass was aborted between two pieces; by how results travel.
     """
-    comm, found = TorchComm(timeout_s=20), []
+    comm, found = TorchComm(timeout_s=60), []
     for compute in ("fused", "kernels"):
         torch.manual_seed(0)
         layer = MoELayer(from_dict({

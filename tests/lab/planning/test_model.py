@@ -173,7 +173,8 @@ def test_why_not_is_the_best_plan_with_another_value(changes: dict, memory: floa
     every = exhaustive(m, c, device, SPACE)  # those that fit
     best = min(every, key=lambda f: (f.seconds, f.plan))
     found = alternatives(m, c, device, best, SPACE)
-    assert set(found) == {"tp", "pp", "expert_ranks", "micro_batch", "r", "d", "algorithm"}
+    assert set(found) == {"tp", "pp", "expert_ranks", "micro_batch", "r", "d", "algorithm",
+                          "send"}
     several = 0
     for axis, other in found.items():
         fit = [f for f in every if value_of(f.plan, axis) != value_of(best.plan, axis)]
