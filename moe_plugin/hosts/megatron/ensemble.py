@@ -56,6 +56,9 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 def _schedule(args: argparse.Namespace) -> str:
+    """How stages are scheduled. Read where heads are asked for, as a file may say it."""
+    if not args.ensemble_heads:
+        return ""
     return run_config(settings_from_flags(vars(args))).pipeline.schedule
 
 
