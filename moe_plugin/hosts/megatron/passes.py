@@ -78,43 +78,55 @@ class Rewindable:
     """An iterator whose items come again after `rewind`."""
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self._source, self._seen, self._at = source, list[Any](), 0
+        self._source, self._seen, self.at = source, list[Any](), 0
 
     def __iter__(self) -> Rewindable:
         return self
 
     def __next__(self) -> Any:
-        if self._at == len(self._seen):
+        if self.at == len(self._seen):
             self._seen.append(next(self._source))
-        self._at += 1
-        return copy.copy(self._seen[self._at - 1])  # a script may take entries out of a batch
+        self.at += 1
+        return copy.copy(self._seen[self.at - 1])  # a script may take entries out of a batch
 
     def rewind(self) -> None:
         """Begin again."""
-        self._at = 0
+        self.at = 0
+
+    def rest(self, begin: int) -> Iterator[Any]:
+        """What follows so many items, of which none is kept any longer."""
+        later = self._seen[begin:]
+        return itertools.chain(later, self._source) if later else self._source
 
 
 @contextmanager
-def step_again(iterators: Any, run: Run) -> Iterator[Callable[[], None]]:
+def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
     """Around a step, which is lost where a replica of the run is: to make it again, call what is
-    yielded, and its micro-batches come again. Without replicas nothing is kept.
+    yielded, and its micro-batches come again; with a number, those of the step so many later,
+    whose state was taken. What the next iteration reads stays. Without replicas nothing is kept.
     """
     if run.find(ReplicaSteps) is None:
-        yield lambda: None
+        yield lambda later: None
         return
     found = iterators if isinstance(iterators, list) else [iterators]
     found = [each for each in found if each is not None]
-    sources, logged = [each.iterable for each in found], core.losses_so_far()
-    kept = [Rewindable(source) for source in sources]
+    logged = core.losses_so_far()
+    kept = [Rewindable(each.iterable) for each in found]
+    sizes = list[int]()  # what an attempt reads of each
 
-    def again() -> None:
+    def again(later: int) -> None:
         core.set_logged_losses(logged)
-        for each in kept:
+        if not sizes:
+            sizes.extend(each.at for each in kept)
+        for each, size in zip(kept, sizes, strict=True):
             each.rewind()
+            for _ in range(later * size):
+                next(each)
 
     _read_from(found, kept)
     yield again
-    _read_from(found, sources)
+    _read_from(found, [each.rest(size) for each, size in zip(
+        kept, sizes or [each.at for each in kept], strict=True)])
 
 
 def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:

@@ -166,19 +166,20 @@ class Script:
         from moe_plugin.hosts.megatron import passes
 
         number = script_arguments().get("curr_iteration", 0) + 1
-        begins = StepInput(number, lambda: passes.first_batch(given["data_iterator"]),
-                           lambda batch: passes.loss_of(given, batch))
         self.stepped = True
         self.report.before_step()
         with passes.step_again(given["data_iterator"], self.run) as again:
             while True:
+                begins = StepInput(self._reached(number),
+                                   lambda: passes.first_batch(given["data_iterator"]),
+                                   lambda batch: passes.loss_of(given, batch))
                 with self.run.around_step(begins), _named("step"):
                     done = step()
                 left_out = self.run.left_out
                 self.run.after_step(_facts(self._reached(number), done, left_out))
                 if left_out is None or not left_out.lost:
                     break
-                again()
+                again(self._reached(number) - number)
         self.report.after_step(self._reached(number), done[0], counts=not (
             left_out is not None or self.run.replaced or done[1]))
         return done

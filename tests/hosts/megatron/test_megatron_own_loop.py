@@ -8,6 +8,7 @@ import os
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,3 +141,14 @@ def test_loaders_of_another_megatron_are_refused_by_name(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"0\.15 to 0\.19"), \
             loaders.of_all_ranks(_raised, object()):
         pass
+
+
+@pytest.mark.parametrize(("later", "again_reads"), [(0, [0, 1]), (2, [4, 5])])
+def test_a_lost_step_is_made_again_with_its_batches(later: int, again_reads: list[int]) -> None:
+    """Of the step whose state was taken; iterations that are skipped read what lies between."""
+    iterator = SimpleNamespace(iterable=iter(range(10)))
+    with passes.step_again([iterator, None], Mock()) as again:
+        assert [next(iterator.iterable) for _ in range(2)] == [0, 1]
+        again(later)
+        assert [next(iterator.iterable) for _ in range(2)] == again_reads
+    assert [*iterator.iterable] == [*range(2, 10)]
