@@ -3,8 +3,8 @@
 From one rank to one other go at most P pairs (`RowsLimit.slots`, the bound on rows that are sent
 for each expert) and as many rows, of T tokens at most T. So many slots travel, filled or not, and
 the receiver counts on the device what is there: the host waits for nothing. Where a rank has more
-pairs for another, all ranks learn it before rows leave, as in `dispatch.bounded`; the outputs and
-gradients of that call are NaN.
+pairs for another, all ranks learn it before rows leave, as in `dispatch.bounded`; the outputs of
+that call are NaN.
 
 To nodes: a hop to m ranks has m P pairs, and rank to rank inside a node those of all ranks that
 send to the first. So what fits in the bound fits in both hops, and nothing else is agreed on.
@@ -258,7 +258,9 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         beyond = torch.maximum(rows, most.new_full((), slots + 1)) * (rows > loaded.hop.rows)
         most_W = (torch.maximum(most, beyond) * counts).expand(comm.size)
         got_W2 = comm.all_to_all(torch.stack([pairs_W.clamp(max=slots), most_W], dim=1))
-        return got_W2[:, 0].sum(), self.limit.record(got_W2[:, 1].amax(), slots)
+        over = self.limit.record(got_W2[:, 1].amax(), slots)
+        # what is lost of a routing that says nothing of the load is NaN as well
+        return got_W2[:, 0].sum(), over | (most > slots) | (rows > loaded.hop.rows)
 
 
 class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):

@@ -92,9 +92,9 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 class RowsLimit(Limit):
     """The bound on rows from one rank to one other, of one layer, and where it was exceeded.
 
-    T tokens of the rank that has most, k choices, W ranks with L experts, f factor, r ranks to
-    which each choice goes: min(T k, T L, ceil(f T k r / W)) rows, at least one; a token's experts
-    differ. Nothing exceeds f = W / r. Rows that are sent once are T at most.
+    T tokens of the rank that has most, k choices, W ranks, f factor, r ranks to which each choice
+    goes: min(T k, ceil(f T k r / W)) rows, at least one. Nothing exceeds f = W / r. Rows that are
+    sent once are T at most.
 
     Args:
         config: of the layer. device: of its parameters.
@@ -143,7 +143,7 @@ class RowsLimit(Limit):
             choices, tokens = _most(ids_TK, place.comm)
             if choices and torch.is_grad_enabled():
                 self.choices, self.tokens = choices, tokens
-        bound = min(choices, tokens * place.local)
+        bound = choices
         if self.factor is not None:
             copies = place.copies or place.shards
             bound = min(bound, math.ceil(self.factor * choices * copies / place.comm.size))

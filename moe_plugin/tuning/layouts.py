@@ -240,12 +240,12 @@ class Layouts:
 
     def sends(self) -> list[str]:
         """How often a token's row may travel, the first as configured. Settings may leave it open;
-        pages for rows close it.
+        bounded rows, whose slots travel however many are filled, close it.
         """
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
             return [named]
-        if comm.size == 1 or not self.traits.sends_once or self.stash is not None:
+        if comm.size == 1 or not self.traits.sends_once or self.traits.bounded:
             return ["rows"]
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 

@@ -144,9 +144,10 @@ class PredictedLayout(OwnsReplayLogs):
         cluster = default_cluster(self.comm, self.probe.device)
         shape = layer_shape(self.config, self.layouts.place, self.probe, 1)
         rows = rows_of_token(cluster, shape.top_k, choice.r, shape.most_nodes, visits)
-        between = (rows.nodes if choice.send == "nodes" else rows.ranks) * (1 - 1 / cluster.nodes)
-        return (f"; rows sent, per token: {rows.ranks:.2f}, between nodes {between:.2f}; "
-                f"saved by sending once: {100 * (1 - rows.ranks / rows.pairs):.0f} %")
+        sent = rows.nodes if choice.send == "nodes" else rows.ranks
+        between = sent * (1 - 1 / cluster.nodes)
+        return (f"; rows sent, per token: {sent:.2f}, between nodes {between:.2f}; "
+                f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 
     def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
         """(choice, its predicted seconds, those of the configured choice)."""

@@ -110,17 +110,6 @@ def test_rows_sent_once_are_bounded_by_the_tokens_of_a_rank() -> None:
     assert run_simulated(4, rank) == [[(12, 6), True, 13, True, True]] * 4
 
 
-def test_a_token_has_no_more_rows_for_a_rank_than_that_has_experts() -> None:
-    def rank(comm: Comm) -> tuple[int, int]:
-        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "router": {"top_k": 4},
-                                    "dispatch": {"name": "bounded"}}), comm)
-        layer(torch.randn(6, 8))
-        [limit] = limits_of([layer])
-        return limit.slots(torch.zeros(6, 4), layer.placement)
-
-    assert run_simulated(4, rank) == [(6, 6)] * 4
-
-
 def one_heavy_rank(on_overflow: str, factor: float = 1.0) -> tuple[Case, dict]:
     """Tokens of rank 1 alone all go to expert 0; the other rank has few."""
     case = Case(2, 2, 1, [4, 8], None, None, skew=0.0, seed=5)

@@ -42,7 +42,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
 
 def _stages(given: Mapping[str, Any]) -> MakePart:
-    """What builds a stage of the script's model: its model provider, or a builder of 0.19."""
+    """What builds a stage of the script's model: its model provider, or what newer ones give."""
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
     if described is not None:

@@ -24,7 +24,8 @@ BALANCE = "0.01"  # weight of the balance loss
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool) -> dict[str, Any]:
     """A plan as this package's settings, nested plain values.
 
-    auto: the tuner starts with the plan's layout and may change it.
+    auto: the tuner starts with the plan's layout and may change it, but not how often a token's row
+        is sent.
     """
     parallel: dict[str, Any] = {
         "mode": "auto" if auto else "fixed", "r": plan.layout.r, "d": plan.layout.d
