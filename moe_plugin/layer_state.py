@@ -21,12 +21,14 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
     Attributes:
         tokens, experts, layouts: see `MoELayer`.
         link: see `moe_plugin.pregate`; None: the layer knows no neighbours.
+        reordered: how often experts changed places (`checkpoint.resize.reorder_experts`).
     """
 
     tokens: TokenEntry
     experts: nn.Module
     layouts: LayoutSelector
     link: Any = None
+    reordered: int = 0
 
     def follow_from_now_on(self) -> None:
         """Take notice of new parameters; called once, at the end of building."""

@@ -20,6 +20,7 @@ from moe_plugin.checkpoint.reshard import window_of_rank
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.resharding import Resharding
+from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.layer import MoELayer
@@ -46,14 +47,16 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
     Args:
         model: in a plain training loop, wrapped or not.
-        optimizer: whose state of an expert's parameter is a tensor of its shape, or the same for
-            all experts; every optimizer of torch's but those that mix elements. None: none.
+        optimizer: of all experts' trainable parameters, whose state of each is tensors of its
+            shape or of one element: of torch's all but Adafactor. None: none. Copies of weights
+            that are kept elsewhere (moving averages) need a call of their own, without optimizer.
         comm: the new group of this rank, of any size that the experts fit; a group of one: every
             rank has all experts.
         world: all data-parallel ranks; None: those of the default group.
     Raises:
         ValueError: before anything has moved: custom experts, ranks with the same tokens, experts
-            that do not fit the group, groups of different sizes, or optimizer states that differ.
+            that do not fit the group, groups of different sizes, parameters that are sharded or
+            that the optimizer does not have, states of other shapes or that differ between ranks.
     """
     world = default_comm() if world is None else world
     layers = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
@@ -62,7 +65,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     after = _positions("new", comm, world)
     for name, layer in layers.items():
         _check(name, layer, comm)
-    _check_states(layers, optimizer, world)
+    _check_states(_experts_of(layers), optimizer, world)
     for name, layer in layers.items():
         _change(layer, optimizer, comm, world, before[name], after)
 
@@ -76,6 +79,11 @@ def _check_movable(name: str, layer: MoELayer) -> None:
     if not layer.experts.supports_gather:
         raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be told apart"
                          " by expert: use experts of a registered kind, or a checkpoint")
+    for key, parameter in layer.named_parameters():
+        if is_sharded(parameter) and key.startswith(("router.", "experts.")):
+            raise ValueError(
+                f"layer {name!r} has parameter {key!r} sharded by fully_shard, which cannot change "
+                "between two steps: save a checkpoint and use moe-plugin reshard")
     if config.parallel.replicas > 1:
         raise ValueError(
             f"layer {name!r} has parallel.replicas={config.parallel.replicas}, ranks with the same "
@@ -95,13 +103,42 @@ def _check(name: str, layer: MoELayer, comm: Comm) -> None:
             f"use multiples of {place.shards}, or fewer ranks")
 
 
-def _check_states(layers: Mapping[str, MoELayer], optimizer: torch.optim.Optimizer | None,
+def _experts_of(layers: Mapping[str, MoELayer]) -> dict[str, Tensor]:
+    return {f"{name}.experts.{key}": parameter for name, layer in layers.items()
+            for key, parameter in layer.experts.named_parameters()}
+
+
+def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None,
                   world: Comm) -> None:
-    """All ranks move the same tensors, or none does."""
-    agree(world, {f"optimizer state of {name}.experts.{key}": [
-        (field, value.dtype if _moves(value, parameter) else type(value).__name__)
-        for field, value in sorted(_state(optimizer, parameter).items())]
-        for name, layer in layers.items() for key, parameter in layer.experts.named_parameters()})
+    """All ranks move the same tensors, with all that the optimizer keeps of them, or none does.
+
+    tensors: parameters and buffers that move.
+    """
+    agree(world, {f"optimizer state of {name}": [
+        (field, value.dtype if _moves(value, tensor) else type(value).__name__,
+         _stays_behind(value, tensor))
+        for field, value in sorted(_state(optimizer, tensor).items())]
+        for name, tensor in tensors.items()})
+    if optimizer is None:
+        return
+    kind, updated = type(optimizer).__name__, {p for g in optimizer.param_groups for p in
+                                               g["params"]}
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and tensor not in updated:
+            raise ValueError(
+                f"parameter {name!r} is trained and not one of optimizer {kind}: what is kept of "
+                "it elsewhere would stay behind; pass the optimizer of all MoE layers' parameters, "
+                "or save a checkpoint and use moe-plugin reshard")
+        for field, value in sorted(_state(optimizer, tensor).items()):
+            if _stays_behind(value, tensor):
+                raise ValueError(
+                    f"optimizer {kind} keeps state {field!r} of shape {tuple(value.shape)} for "
+                    f"{name!r} of shape {tuple(tensor.shape)}: must be of its shape, or of one "
+                    "element, to move with it; use another optimizer, such as AdamW")
+
+
+def _stays_behind(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1 and not _moves(value, parameter)
 
 
 def _state(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> Mapping[str, Any]:
@@ -159,12 +196,22 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
                        router=layer.router if layer.has_own_router else None, **where)
     for name, module in layer.router.named_modules():
         twin = new.router.get_submodule(name)
+        _keep_hooks(module, twin)
         twin._parameters.update(module._parameters)
         # tables of the group and a step's counts, which are not saved either, are new
         twin._buffers.update({key: value for key, value in module._buffers.items()
                               if key not in module._non_persistent_buffers_set})
     new.train(layer.training)
     return new
+
+
+def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Who listens to what a router returns does so from now on, too."""
+    for key, hook in list(old._forward_hooks.items()):
+        if hook not in new._forward_hooks.values():
+            new._forward_hooks[key] = hook
+            if key in old._forward_hooks_with_kwargs:
+                new._forward_hooks_with_kwargs[key] = True
 
 
 def _layout(place: Placement, name: str, local: Tensor, positions: Positions) -> TensorLayout:
@@ -203,13 +250,14 @@ def reorder_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None, o
 
     Args:
         model: in a plain training loop, wrapped or not.
-        optimizer: as of `change_expert_parallel`; None: none.
+        optimizer: as of `change_expert_parallel`, of the routers' parameters, too; None: none.
         orders: by name of an `MoELayer` in the model; others stay as they are.
         world: all data-parallel ranks; None: those of the default group.
     Raises:
         ValueError: before anything has moved: no such layer, custom experts, experts that are not
             on the device, routers that know where experts are (`RouterModule.expert_groups`),
-            orders or optimizer states that differ between ranks.
+            sharded parameters, optimizers as of `change_expert_parallel`, orders or optimizer
+            states that differ between ranks.
     """
     world = default_comm() if world is None else world
     found = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
@@ -222,7 +270,10 @@ def reorder_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None, o
     for name, layer in layers.items():
         _check_movable(name, layer)
         _check_order(name, layer, orders[name])
-    _check_states(layers, optimizer, world)
+    tensors = {f"{name}.router.{key}": tensor for name, layer in layers.items()
+               for key, tensor in _router_tensors(layer)
+               if router_axis(key, tensor.shape, layer.config.num_experts) is not None}
+    _check_states(_experts_of(layers) | tensors, optimizer, world)
     for name, layer in layers.items():
         _reorder(layer, optimizer, orders[name], places[name], world)
 
@@ -257,6 +308,7 @@ def _reorder(layer: MoELayer, optimizer: torch.optim.Optimizer | None, order: Se
         if axis is not None:
             for value in _with_state(optimizer, tensor):
                 value.copy_(value.index_select(axis, chosen.to(value.device)))
+    layer.reordered += 1
     replicas = layer.layouts.available.replicas
     if replicas is not None:
         replicas.standing.forget()

@@ -86,10 +86,11 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("--trace", type=Path, default=None, metavar="FILE",
                        help="with --memory: write the timeline for Perfetto or chrome://tracing")
     group = p.add_argument_group("places of experts, in place of parallel sizes")
-    group.add_argument("--choices", type=Path, default=None, metavar="FILE",
-                       help="experts that tokens chose together (observe.choices): an order of the "
-                            "experts over --nodes and --ranks-per-node in which a token's row goes "
-                            "to fewer of them, and what it saves")
+    group.add_argument("--choices", type=Path, default=None, nargs="+", metavar="FILE",
+                       help="experts that tokens chose together (observe.choices; a file of each "
+                            "pipeline stage): an order of the experts over --nodes and "
+                            "--ranks-per-node in which a token's row goes to fewer of them, and "
+                            "what it saves")
     group.add_argument("--slack", type=float, default=0.0, metavar="SHARE",
                        help="with --choices: how much busier than the busiest rank or node now one "
                             "may be (default: 0)")
@@ -323,7 +324,7 @@ def _plan_places(args: argparse.Namespace) -> None:
     from moe_plugin.lab.planning.expert_places import as_dict, explain
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.expert_order import place
-    from moe_plugin.planner.order_files import dump_orders, load_choices
+    from moe_plugin.planner.order_files import dump_orders, load_stages
 
     if given := _given(args, ("model", "device", "scale", "write", "plot", "memory", "profile")):
         raise ValueError(f"--{given[0]} is of another use of plan than --choices; leave one of "
@@ -336,7 +337,7 @@ def _plan_places(args: argparse.Namespace) -> None:
         raise ValueError("--choices needs the ranks that share the experts: give --nodes and "
                          "--ranks-per-node, or --cluster")
     placed = {name: place(choices, nodes, nodes * each, args.slack)
-              for name, choices in load_choices(args.choices).items()}
+              for name, choices in load_stages(args.choices).items()}
     print(json.dumps(as_dict(placed), indent=1) if args.json else explain(placed, nodes, each))
     if args.order:
         dump_orders(args.order, {name: one.order for name, one in placed.items()})

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -191,7 +191,7 @@ class StatsRecorder:
                  (WandbSink, config.wandb))
         self.sinks: list[Sink] = [kind(place) for kind, place in kinds
                                   if place and self.comm.rank == 0]
-        _of_this_thread().add(self)
+        marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
         """Take the statistics of one forward pass; no copy to the host, no communication."""
@@ -295,13 +295,24 @@ class StatsRecorder:
             sink.close()
 
 
+class Marked(Protocol):
+    """What counts steps that may be repeated."""
+
+    def mark(self) -> Callable[[], None]:
+        """What undoes what is counted from now on; see `StatsRecorder.mark`."""
+
+
+def marked_here(one: Marked) -> None:
+    """From now on `marks` of this thread has it, as long as it lives."""
+    _of_this_thread().add(one)
+
+
 def marks() -> list[Callable[[], None]]:
-    """`StatsRecorder.mark` of each recorder that this thread made: for a step that may be repeated.
-    """
+    """`mark` of each recorder that this thread made: for a step that may be repeated."""
     return [recorder.mark() for recorder in _of_this_thread()]
 
 
-def _of_this_thread() -> weakref.WeakSet[StatsRecorder]:
+def _of_this_thread() -> weakref.WeakSet[Marked]:
     # simulated ranks are threads
     if not hasattr(_THREAD, "recorders"):
         _THREAD.recorders = weakref.WeakSet()

@@ -24,7 +24,10 @@ import numpy as np
 from moe_plugin.planner.once import OnceRows
 
 KICKS, KICK_SWAPS = 12, 3
-OVERLOAD = 1e4  # rows of a token that load beyond the limit counts for, as a share of all load
+# rows of a token that a target beyond the limit counts for: more than any order saves; and once
+# more times the load beyond it, as a share of all load
+OVERLOAD = 1e4
+ROUNDING = 1e-12  # of a share of all load
 LEAST = 1e-9  # what a swap must save
 Order = tuple[int, ...]
 
@@ -134,16 +137,17 @@ def best_order(choices: CoChoices, nodes: int, ranks: int, slack: float = 0.0,
     """The order in which `choices` need fewest rows between nodes, then between ranks, as far as
     the search finds; see `place`.
     """
-    now = order = tuple(range(choices.experts))
+    fits = order = tuple(range(choices.experts))
     inside = 1
     levels = [targets for targets in dict.fromkeys((nodes, ranks))
               if 1 < targets <= choices.experts]
     for targets in levels:
         order = _better(choices, order, targets, inside, slack, seed)
         inside = targets
-    fits = all(max(_sums(choices.loads, order, targets)) <= _limit(choices, targets, slack)
-               for targets in levels)
-    return order if fits else now
+        if all(max(_sums(choices.loads, order, each)) <= _limit(choices, each, slack)
+               for each in levels):
+            fits = order
+    return fits
 
 
 def _check(choices: CoChoices, nodes: int, ranks: int, slack: float) -> None:
@@ -295,7 +299,8 @@ class _Search:
         return (at_I[:, None] == np.arange(self.targets)).astype(float)
 
     def _over(self, load: np.ndarray) -> np.ndarray:
-        return OVERLOAD * np.maximum(load - self.limit, 0)
+        beyond = load - self.limit
+        return OVERLOAD * np.where(beyond > ROUNDING, 1 + beyond, 0.0)
 
     def _cost(self, at_I: np.ndarray) -> float:
         on_IN = self._on(at_I)

@@ -33,6 +33,20 @@ def load_choices(path: str | Path) -> dict[str, CoChoices]:
         return {name: _choices(each) for name, each in layers.items()}
 
 
+def load_stages(paths: Sequence[str | Path]) -> dict[str, CoChoices]:
+    """Of several files, such as one of each pipeline stage; `ValueError` as of `load_choices`, and
+    where a layer is in two of them.
+    """
+    found: dict[str, CoChoices] = {}
+    for path in paths:
+        layers = load_choices(path)
+        if twice := sorted(set(found) & set(layers)):
+            raise ValueError(f"file {short(str(path))} has layer {short(twice[0])}, which another "
+                             "file has, too: give one file of each pipeline stage")
+        found |= layers
+    return found
+
+
 def dump_orders(path: str | Path, orders: Mapping[str, Sequence[int]]) -> None:
     """Write the expert at each position, by layer."""
     _dump(path, ORDERS, {name: list(order) for name, order in orders.items()})

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, load, save
 from moe_plugin.checkpoint.formats.base import open_source
 from moe_plugin.checkpoint.reorder import reordered, router_axis
-from moe_plugin.checkpoint.resize import reorder_experts
+from moe_plugin.checkpoint.resize import change_expert_parallel, reorder_experts
 from moe_plugin.cli.main import main
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
@@ -132,6 +135,41 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             reorder_experts(model, None, orders, LocalComm())
     reorder_experts(layer(**groups), None, {"": (3, 2, 0, 1)}, LocalComm())
+
+
+@pytest.mark.parametrize("change", [
+    lambda layer, optimizer: reorder_experts(layer, optimizer, {"": (1, 0, 2, 3)}, LocalComm()),
+    lambda layer, optimizer: change_expert_parallel(layer, optimizer, LocalComm(), LocalComm())])
+def test_what_an_optimizer_would_leave_behind(change: Any) -> None:
+    def after_a_step(make: Any) -> tuple[MoELayer, torch.optim.Optimizer]:
+        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4}))
+        optimizer = make(layer)
+        layer(torch.randn(6, 8)).output.square().sum().backward()
+        optimizer.step()
+        return layer, optimizer
+
+    for make, words in (
+            (lambda layer: torch.optim.Adafactor(layer.parameters()),
+             r"Adafactor keeps state '\w+_var' of shape .* for '\.experts\.w_"),
+            (lambda layer: torch.optim.SGD([nn.Parameter(p.detach().clone())
+                                            for p in layer.parameters()]),
+             r"parameter '\.experts\.w_.*not one of optimizer SGD")):
+        layer, optimizer = after_a_step(make)
+        before = {name: value.clone() for name, value in layer.named_parameters()}
+        with pytest.raises(ValueError, match=words):
+            change(layer, optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in layer.named_parameters())
+
+
+def test_sharded_routers_are_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4}), LocalComm())
+        fully_shard(layer.router, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="'router.weight_ED' sharded by fully_shard"):
+            reorder_experts(layer, None, {"": (1, 0, 2, 3)}, LocalComm())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_axes_of_routers() -> None:

@@ -39,6 +39,17 @@ def test_what_would_be_saved_before_it_is_done(choices: str, tmp_path: Path,
     assert after == 1.0 < before and 0 < found["saved"]["nodes"] < 1
 
 
+def test_files_of_pipeline_stages(choices: str, tmp_path: Path,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    stage = tmp_path / "choices.json.stage1"
+    dump_choices(stage, {"layer3": counted(planted(4, 4, 1)[1], 16)})
+    order = tmp_path / "order.json"
+    assert main(["plan", "--choices", choices, str(stage), *RANKS, "--order", str(order)]) == 0
+    assert list(load_orders(order)) == ["layer1", "layer2", "layer3"]
+    assert main(["plan", "--choices", choices, choices, *RANKS]) == 2
+    assert "which another file has, too" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words,said", [
     (["--order", "x"], "go with --choices"), (["--slack", "0.1"], "go with --choices"),
     (["--choices", "FILE"], "give --nodes and --ranks-per-node"),

@@ -7,17 +7,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer
+from moe_plugin.checkpoint.resize import change_expert_parallel, reorder_experts
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import ObserveConfig, from_dict
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.observe.choices import ChoiceLog
 from moe_plugin.planner.order_files import load_choices
+from moe_plugin.resilience.overflow import StepStart
 from moe_plugin.routing.replay import checkpoint
 
 pytestmark = pytest.mark.fast
@@ -76,5 +79,94 @@ def test_a_router_that_knows_places_is_refused(tmp_path: Path) -> None:
         "name": "topology_quota"}}))
     with pytest.raises(ValueError, match="router TopologyQuotaRouter of layer 'a'.*must be none"):
         ChoiceLog(str(tmp_path / "x.json"), {"a": layer}, LocalComm())
-    with pytest.raises(ValueError, match="there is no folder"):
-        ChoiceLog(str(tmp_path / "no" / "x.json"), {}, LocalComm())
+
+
+def log_of(path: Path, comm: Comm | None = None, **settings: Any) -> tuple[MoELayer, ChoiceLog]:
+    comm = comm or LocalComm()
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, **settings}), comm)
+    return layer, ChoiceLog(str(path), {"a": layer}, comm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_counts_are_exact_in_mixed_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Above 256 bfloat16 has not every whole number."""
+    path = tmp_path / "choices.json"
+    layer, log = log_of(path, router={"top_k": 4})
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            layer.router(torch.randn(3001, 8))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    log.write()
+    assert load_choices(path)["a"].pairs_EE == [[3001] * 4] * 4
+
+
+def test_a_pipeline_stage_without_moe_layers_writes_nothing(tmp_path: Path) -> None:
+    ChoiceLog(str(tmp_path / "x.json"), {}, LocalComm()).write()
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_record_that_cannot_be_written_is_lost(tmp_path: Path,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "made" / "x.json"
+    layer, log = log_of(path)
+    path.mkdir()
+    for _ in range(2):
+        layer.router(torch.randn(5, 8))
+        log.write()
+    assert caplog.text.count("a record is lost") == 1
+    path.rmdir()
+    layer.router(torch.randn(5, 8))
+    log.write()
+    assert load_choices(path)["a"].tokens == 5
+
+
+def test_all_ranks_know_that_the_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def said(comm: Comm) -> str:
+        with pytest.raises(ValueError, match="observe.choices=") as error:
+            log_of(tmp_path / "file" / "x.json", comm)
+        return str(error.value)
+
+    first, second = run_simulated(2, said)
+    assert "choose another folder" in first and "rank 0 cannot write it" in second
+
+
+def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    layer, log = log_of(path)
+    layer.router(torch.randn(3, 8))
+    start = StepStart([layer])
+    for _ in range(2):
+        layer.router(torch.randn(7, 8))
+        start.rewind()
+    layer.router(torch.randn(5, 8))
+    log.write()
+    assert load_choices(path)["a"].tokens == len(load_choices(path)["a"].sets) == 8
+
+
+def test_it_follows_experts_to_other_places_and_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    layer, log = log_of(path)
+    layer.router(torch.randn(3, 8))
+    change_expert_parallel(layer, None, LocalComm(), LocalComm())
+    layer.router(torch.randn(4, 8))
+    log.write()
+    assert load_choices(path)["a"].tokens == 7
+    layer.router(torch.randn(3, 8))
+    reorder_experts(layer, None, {"": (3, 1, 2, 0)}, LocalComm())
+    layer.router(torch.randn(5, 8))
+    log.write()
+    assert load_choices(path)["a"].tokens == len(load_choices(path)["a"].sets) == 5
+
+
+def test_what_torch_compile_hides_is_said_once(tmp_path: Path,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    layer, log = log_of(tmp_path / "x.json")
+    torch.compile(lambda x_TD: layer.router(x_TD).ids_TK, backend="eager")(torch.randn(5, 8))
+    log.write()
+    log.write()
+    assert caplog.text.count("graphs of torch.compile are not recorded") == 1
+    assert not (tmp_path / "x.json").exists()

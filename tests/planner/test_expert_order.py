@@ -153,6 +153,17 @@ def test_no_rank_gets_busier_than_slack_allows() -> None:
     assert moved.after.ranks == 1.0 and moved.busiest[1] == pytest.approx(2 * 30 / 32)
 
 
+def test_one_choice_too_many_is_too_many_and_the_next_best_order_is_found() -> None:
+    """Experts 0 and 2 go together most, but with one choice of millions more than is allowed."""
+    sets = [(0, 2), (1, 3)] * 40 + [(0, 3), (1, 2)] * 20 + [(0, 1), (2, 3)]
+    few, load = counted(sets, 4), (10**8 + 1, 10**8, 10**8 + 1, 10**8)
+    pairs = [[load[e] if e == f else n for f, n in enumerate(row)]
+             for e, row in enumerate(few.pairs_EE)]
+    choices = CoChoices(10**8, pairs, few.sets)
+    assert {frozenset(best_order(choices, 1, 2)[:2])} < {frozenset({0, 3}), frozenset({1, 2})}
+    assert set(best_order(choices, 1, 2, slack=0.01)[:2]) in ({0, 2}, {1, 3})
+
+
 def test_what_saves_nothing_changes_nothing() -> None:
     every = counted(list(itertools.combinations(range(6), 2)) * 4, 6)
     assert place(every, 3, 3).order == tuple(range(6)) and place(every, 3, 3).moves == 0

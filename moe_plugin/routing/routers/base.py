@@ -29,6 +29,8 @@ SCORED = frozenset({"noise", "input_jitter", "batch_prioritized"})
 SEVERAL = SCORED | {"normalize=after_drop"}
 BY_SCORE = SEVERAL | {"score", "normalize=before_drop"}
 WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
+# a router with one of these of its own says for itself what `expert_groups` is
+_HOOKS = {"forward", "route", "scores", "select", "weigh", "after_choice", "losses_of"}
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
@@ -71,7 +73,7 @@ class Router(BuffersKeepDtype, RouterModule):
         super().__init_subclass__()
         if "select" in vars(cls) and "leaves_none" not in vars(cls):
             cls.leaves_none = False
-        if {"select", "scores"} & vars(cls).keys() and "expert_groups" not in vars(cls):
+        if _HOOKS & vars(cls).keys() and "expert_groups" not in vars(cls):
             cls.expert_groups = 0
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,

@@ -96,6 +96,7 @@ class SAMRouter(GroupLimitedRouter):
 
     reads = BY_SCORE | {"groups"}
     chosen_groups = 1
+    expert_groups = GroupLimitedRouter.expert_groups
 
     def counted_scores(self, k: int) -> int:
         """All scores of a group count."""
