@@ -114,17 +114,18 @@ def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimize
 
     tensors: parameters and buffers that move.
     """
-    agree(world, {f"optimizer state of {name}": [
+    groups = [] if optimizer is None else optimizer.param_groups
+    updated = {parameter for group in groups for parameter in group["params"]}
+    missing = {name for name, tensor in tensors.items()
+               if optimizer is not None and tensor.requires_grad and tensor not in updated}
+    agree(world, {f"optimizer state of {name}": ["no parameter of it"] * (name in missing) or [
         (field, value.dtype if _moves(value, tensor) else type(value).__name__,
          _stays_behind(value, tensor))
         for field, value in sorted(_state(optimizer, tensor).items())]
         for name, tensor in tensors.items()})
-    if optimizer is None:
-        return
-    kind, updated = type(optimizer).__name__, {p for g in optimizer.param_groups for p in
-                                               g["params"]}
+    kind = type(optimizer).__name__
     for name, tensor in tensors.items():
-        if tensor.requires_grad and tensor not in updated:
+        if name in missing:
             raise ValueError(
                 f"parameter {name!r} is trained and not one of optimizer {kind}: what is kept of "
                 "it elsewhere would stay behind; pass the optimizer of all MoE layers' parameters, "
