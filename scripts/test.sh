@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--fast | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
 #
-#   --fast    only the fast tests: some of every room, in about 2 minutes on two cores
+#   --fast    only the fast tests: some of every room, in 2 to 4 minutes on two cores
 #   --all     also the slow tests (minutes each)
 # Without pytest arguments the fast tests run first, and the others only where these pass.
 # Anything else goes to pytest: bash scripts/test.sh tests/observe -k jsonl
