@@ -35,6 +35,8 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
     Raises: ValueError: an argument out of bounds, or one that does not fit an ensemble.
     """
+    if not args.ensemble_heads:
+        return given_settings(args, FLAGS)
     untied = args.untie_embeddings_and_output_weights
     return given_settings(args, FLAGS, (
         (args.ensemble_hidden or not args.ensemble_sharing, "ensemble_sharing",
@@ -56,9 +58,6 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 def _schedule(args: argparse.Namespace) -> str:
-    """How stages are scheduled. Read where heads are asked for, as a file may say it."""
-    if not args.ensemble_heads:
-        return ""
     return run_config(settings_from_flags(vars(args))).pipeline.schedule
 
 

@@ -117,7 +117,7 @@ def test_a_launched_script_fuses_its_adam(monkeypatch: pytest.MonkeyPatch) -> No
     for name, module in (("", SimpleNamespace()), (".training", training),
                          (".global_vars", SimpleNamespace(_GLOBAL_ARGS=None))):
         monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
-    monkeypatch.setattr(script.Script, "connect", lambda _self, _chunks: None)
+    monkeypatch.setattr(script.Script, "connect", lambda *_: None)
     script.observe_script()
     for argv, fused in (([FUSED], True), ([], None)):
         sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS = parser.parse_args(argv)
