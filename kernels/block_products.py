@@ -20,7 +20,7 @@ from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad, 
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
-from moe_plugin.row_counts import DeviceCounts, RowCounts
+from moe_plugin.row_counts import DeviceCounts
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class BlockProducts(RoundedProducts):
         """See `RoundedProducts`; the rows of x are rounded once."""
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
-        filled, row_P = fill_groups(groups)
+        filled, row_P = groups.filled(ROWS)
 
         def along_rows(rows: Tensor, token_R: Tensor | None) -> Blocks:
             row = row_P if token_R is None else torch.where(
@@ -133,31 +133,6 @@ class BlockProducts(RoundedProducts):
         x_blocks = along_rows(x, x_token_R)
         return tuple(expert_weight_grad_blocks(x_blocks, along_rows(g, grad_token_R), filled,
                                                x.dtype) for g in grads)
-
-
-def fill_groups(groups: RowGroups) -> tuple[RowGroups, Tensor]:
-    """Groups filled up to a multiple of 32 rows, at least 32, and the row in each place.
-
-    Returns:
-        the groups, of P rows; row of each place, int64 [P], -1 where none is. The host does not
-        wait for the device.
-    """
-    device, total = groups.device, groups.total
-    counts: RowCounts
-    if isinstance(groups.counts, DeviceCounts):
-        lengths_L = torch.div(groups.lengths_L + (ROWS - 1), ROWS, rounding_mode="floor")
-        places = -(-total // ROWS) * ROWS + ROWS * groups.number
-        counts = DeviceCounts(lengths_L.clamp_(min=1) * ROWS, places)
-    else:
-        counts = RowCounts([max(1, -(-n // ROWS)) * ROWS for n in groups.counts.host])
-        places = counts.total
-    filled = RowGroups(counts, device, groups.beside)
-    row_R = torch.arange(total, device=device)
-    shift_L = (filled.lengths_L.cumsum(0) - filled.lengths_L
-               - groups.lengths_L.cumsum(0) + groups.lengths_L)
-    at_R = torch.where(row_R < groups.ends_L[-1], row_R + shift_L[groups.group_R], places)
-    row_P = torch.full((places + 1,), -1, device=device)
-    return filled, row_P.index_copy_(0, at_R, row_R)[:places]
 
 
 BLOCK_PRODUCTS = {name: BlockProducts(name) for name in QUANTIZERS}

@@ -60,6 +60,8 @@ class RowGroups:
     beside: bool = False
     _tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False)
+    _filled: dict[int, tuple[RowGroups, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def total(self) -> int:
@@ -105,3 +107,30 @@ class RowGroups:
         if (height, least) not in self._tables:
             self._tables[height, least] = tile_table(self.lengths_L, height, self.total, least)
         return self._tables[height, least]
+
+    def filled(self, step: int) -> tuple[RowGroups, Tensor]:
+        """(groups, row_P): these filled up to a multiple of `step` rows, at least `step`, P rows
+        together, and which row is in each place, int64 [P], -1: none.
+
+        Made once for all products of blocks of rows. The host does not wait for the device.
+        """
+        if step not in self._filled:
+            self._filled[step] = self._fill(step)
+        return self._filled[step]
+
+    def _fill(self, step: int) -> tuple[RowGroups, Tensor]:
+        device, total, counts = self.device, self.total, self.counts
+        if isinstance(counts, DeviceCounts):
+            steps_L = torch.div(self.lengths_L + (step - 1), step, rounding_mode="floor")
+            places = -(-total // step) * step + step * self.number
+            counts = DeviceCounts(steps_L.clamp_(min=1) * step, places)
+        else:
+            counts = RowCounts([max(1, -(-n // step)) * step for n in counts.host])
+            places = counts.total
+        filled = RowGroups(counts, device, self.beside)
+        row_R = torch.arange(total, device=device)
+        shift_L = (filled.lengths_L.cumsum(0) - filled.lengths_L
+                   - self.lengths_L.cumsum(0) + self.lengths_L)
+        at_R = torch.where(row_R < self.ends_L[-1], row_R + shift_L[self.group_R], places)
+        row_P = torch.full((places + 1,), -1, device=device)
+        return filled, row_P.index_copy_(0, at_R, row_R)[:places]

@@ -27,6 +27,7 @@ from moe_plugin.dispatch.bounded import says_load
 from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, code_dtype
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.once import Forwarding, OncePiece, OncePlan, Sizes
+from moe_plugin.dispatch.once_nodes import NodePeers
 from moe_plugin.dispatch.pieces import slot_positions
 from moe_plugin.dispatch.rows import sort_by_expert
 from moe_plugin.kernels.choices import expert_load, slot_sources
@@ -269,18 +270,13 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
         comm = self.placement.comm
-        topology, rank = comm.topology, comm.rank
-        place, self.here = topology.local_of, topology.peers(rank)
-        via = [node[place[rank] % len(node)] for node in topology.nodes]
-        self.targets = sorted(via)
-        # the rank of this node to which each rank sends
-        entry = [self.here[place[source] % len(self.here)] for source in range(comm.size)]
-        self.sources = [source for source, mate in enumerate(entry) if mate == rank]
-        self.most_sources = max(map(entry.count, self.here))
+        topology, peers = comm.topology, NodePeers.of(comm)
+        self.here, self.sources, self.targets = peers.here, peers.sources, sorted(peers.via)
+        self.most_sources = max(map(peers.entry.count, self.here))
         self.most_on_a_node = max(map(len, topology.nodes))
         # made once, on the device: a captured call copies nothing there
         self.target_W = torch.tensor(
-            [*(self.targets.index(via[node]) for node in topology.node_of), -1],
+            [*(self.targets.index(peers.via[node]) for node in topology.node_of), -1],
             device=comm.device)
         self.mate_W = torch.tensor([self.here.index(rank) if rank in self.here else -1
                                     for rank in range(comm.size)] + [-1], device=comm.device)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.algorithms import algorithms
+from moe_plugin.comm.base import Comm
 from moe_plugin.dispatch.base import DispatchContext
 from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs
 from moe_plugin.dispatch.once import (
@@ -21,21 +25,42 @@ from moe_plugin.dispatch.rows import positions
 from moe_plugin.machine import to_device
 
 
+@dataclass(frozen=True)
+class NodePeers:
+    """Who sends rows between nodes to whom.
+
+    Attributes:
+        here: the ranks of this node.
+        via: of each node, the rank to which this one sends.
+        entry: of each rank, to which rank of this node it sends.
+        sources: the ranks that send to this one.
+    """
+
+    here: Sequence[int]
+    via: list[int]
+    entry: list[int]
+    sources: list[int]
+
+    @classmethod
+    def of(cls, comm: Comm) -> NodePeers:
+        """Ranks of equal place in their nodes; where a node has fewer, they take turns."""
+        topology = comm.topology
+        place, here = topology.local_of, topology.peers(comm.rank)
+        entry = [here[place[source] % len(here)] for source in range(comm.size)]
+        return cls(here, [node[place[comm.rank] % len(node)] for node in topology.nodes], entry,
+                   [source for source, mate in enumerate(entry) if mate == comm.rank])
+
+
 class OnceToNodesDispatcher(OnceDispatcher):
     """Once to every node, to one rank that sends it on; see `dispatch.once`.
 
-    Attributes: `here`: the ranks of this node. `via`: of each node, the rank to which this one
-    sends. `sources`: the ranks that send to this one.
+    Attributes: `here`, `via`, `sources`: see `NodePeers`.
     """
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
-        comm = self.placement.comm
-        topology, rank = comm.topology, comm.rank
-        place, self.here = topology.local_of, topology.peers(rank)
-        self.via = [node[place[rank] % len(node)] for node in topology.nodes]
-        self.sources = [source for source in range(comm.size)
-                        if self.here[place[source] % len(self.here)] == rank]
+        peers = NodePeers.of(self.placement.comm)
+        self.here, self.via, self.sources = peers.here, peers.via, peers.sources
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
         topology = self.placement.comm.topology

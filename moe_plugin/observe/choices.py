@@ -103,10 +103,8 @@ def _check_path(path: str, comm: Comm) -> None:
             check_output(path)
     except (OSError, ValueError) as found:
         error = found
-    failed = torch.tensor([int(error is not None)], dtype=torch.int64, device=comm.device)
-    if comm.size > 1:
-        failed = comm.all_reduce(failed)
-    if failed.item():
+    [failed] = comm.agree_max([float(error is not None)])
+    if failed:
         said = "rank 0 cannot write it and says why" if error is None else str(error)
         raise ValueError(f"observe.choices={short(path)}: {said}") from error
 
@@ -170,7 +168,7 @@ class _LayerChoices:
         self.recent.append(ids_TK[::max(1, ids_TK.shape[0] // TOKENS)][:TOKENS].clone())
 
     def taken(self) -> Tensor:
-        """The counts, which begin anew."""
+        """The counts, which start again at zero."""
         self._follow()
         counts, self.counts = self.counts, None
         if counts is None:

@@ -89,7 +89,7 @@ def _choices(each: Mapping[str, Any]) -> CoChoices:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is no count")
+        raise TypeError(f"{value!r} is not a count")
     return value
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_plugin.cli.doctor import registries
 from moe_plugin.kernels import RowGroups, kernels, strategies
 from moe_plugin.kernels.block_formats import QUANTIZERS, quantize_mxfp8, quantize_nvfp4
-from moe_plugin.kernels.block_products import BLOCK_PRODUCTS, fill_groups
+from moe_plugin.kernels.block_products import BLOCK_PRODUCTS, ROWS
 from moe_plugin.kernels.expert_ffn import OPERANDS
 from moe_plugin.kernels.gpu import scaled_grouped
 from moe_plugin.records import RowCounts
@@ -110,7 +110,7 @@ def test_a_row_of_blocks_above_2_to_minus_13_of_the_tensor_is_rounded_alike(
 def test_groups_are_filled_up_to_whole_blocks(on_device: bool) -> None:
     lengths, rows = [5, 0, 64, 33], 102 + 6 * on_device
     counts = DeviceCounts(torch.tensor(lengths), rows) if on_device else RowCounts(lengths)
-    filled, row_P = fill_groups(RowGroups(counts, CPU))
+    filled, row_P = RowGroups(counts, CPU).filled(ROWS)
     want, start = [], 0
     for length in lengths:
         size = max(32, -(-length // 32) * 32)

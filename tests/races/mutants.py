@@ -41,7 +41,7 @@ _ELSEWHERE = f"with {_TORCH}.cuda.stream({_TORCH}.cuda.Stream()):\n{16 * ' '}"
 
 
 def elsewhere(function: Callable[..., Any], line: str, program: str) -> Mutant:
-    """A line of a function's body that runs on a stream of its own, which nobody waits for."""
+    """A line of a function's body that runs on a stream of its own, that no one waits for."""
     return Mutant(function, line, _ELSEWHERE + line, program, ("race",))
 
 

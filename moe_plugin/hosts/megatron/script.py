@@ -76,13 +76,15 @@ class Script:
 
     Attributes: both are made with the model. stepped: whether a step has begun.
         passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that, by
-            the schedule. stages: of unequal layout; None: all are alike.
+            the schedule. stages: of unequal layout; None: all are alike. taken: by iterations done
+            when another replica's state was taken, those of that state.
     """
 
     def __init__(self) -> None:
         self.run, self.report = Run([FiniteSteps()]), None  # type: Run, Any
         self.stepped, self.passes = False, None  # type: bool, Callable[..., Any] | None
         self.stages, self._divisor = None, None  # type: Any, int | None
+        self.taken = dict[int, int]()
         self._save: Callable[[Mapping[str, Any]], None] | None = None  # in the place of Megatron's
 
     def prepare(self, args: argparse.Namespace) -> None:
@@ -153,7 +155,7 @@ class Script:
             link(chunk)
             give_token_ids(chunk)
         check_seam(self.pipeline())
-        features, recorder = features_of(chunks, optimizer, scheduler)
+        features, recorder = features_of(chunks, optimizer, scheduler, self.taken)
         self.run = Run(features)
         self.report = ScriptReport(script_arguments(), parsed_defaults(), self.run, recorder)
         self.report.begin()
@@ -203,8 +205,7 @@ class Script:
         """Of an iteration's step: its own, or where another replica's state was taken that one's,
         up to which Megatron's loop skips.
         """
-        taken = script_arguments().get("moe_taken") or {}
-        return taken.get(iteration - 1, iteration - 1) + 1
+        return self.taken.get(iteration - 1, iteration - 1) + 1
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
         with _named("evaluation"):

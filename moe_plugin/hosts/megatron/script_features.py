@@ -34,12 +34,13 @@ from moe_plugin.resilience.stopping import RUN
 from moe_plugin.run import RunFeature
 
 
-def features_of(chunks: list[Any], optimizer: Any, scheduler: Any
+def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
                 ) -> tuple[list[RunFeature | None], StatsRecorder]:
     """The features of a script's run with these parts of a model, and the recorder of its log;
     collective.
 
-    optimizer: Megatron's; None: the run only evaluates. scheduler: of its learning rate.
+    optimizer: Megatron's; None: the run only evaluates. scheduler: of its learning rate. taken: see
+    `Script`; replicas write it.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -70,7 +71,8 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any
     twins = twins_of(guard, bare(chunks[0]), lambda: gather(chunks))
     votes = FileSteps(guard, chunks, bare(chunks[0]).config,
                       _microbatches(args)) if guard.votes else None
-    replicas = _replicas(args, chunks, optimizer, scheduler) if optimizer is not None else None
+    replicas = (_replicas(args, chunks, optimizer, scheduler, taken)
+                if optimizer is not None else None)
     return [FirstStepLine(), RUN, twins, replicas, records, votes,
             RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
             activations, drops, _errors(args, chunks)], recorder
@@ -108,11 +110,8 @@ def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | Non
 
 
 def _replicas(args: argparse.Namespace, chunks: list[Any], optimizer: Any,
-              scheduler: Any) -> RunFeature | None:
+              scheduler: Any, taken: dict[int, int]) -> RunFeature | None:
     given = script_arguments()
-
-    # by iterations done here, those of the state that was taken then
-    taken = given["moe_taken"] = dict[int, int]()
 
     def done() -> int:
         return given.get("curr_iteration", given.get("iteration", 0))

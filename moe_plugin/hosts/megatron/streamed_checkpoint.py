@@ -41,7 +41,7 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
 
 def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote; its progress, empty where there is none, with a warning.
+    """Load a checkpoint that `save` wrote; its progress, empty if it is absent, with a warning.
 
     Args:
         optimizer: None: the model only evaluates. iteration: None: the newest one.

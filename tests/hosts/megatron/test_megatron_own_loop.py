@@ -51,9 +51,9 @@ class _Replaced(RunFeature):
 
 
 def test_weights_of_another_replica_are_not_saved_in_silence(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(script, "script_arguments", lambda: {"moe_taken": {3: 5}})
+        caplog: pytest.LogCaptureFixture) -> None:
     made, saves = script.Script(), list[int]()
+    made.taken[3] = 5
     made.run = Run([_Replaced()])
     made.around_save({"iteration": 4}, lambda: saves.append(4))
     assert not saves and "iteration 4 is written: weights are those of iteration 6" in caplog.text

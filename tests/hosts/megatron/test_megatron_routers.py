@@ -164,7 +164,7 @@ def _counted_steps(case: Case) -> list[int]:
     alone, with_run = _layer(case, "dense_to_sparse"), _layer(case, "dense_to_sparse")
     given = vars(arguments.parser().parse_args([*MODEL, "--data-path", "x", "--train-iters", "2"]))
     script_features.script_arguments = lambda: given
-    run = Run(script_features.features_of([torch.nn.ModuleList([with_run])], None, None)[0])
+    run = Run(script_features.features_of([torch.nn.ModuleList([with_run])], None, None, {})[0])
     for number in (1, 2):
         for _ in range(2):
             alone(batch(case)[0])
