@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.lab.bench.corpus import CorpusInfo, build_corpus, read_info
+from moe_plugin.lab.planning.launch import BYTES
 from moe_plugin.observe import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
@@ -94,10 +95,12 @@ def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> l
 
 
 def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -> list[str]:
-    """Megatron-core through our training script; the flags are Megatron's own."""
+    """Megatron's own training loop through our launcher; the flags are Megatron's own."""
     return [
-        *_torchrun(s), "-m", "moe_plugin.hosts.megatron.train", *_flags({
+        *_torchrun(s), "-m", "moe_plugin.hosts.megatron.launch", *([] if gpu else ["--moe-cpu"]),
+        str(ROOT / "scripts" / "pretrain_gpt_moe.py"), *_flags({
             "data-path": prefix, "split": "90,10,0", "data-cache-path": folder / "cache",
+            "vocab-size": BYTES, "num-workers": 0, "max-position-embeddings": s["length"],
             "num-layers": s["layers"], "hidden-size": s["width"], "num-attention-heads": s["heads"],
             "ffn-hidden-size": s["hidden"], "seq-length": s["length"],
             "position-embedding-type": "rope", "num-experts": s["experts"],
@@ -107,10 +110,11 @@ def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -
             "lr-warmup-iters": s["warmup"], "lr-decay-style": "linear", "clip-grad": 1.0,
             "hidden-dropout": 0, "attention-dropout": 0, "seed": s["seed"], "save": folder /
             "checkpoints", "load": folder / "checkpoints", "save-interval": max(1, s["steps"] // 2),
-            "eval-interval": s["steps"], "eval-iters": 25, "log-interval": s["log_interval"],
+            # Megatron validates at the end, whatever the interval
+            "eval-interval": 2 * s["steps"], "eval-iters": 25, "log-interval": s["log_interval"],
             "log-file": folder / "log.jsonl", "moe-stats-jsonl": folder / "stats.jsonl",
             "moe-stats-interval": s["log_interval"], "moe-stats-timeline": s["timeline_step"]
-        }), "--disable-bias-linear", *([] if gpu else ["--cpu"]),
+        }), "--disable-bias-linear",
     ]
 
 

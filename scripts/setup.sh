@@ -13,6 +13,7 @@ set -euo pipefail
 
 VENV="$ROOT/.venv" PYTHON="" TORCH="" HOSTS="fairseq,megatron" FRESH=0
 FAIRSEQ="fairseq==0.12.2"
+MEGATRON="megatron-core==0.19.2"
 while [ $# -gt 0 ]; do
     case "$1" in
         --venv) VENV=$2; shift 2 ;;
@@ -73,6 +74,14 @@ install_fairseq() {
     pip_step "fairseq (builds from source, about 2 minutes)" --no-deps "$FAIRSEQ"
 }
 
+install_megatron() {
+    # with Megatron's own training loop, which is in the wheels from 0.17 on. They ask for Python 3.12 and work on 3.11, too;
+    # an older Python gets the newest one for it from the extra, without that loop. --no-deps: the extra has what it needs
+    "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || return 0
+    if [ "$FRESH" -eq 0 ] && "$VENV/bin/python" -c "from importlib.metadata import version as v; raise SystemExit('megatron-core==' + v('megatron-core') != '$MEGATRON')" 2>/dev/null; then return; fi
+    pip_step "$MEGATRON" --no-deps --ignore-requires-python "$MEGATRON"
+}
+
 install_vision() {
     # --no-deps: pip would take the newest torchvision, and another torch with it
     local matching folder="$VENV/torchvision"
@@ -113,6 +122,7 @@ EXTRAS=dev
 case ",$HOSTS," in *,megatron,*) EXTRAS="dev,megatron" ;; esac
 pip_step "pip" --upgrade pip
 if [ -n "$TORCH" ] || ! has_module "$VENV/bin/python" torch; then pip_step "torch (${TORCH:-torch==2.13.0})" "${TORCH:-torch==2.13.0}"; fi
+case ",$HOSTS," in *,megatron,*) install_megatron ;; esac
 pip_step "moe-plugin with its extras ($EXTRAS)" -e ".[$EXTRAS]"
 install_vision
 case ",$HOSTS," in *,fairseq,*) install_fairseq ;; esac

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Train through Megatron-core on several nodes under Slurm. Copy it, change the #SBATCH lines, and submit it from the repository:
+# Train on Megatron's own training loop on several nodes under Slurm. Copy it, change the #SBATCH lines, and submit it from the
+# repository:
 #
 #   sbatch scripts/slurm_megatron.sh PREFIX --num-layers 12 --hidden-size 768 ... --save runs/a --load runs/a --save-interval 500 \
-#       [any flag of moe_plugin.hosts.megatron.train]
+#       [any flag of Megatron's, or of ours]
 #
 # PREFIX is an indexed dataset without .bin/.idx, in a place that all nodes see. The virtual environment (default: .venv in the
 # folder it is submitted from; or submit with VENV=/path/to/it) and the folder of --save have to be visible, too. With --save and
 # --load it goes on from the last checkpoint where it is submitted again with the same arguments, or started again by Slurm
-# (--requeue). A failed rank is started again by torchrun, RESTARTS times (default 3). To use Megatron-LM's own pretrain_gpt.py
-# instead, see docs/megatron.md.
+# (--requeue). A failed rank is started again by torchrun, RESTARTS times (default 3). It runs scripts/pretrain_gpt_moe.py, or
+# with SCRIPT=/path/to/pretrain_gpt.py a script of Megatron-LM.
 #SBATCH --job-name=moe-megatron
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -21,9 +22,10 @@
 set -euo pipefail
 
 die() { echo "error: $*" >&2; exit 2; }
-[ $# -ge 1 ] || die "usage: sbatch scripts/slurm_megatron.sh PREFIX [flags of moe_plugin.hosts.megatron.train]"
+[ $# -ge 1 ] || die "usage: sbatch scripts/slurm_megatron.sh PREFIX [flags of Megatron's, or of ours]"
 [ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no job of Slurm: submit it with sbatch scripts/slurm_megatron.sh $*"
 VENV=${VENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
+SCRIPT=${SCRIPT:-${SLURM_SUBMIT_DIR:-$PWD}/scripts/pretrain_gpt_moe.py}
 [ -x "$VENV/bin/python" ] || die "$VENV has no bin/python: submit from the repository, or with VENV=/path/to/the/environment"
 HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # jobs that share a node need a port each
@@ -38,4 +40,4 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 srun "$VENV/bin/python" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts "${RESTARTS:-3}" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:$PORT" \
-    -m moe_plugin.hosts.megatron.train --data-path "$1" "${@:2}"
+    -m moe_plugin.hosts.megatron.launch "$SCRIPT" --data-path "$1" "${@:2}"

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Train a small MoE language model on Megatron-core: text file in, checkpoints and log out. Any further argument goes to the trainer.
+# Train a small MoE language model on Megatron's own training loop: text file in, checkpoints and log out. Any further argument is
+# one of Megatron's or of ours (docs/megatron.md).
 #
 #   bash scripts/train_megatron.sh TEXT_FILE OUTPUT_FOLDER [--train-iters 500 --num-experts 16 ...]
 #
 # RANKS=2 (processes on this machine) may be set before the command. Experts are spread over all ranks.
 set -euo pipefail
 if [ $# -lt 2 ]; then
-    sed -n '2,6p' "$0" >&2
+    sed -n '2,7p' "$0" >&2
     exit 2
 fi
-text=$1 out=$2
+text=$1 out=$2 here=$(dirname -- "${BASH_SOURCE[0]}")
 shift 2
 ranks=${RANKS:-2}
 python=${PYTHON:-python}
@@ -17,8 +18,10 @@ if [ ! -e "$out/data/corpus.idx" ]; then
     "$python" -m moe_plugin.hosts.megatron.data --input "$text" --output-prefix "$out/data/corpus"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.train \
-    --data-path "$out/data/corpus" --save "$out" --load "$out" --save-interval 100 \
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.launch "$here/pretrain_gpt_moe.py" \
+    --data-path "$out/data/corpus" --vocab-size 257 --split 100,0,0 --eval-iters 0 --num-workers 0 \
+    --save "$out" --load "$out" --save-interval 100 --log-interval 10 \
+    --position-embedding-type rope --max-position-embeddings 131072 \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 8 --train-iters 200 --lr 2e-3 \
     --lr-warmup-iters 20 --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear \
     --hidden-dropout 0 --attention-dropout 0 --expert-model-parallel-size "$ranks" "$@"

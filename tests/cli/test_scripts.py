@@ -92,8 +92,9 @@ def test_slurm_megatron_trains_on_two_nodes(tmp_path: Path) -> None:
     ], check=True, capture_output=True)
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --num-experts 2 "
-        "--expert-model-parallel-size 2 --split 100,0,0 "
-        "--micro-batch-size 1 --train-iters 2 --lr 0.001 --disable-bias-linear --cpu")
+        "--max-position-embeddings 32 --vocab-size 257 --eval-iters 0 --num-workers 0 "
+        "--expert-model-parallel-size 2 --split 100,0,0 --log-interval 1 "
+        "--micro-batch-size 1 --train-iters 2 --lr 0.001 --disable-bias-linear")
     done = bash(str(SCRIPTS / "slurm_megatron.sh"), str(tmp_path / "data"), *flags.split(),
                 "--log-file", str(tmp_path / "log"), env=fake_slurm(tmp_path / "bin",
                                                                     2), timeout=300)

@@ -147,11 +147,10 @@ def test_a_host_s_replicas_survive_a_rank(host: str, tmp_path: Path) -> None:
             found = re.findall(r'"num_updates": "(\d+)"', path.read_text() if path.exists() else "")
             return int(found[-1]) if found else 0
     else:
-        from tests.hosts.megatron.conftest import make_data
-        from tests.hosts.megatron.training import EP2, MODEL
+        from tests.hosts.megatron.test_megatron_script import FLAGS
 
-        words = [*MODEL, *EP2, "--data-path", make_data(tmp_path), "--train-iters", str(STEPS),
-                 "--cpu", "--save-interval", "100000"]
+        words = [*FLAGS, "--expert-model-parallel-size", "2", "--train-iters", str(STEPS),
+                 "--save-interval", "100000"]
 
         def step(replica: int) -> int:
             found = read(runs / f"replica-{replica}" / "log.jsonl")

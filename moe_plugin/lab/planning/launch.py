@@ -17,6 +17,7 @@ HOSTS = ("fairseq", "megatron")
 BYTES = 257  # tokens of the byte tokenizers of both hosts
 COLUMNS = 100
 CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
+SCRIPT = "scripts/pretrain_gpt_moe.py"  # in this package's repository, on Megatron's own loop
 FAIRSEQ = "$(which fairseq-train)"  # for a shell, so never quoted
 BALANCE = "0.01"  # weight of the balance loss
 
@@ -113,7 +114,7 @@ class LaunchCommand:
         threads: of each rank there; 0: as many as it likes.
         data: folder (fairseq) or prefix (Megatron) of the data.
         config: the plan's file for `--moe-config`.
-        script: Megatron-LM's `pretrain_gpt.py`; None: our own script.
+        script: Megatron-LM's `pretrain_gpt.py`; None: `SCRIPT`.
         steps: of the run.
         learning_rate: of Adam.
     """
@@ -154,17 +155,14 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
             raise ValueError(f"--script {start.script} is Megatron's; use --host megatron, or "
                              "leave it out")
         program = [FAIRSEQ, start.data, *_fairseq(model, start), *flags]
-    elif start.script is None:
-        program = ["-m", "moe_plugin.hosts.megatron.train", *_megatron(start), *flags]
-        if model.vocab not in (0, BYTES):
-            program += ["--vocab-size", str(model.vocab)]
-        program += ["--cpu"] if start.cpu else []
     else:
+        chosen = [SCRIPT] if start.script is None else [
+            start.script, "--spec", "moe_plugin.hosts.megatron.spec", "moe_layer",
+            "--tokenizer-type", "NullTokenizer"]
         program = [
             "-m", "moe_plugin.hosts.megatron.launch", *(["--moe-cpu"] if start.cpu else []),
-            start.script, "--spec", "moe_plugin.hosts.megatron.spec", "moe_layer",
-            *_megatron(start), *flags, "--max-position-embeddings", str(model.sequence),
-            "--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab or BYTES)
+            *chosen, *_megatron(start), *flags, "--max-position-embeddings", str(model.sequence),
+            "--vocab-size", str(model.vocab or BYTES)
         ]
     program += ["--bf16"] if model.element_bytes == 2 else []
     return [*torchrun_words(start), *program, "--moe-config", str(start.config)]

@@ -11,6 +11,7 @@ import pytest
 from moe_plugin.lab.planning.launch import (
     COLUMNS,
     FAIRSEQ,
+    SCRIPT,
     LaunchCommand,
     launch_text,
     launch_words,
@@ -50,7 +51,7 @@ def test_megatron_reads_the_sizes_of_the_plan() -> None:
 
     m = model()
     words = launch_words(m, PLAN, "megatron", LaunchCommand(ranks_per_node=8, data="prefix"))
-    args = arguments.parser().parse_args(words[words.index("moe_plugin.hosts.megatron.train") + 1:])
+    args = arguments.parser().parse_args(words[words.index(SCRIPT) + 1:])
     arguments.check(args, 8)
     assert (args.num_layers, args.hidden_size, args.num_experts, args.vocab_size) == (
         m.layers, m.model_dim, m.experts, m.vocab)
