@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -334,10 +335,20 @@ def make_corpus(folder: Path, size: int) -> CorpusInfo:
     return info
 
 
+def check_hosts(hosts: Sequence[str]) -> None:
+    """Refuse before anything is trained what cannot train."""
+    if "megatron" in hosts and find_spec("megatron") and find_spec("megatron.training") is None:
+        raise ValueError(
+            "the Megatron host trains on Megatron's own loop, which this megatron-core lacks: 0.17 "
+            "and newer have it, for Python 3.11 and newer. Set up with such a Python (bash "
+            "scripts/setup.sh --venv DIR --python python3.11), or leave it out (--hosts fairseq)")
+
+
 def quickstart(args: argparse.Namespace) -> int:
     """Make the corpus, train in each host, write reports and print the summary."""
     import torch
 
+    check_hosts(args.hosts)
     s = settings(ROOT / "configs" / "quickstart.yaml", args.steps)
     out, gpu = args.out.resolve(), torch.cuda.device_count() >= s["ranks"]
     few = (f", because {s['ranks']} ranks need as many GPUs and this machine has 1"

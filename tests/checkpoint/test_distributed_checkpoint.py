@@ -100,7 +100,8 @@ def whole(by_rank: list[tuple[Saved, Saved, list[float]]], ep: int) -> tuple[Sav
 @pytest.mark.parametrize(("world", "ep", "experts"), [(2, 2, 4), (4, 2, 4), (4, 4, 2), (2, 2, 1)])
 def test_written_at_one_number_of_ranks_and_read_at_others(tmp_path: Path, world: int, ep: int,
                                                            experts: int) -> None:
-    for kind, other in (("fsdp", "ddp"), ("ddp", "fsdp")):
+    ways = ("fsdp", "ddp"), ("ddp", "fsdp")
+    for kind, other in ways if world == 2 else ways[:1]:
         folder = tmp_path / kind
         written = run_gloo(world, write, kind, folder, ep, experts)
         wanted, losses = whole(written, ep), written[0][2]

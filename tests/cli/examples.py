@@ -25,6 +25,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli import megatron_flags
+
 ROOT = Path(__file__).resolve().parents[2]
 FENCES = ("python", "yaml", "bash", "bash check", "text")
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -46,9 +48,6 @@ SMALL = {
     "watch": "--once",
     "schedule": "--chunks 1",
 }
-# of Megatron's training code, with their numbers of values: those that our own script lacks
-_SCRIPT_FLAGS = {"--spec": 2, "--mock-data": 0, "--max-position-embeddings": 1,
-                 "--moe-router-load-balancing-type": 1, "--tokenizer-type": 1}
 
 
 @dataclass(frozen=True)
@@ -228,27 +227,18 @@ class Shell:
                  min(self.ranks, 2), self.folder)
 
     def megatron_launch(self, words: list[str]) -> None:
-        """The launcher of Megatron's training code, on two ranks; checked alone: our flags, and
-        Megatron's by name.
+        """The launcher of Megatron's training code, on two ranks; checked alone: Megatron's flags
+        and ours.
         """
-        pytest.importorskip("megatron.core", reason="needs megatron-core")
-        from moe_plugin.hosts.megatron.trainer import arguments
-
         words = words[1:] if words[0] == "--moe-cpu" else words
         name = Path(words[0]).name
         assert name == "pretrain_gpt.py" or (ROOT / "scripts" / name).is_file(), words[0]
-        if self.runs:
-            if importlib.util.find_spec("megatron.training") is None:
-                pytest.skip("needs megatron-core 0.17 or newer")
-            self._megatron("launch", [str(ROOT / words[0]), *words[1:]], SCRIPT_SMALL)
+        if not self.runs:
+            megatron_flags.read(words[1:])
             return
-        parser = arguments.parser()
-        for action in parser._actions:
-            action.required = False
-        for flag, values in _SCRIPT_FLAGS.items():
-            if flag not in parser._option_string_actions:
-                parser.add_argument(flag, nargs=values or "*")
-        parser.parse_args(words[1:])
+        if importlib.util.find_spec("megatron.training") is None:
+            pytest.skip("needs megatron-core 0.17 or newer")
+        self._megatron("launch", [str(ROOT / words[0]), *words[1:]], SCRIPT_SMALL)
 
     def moe_plugin(self, words: list[str]) -> None:
         """`moe-plugin`, in this process; what a command runs itself is only checked."""

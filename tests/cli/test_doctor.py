@@ -23,6 +23,7 @@ from moe_plugin.registry import KINDS
 from moe_plugin.tuning.compute_times import ChoiceFiles
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -182,6 +183,9 @@ def test_missing_packages_get_a_command(monkeypatch: pytest.MonkeyPatch) -> None
         "install"] and "--no-deps fairseq==0.12.2" in rows["fairseq"]["install"]
     assert rows["apex"]["state"] == "not needed here (no GPU)" and rows["apex"]["install"] is None
     assert packages.package_rows(has_gpu=True)[-2]["install"] is not None
+    setup = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    for name in ("fairseq", "megatron-core"):  # the versions that set-up installs
+        assert all(word in setup for word in rows[name]["install"].split() if "==" in word)
 
 
 def test_requirements_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

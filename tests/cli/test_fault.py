@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from moe_plugin.cli.main import main
+from tests.preloaded import Finished, Server
 
-def run(script: Path, options: list[str], **environment: str) -> subprocess.CompletedProcess:
+server = Server("tests.faults.preload")
+
+
+def run(script: Path, options: list[str], **environment: str) -> Finished:
     """The command with a program, alone on this machine."""
     usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
              }
-    return subprocess.run(
-        [sys.executable, "-m", "moe_plugin.cli.main", "fault", "kill", *options, "--", str(script)],
-        env={**usual, **environment}, capture_output=True, text=True, check=False)
+    return server.run(1, main, ["fault", "kill", *options, "--", str(script)],
+                      environment={**usual, **environment})
 
 
 TRAINS = """
@@ -43,16 +45,16 @@ def test_a_fault_that_does_not_happen_is_said(options: list[str], message: str,
     script = tmp_path / "train.py"
     script.write_text("import sys; print('trained'); sys.exit(3)")
     done = run(script, options)
-    assert (done.returncode, done.stdout) == (3, "trained\n")
-    assert done.stderr == f"moe-plugin fault: {message}\n"
+    assert done.code == 3 and sorted(done.log.splitlines()) == [
+        f"moe-plugin fault: {message}", "trained"]
 
 
 def test_a_place_that_does_not_come_is_said_with_the_remedy(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     done = run(script, ["--step", "2", "--place", "exchange"])
-    assert (done.returncode, done.stdout) == (0, "trained\n")
-    assert "in steps 2 to 3; ranks exchange rows where they share the experts" in done.stderr
+    assert (done.code, done.results) == (0, [0]) and done.log.startswith("trained\n"), done.log
+    assert "in steps 2 to 3; ranks exchange rows where they share the experts" in done.log
 
 
 def test_a_fault_can_happen_in_torchrun_s_first_start_alone(tmp_path: Path) -> None:
@@ -60,5 +62,4 @@ def test_a_fault_can_happen_in_torchrun_s_first_start_alone(tmp_path: Path) -> N
     script.write_text(TRAINS)
     for options, start, status in (([], "1", -9), (["--once"], "1", 0)):
         done = run(script, options, TORCHELASTIC_RESTART_COUNT=start)
-        assert done.returncode == status, done.stderr
-        assert done.stdout == "" if status else done.stderr == ""
+        assert done.code == status and done.log == ("" if status else "trained\n"), done.log

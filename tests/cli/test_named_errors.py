@@ -18,6 +18,8 @@ CONFIGS = shlex.quote(f"{ROOT}/configs")
 CLUSTER = f"--cluster {CONFIGS}/clusters/a100_ib.yaml"
 PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/gpt_64_experts.yaml --device "
         f"{CONFIGS}/devices/a100_80g.yaml")
+SMALL_PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/small.yaml --device "
+              f"{CONFIGS}/devices/a100_80g.yaml --nodes 1 --ranks-per-node 2")
 HUGE = "9" * 5000
 _OWN_CASES = {"layer", "kernels", "host", "all-to-all", "train", "forest", "overlap", "ensembles",
               "spill", "plan"}  # the other studies have options of one kind
@@ -76,10 +78,10 @@ WRONG = {
                             f"simulate all-to-all {CLUSTER} --plot PIPE",
                             f"simulate all-to-all {CLUSTER} --plot x.pdf"],
     "plan": ["plan", f"{PLAN} --nodes 0", f"{PLAN} --nodes -1", f"{PLAN} --nodes 1000000000000",
-             f"{PLAN} --ranks-per-node 0", f"{PLAN} --top 0", f"{PLAN} --scale 0",
+             f"{PLAN} --ranks-per-node 0", f"{SMALL_PLAN} --top 0", f"{PLAN} --scale 0",
              f"{PLAN} --scale many", f"{PLAN} --scale 1 --experts-per-rank nan",
-             f"{PLAN} --scale 1 --experts-per-rank inf", f"{PLAN} --plot DIR",
-             f"{PLAN} --write FILE", f"{PLAN} --write PIPE", f"{PLAN} --model NONE",
+             f"{PLAN} --scale 1 --experts-per-rank inf", f"{SMALL_PLAN} --plot DIR",
+             f"{SMALL_PLAN} --write FILE", f"{SMALL_PLAN} --write PIPE", f"{PLAN} --model NONE",
              f"{PLAN} --model DIR", f"{PLAN} --device BAD/steps.jsonl", f"{PLAN} --cluster BOMB",
              f"{PLAN} --scale 1000000000", f"{PLAN} --model HUGE", f"{PLAN} --memory 1GiB",
              "plan --memory 1GiB", "plan --profile FILE", "plan --memory lots --profile FILE",
@@ -191,9 +193,9 @@ def _status(argv: list[str]) -> int:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("line", ["report RUN", "corpus --out DIR --size 200000", f"{PLAN} --write "
-                                  "DIR", f"{PLAN} --plot plan.svg", "simulate all-to-all "
-                                  f"{CLUSTER} --plot all.png"])
+@pytest.mark.parametrize("line", [
+    "report RUN", "corpus --out DIR --size 200000", f"{SMALL_PLAN} --write DIR",
+    f"{SMALL_PLAN} --plot plan.svg", f"simulate all-to-all {CLUSTER} --plot all.png"])
 def test_disks_that_are_full_or_read_only(line: str, code: int, places: dict[str, Path],
                                           monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,16 @@ def test_settings(quickstart: ModuleType) -> None:
         quickstart.settings(path, 0)
 
 
+def test_a_megatron_without_its_loop_is_named_before_anything_is_trained(
+        quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python 3.10 has it."""
+    monkeypatch.setattr(quickstart, "find_spec",
+                        {"megatron": object(), "megatron.training": None}.get)
+    quickstart.check_hosts(["fairseq"])
+    with pytest.raises(ValueError, match="own loop, which this megatron-core lacks.*--hosts fairs"):
+        quickstart.check_hosts(["fairseq", "megatron"])
+
+
 def test_bad_arguments_are_named() -> None:
     done = subprocess.run(
         [sys.executable,

@@ -33,6 +33,9 @@ class Package:
 
 
 PIP = f"{shlex.quote(sys.executable)} -m pip install"
+# the wheels ask for Python 3.12, and work on 3.11; an older Python gets one without Megatron's loop
+MEGATRON = (f"{PIP} psutil packaging pyyaml triton && {PIP} --no-deps --ignore-requires-python "
+            "megatron-core==0.19.2" if sys.version_info >= (3, 11) else "")
 FAIRSEQ_NEEDS = ("regex", "sacrebleu", "tqdm", "bitarray", "cffi", "packaging")
 PACKAGES = (
     Package("torch", "torch", "everything"),
@@ -42,7 +45,7 @@ PACKAGES = (
     Package("triton", "triton", "fused kernels", gpu=True),
     Package("fairseq", "fairseq", "the fairseq host",
             command=f"{PIP} {' '.join(FAIRSEQ_NEEDS)} && {PIP} --no-deps fairseq==0.12.2"),
-    Package("megatron-core", "megatron.core", "the Megatron host"),
+    Package("megatron-core", "megatron.core", "the Megatron host", command=MEGATRON),
     Package("psutil", "psutil", "checkpoints of the Megatron host"),
     Package("tensorboard", "tensorboard", "statistics in TensorBoard"),
     Package("wandb", "wandb", "statistics in Weights & Biases"),

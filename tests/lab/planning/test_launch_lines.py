@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from moe_plugin.lab.planning.launch import (
 )
 from moe_plugin.lab.planning.model import ModelPlan
 from moe_plugin.planner.choice import LayoutChoice
+from tests.cli import megatron_flags
 from tests.cli.examples import Shell, commands
 from tests.planner.problems import model
 
@@ -45,20 +47,17 @@ def test_the_hosts_parsers_take_every_word(host: str, script: str | None, start:
     assert ("--bf16" in words) == (not changes)
 
 
+@pytest.mark.megatron
 def test_megatron_reads_the_sizes_of_the_plan() -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from moe_plugin.hosts.megatron.trainer import arguments
-
     m = model()
     words = launch_words(m, PLAN, "megatron", LaunchCommand(ranks_per_node=8, data="prefix"))
-    args = arguments.parser().parse_args(words[words.index(SCRIPT) + 1:])
-    arguments.check(args, 8)
+    args = SimpleNamespace(**megatron_flags.read(words[words.index(SCRIPT) + 1:]))
     assert (args.num_layers, args.hidden_size, args.num_experts, args.vocab_size) == (
         m.layers, m.model_dim, m.experts, m.vocab)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
             args.expert_model_parallel_size) == (2, 2, 4)
     assert (args.micro_batch_size, args.global_batch_size) == (4, m.global_batch)
-    assert args.data_path == "prefix" and args.moe_config == "moe.yaml" and args.bf16
+    assert args.data_path == ["prefix"] and args.moe_config == "moe.yaml" and args.bf16
 
 
 def test_fairseq_is_told_the_ranks_of_an_expert_group() -> None:
