@@ -32,6 +32,8 @@ for version in "${versions[@]}"; do
         "$python" -m pip install -q --no-deps --ignore-requires-python --target "$target" \
             "megatron-core==$version"
     fi
+    # megatron is a namespace, which spans both folders: this ends it where the other version would give what this one lacks
+    [ -d "$target/megatron/training" ] || touch "$target/megatron/__init__.py"
     echo "== megatron-core $version"
     if [ $# -gt 0 ]; then
         run "$target" "$@" || failed+=("$version")
