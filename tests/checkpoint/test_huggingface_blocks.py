@@ -63,11 +63,60 @@ def test_a_model_trained_with_our_layer_goes_back(kind: str, tmp_path: Path) -> 
     train(model, steps=3)
     ids = tokens(model, seed=9)
     want = logits(model, ids)
+    model.save_pretrained(tmp_path / "swapped")
     restore_moe_blocks(model)
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    close(logits(again, ids), want)
+    model.save_pretrained(tmp_path / "restored")
+    for name in ("swapped", "restored"):
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        close(logits(again, ids), want)
+    assert _files(tmp_path / "swapped") == _files(tmp_path / "restored")
     assert not torch.allclose(logits(again, tokens(model)), first, rtol=1e-2)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_a_swapped_model_loads_what_it_saved(kind: str, tmp_path: Path) -> None:
+    """In the names of the file and in those of the model; nothing is missing or left over."""
+    from safetensors.torch import load_file
+
+    model = tiny(kind)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    want = logits(model, tokens(model))
+    model.save_pretrained(tmp_path)
+    swap_moe_blocks(model)
+    for state in (load_file(tmp_path / "model.safetensors"), own):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        model.load_state_dict(state)
+        close(logits(model, tokens(model)), want)
+
+
+def test_the_trainer_of_a_swapped_model_saves_and_resumes(tmp_path: Path) -> None:
+    """Four steps at once, and two that are resumed: the same weights."""
+    ids = tokens(tiny("mixtral"))
+    data = [{"input_ids": row, "labels": row} for row in ids.repeat(2, 1)]
+
+    def run(folder: Path, resume: bool) -> Any:
+        model = tiny("mixtral")
+        swap_moe_blocks(model, settings={"losses": {}})
+        arguments = transformers.TrainingArguments(
+            str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, seed=1,
+            optim="sgd", learning_rate=0.5, report_to=[], use_cpu=True, disable_tqdm=True)
+        transformers.Trainer(model, arguments, train_dataset=data).train(
+            resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+        return model
+
+    first, second = run(tmp_path, False), run(tmp_path, True)
+    for name, value in first.state_dict().items():
+        if torch.is_tensor(value):
+            close(second.state_dict()[name], value)
+    assert not torch.allclose(logits(first, ids), logits(tiny("mixtral"), ids), rtol=1e-2)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    close(logits(again, ids), logits(first.eval(), ids))
 
 
 def test_check_hf_says_how_far_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +223,7 @@ def _on_a_rank(kind: str, want: torch.Tensor, trained: dict[str, torch.Tensor],
     train(model, steps=2, comm=comm)
     save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), comm,
          extra={"hf_config": model.config.to_dict()})
+    model.save_pretrained(folder.parent / "saved")
     restore_moe_blocks(model)
     for name, value in model.state_dict().items():
         close(value, trained[name])
@@ -189,8 +239,9 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
     train(model, steps=2)
     assert run_gloo(2, _on_a_rank, "qwen2_moe", want, model.state_dict(), folder) == [3, 3]
     assert main(["reshard", str(folder), str(tmp_path / "hf"), "--to", "hf", "--model-only"]) == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    close(logits(again, tokens(model)), logits(model, tokens(model)))
+    for name in ("hf", "saved"):
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        close(logits(again, tokens(model)), logits(model, tokens(model)))
 
 
 def test_what_cannot_be_swapped_is_named() -> None:
@@ -279,8 +330,6 @@ def test_what_a_swapped_model_cannot_do_is_named(tmp_path: Path) -> None:
         swap_moe_blocks(model)
     with pytest.raises(ValueError, match=r"output_router_logits=True .* restore_moe_blocks"):
         model(ids, labels=ids, output_router_logits=True)
-    with pytest.raises(ValueError, match=r"save_pretrained .* restore_moe_blocks"):
-        model.save_pretrained(tmp_path)
     model(ids, labels=ids, output_router_logits=False)
     restore_moe_blocks(model)
     assert model(ids, labels=ids, output_router_logits=True).aux_loss is not None

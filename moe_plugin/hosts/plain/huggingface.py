@@ -3,14 +3,14 @@
     model = AutoModelForCausalLM.from_pretrained(path)
     swap_moe_blocks(model, settings={"losses": {"switch": 0.01}})
     loss = model(ids, labels=ids).loss + auxiliary_loss(model)     # train
-    restore_moe_blocks(model)
-    model.save_pretrained(out)
+    model.save_pretrained(out)                                     # in the model's own format
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,9 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
 
     What the model computes stays the same up to rounding, what is frozen stays frozen, and routers
     that `transformers` keeps in float32 stay there (`router.fp32`). Each rank of `comm` keeps its
-    share of the experts. Collective. Until `restore_moe_blocks`,
-    `save_pretrained` and calls with `output_router_logits=True` are a `ValueError`.
+    share of the experts. Collective. `save_pretrained` (collective, too) writes the model's own
+    format with all experts, and `load_state_dict` takes what it wrote. Until `restore_moe_blocks`,
+    calls with `output_router_logits=True` are a `ValueError`.
 
     Args:
         model: a decoder of `transformers`: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 or -V3,
@@ -109,8 +110,9 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
     follow_passes(model)
     model.register_forward_pre_hook(_refuse_logits, with_kwargs=True)
+    model.register_load_state_dict_pre_hook(_load_theirs)
     if hasattr(model, "save_pretrained"):
-        cast(Any, model).save_pretrained = _refuse_saving
+        cast(Any, model).save_pretrained = _SaveTheirs(model)
     return swapped
 
 
@@ -128,10 +130,46 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
 
-def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "save_pretrained would write our layers, which transformers cannot read; call "
-        "restore_moe_blocks(model) first, or moe_plugin.checkpoint.save in training")
+class _SaveTheirs:
+    """`save_pretrained` of a model with our layers: what it would write with its own blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, state_dict: object = None, **kwargs: Any) -> None:
+        """As `PreTrainedModel.save_pretrained`, on all ranks, of which the first writes.
+
+        state_dict: not read, since it has our names.
+        """
+        model = cast(Any, self.model)
+        state = dict(model.state_dict())
+        for name, swapped in swapped_blocks(model):
+            for key in [key for key in state if key.startswith(f"{name}.")]:
+                del state[key]
+            block = _restored(swapped, model.config.to_dict())
+            state |= {f"{name}.{key}": value for key, value in block.state_dict().items()}
+        writes = kwargs.pop("is_main_process", True) and default_comm().rank == 0
+        type(model).save_pretrained(model, *args, state_dict=state, is_main_process=writes,
+                                    **kwargs)
+
+
+def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before `load_state_dict`: our layers take what has the names of `transformers`."""
+    own = {f"{prefix}{name}.": swapped for name, swapped in swapped_blocks(model)}
+    if not own or any(key.startswith(tuple(own)) and ".moe." in key for key in state):
+        return
+    root = "" if cast(Any, model).base_model is not model else "model."
+    source = to_neutral(state_source(
+        {f"{root}{name.removeprefix(prefix)}": value for name, value in state.items()},
+        cast(Any, model).config.to_dict()))
+    for name in [name for name in state if ".mlp." in name or ".block_sparse_moe." in name]:
+        if name.startswith(tuple(own)) or ".block_sparse_moe." in name:
+            del state[name]
+    for index, layer in enumerate(cast(Any, model).base_model.layers):
+        if isinstance(layer.mlp, SwappedBlock):
+            load_layer(layer.mlp.moe, source, f"layers.{index}.moe.")
+    for start, swapped in own.items():
+        state |= {f"{start}{name}": value for name, value in swapped.state_dict().items()}
 
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
@@ -209,16 +247,22 @@ def restore_moe_blocks(model: nn.Module) -> None:
     """
     config = model.config.to_dict()
     for name, swapped in list(swapped_blocks(model)):
-        state = full_state(swapped.moe)
-        # not the router's, which `router.fp32` keeps in another dtype
-        block, weight = swapped.original[0], next(swapped.moe.experts.parameters())
-        view = _theirs(state, config)
-        _allocate(block, view, weight)
-        _load(block, view)
-        _carry_back(swapped.moe, block, state, config)
         parent, _, child = name.rpartition(".")
+        block = _restored(swapped, config)
         setattr(model.get_submodule(parent), child, block.train(swapped.training))
     _allow_again(model)
+
+
+def _restored(swapped: SwappedBlock, config: dict[str, Any]) -> nn.Module:
+    """The model's own block with the weights of our layer, of all ranks. Collective."""
+    state = full_state(swapped.moe)
+    # not the router's, which `router.fp32` keeps in another dtype
+    block, weight = copy.deepcopy(swapped.original[0]), next(swapped.moe.experts.parameters())
+    view = _theirs(state, config)
+    _allocate(block, view, weight)
+    _load(block, view)
+    _carry_back(swapped.moe, block, state, config)
+    return block
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
@@ -242,7 +286,7 @@ def _allow_again(model: nn.Module) -> None:
     for number, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse_logits:
             del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
-    if model.__dict__.get("save_pretrained") is _refuse_saving:
+    if isinstance(model.__dict__.get("save_pretrained"), _SaveTheirs):
         del model.save_pretrained
 
 

@@ -1,0 +1,77 @@
+"""`RoutedExperts`: the path of an MoE layer behind its router, for models that route by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.comm import Comm
+from moe_plugin.config import MoEConfig
+from moe_plugin.experts.base import Experts
+from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
+from moe_plugin.tuning.layout_selector import LayoutSelector
+from moe_plugin.tuning.layouts import LayerLayout
+from moe_plugin.tuning.placement import place_experts
+
+
+class RoutedExperts:
+    """Plan, dispatch, experts and combine of choices that the caller made.
+
+    It is no module and has no parameters: whose the experts are, `experts` knows. An expert's
+    gradient is the sum over the tokens of all ranks in `comm`, as of `MoELayer`. Collective.
+
+    Args:
+        config: sizes, `dispatch`, `parallel`, `comm`, `tuner` and `experts.compute` are read.
+        comm: the expert-parallel group.
+        experts: `experts(config, placement)` makes what computes this rank's experts.
+        agreed: see `HostContext`.
+    Raises:
+        ValueError: config, group and experts do not fit together, or differ between ranks.
+    """
+
+    def __init__(self, config: MoEConfig, comm: Comm,
+                 experts: Callable[[MoEConfig, Placement], Experts], *,
+                 dtype: torch.dtype | None = None,
+                 agreed: Mapping[str, Any] = MappingProxyType({})) -> None:
+        # on the meta device, because the experts have their memory already
+        config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", agreed=agreed)
+        self.config, self.placement = config, place
+        self.experts = experts(config, place)
+        self.layouts = LayoutSelector(config, place, self.experts, HostContext(agreed=agreed))
+
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
+                 training: bool = True) -> Tensor:
+        """Each token's experts, weighted and summed.
+
+        Args:
+            x_TD: [T, D] tokens of this rank; any number, also none.
+            ids_TK: int64 [T, K], global indices of experts; -1: no expert.
+            weights_TK: floating-point [T, K]; 0 where there is no expert.
+            training: layouts are tuned, and evaluation's settings are not read.
+        Returns: [T, D] in x's dtype.
+        Raises:
+            CommError: a collective failed or timed out; it names rank, collective and sizes.
+        """
+        wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        none = torch.zeros((), device=x_TD.device)
+        routing = Routing(ids_TK, weights_TK.to(wide), None, {}, none, none.long())
+        kept = KeptRouting(routing, None, None, routing)
+        layout = self.layouts.select(kept, None, training)
+        if torch.compiler.is_compiling() and not layout.compiles:
+            from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
+
+            y_TD: Tensor = uncompiled(self._through_experts, layout, x_TD, kept)
+            return y_TD
+        return self._through_experts(layout, x_TD, kept)
+
+    def _through_experts(self, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting) -> Tensor:
+        plan = layout.dispatcher.plan(kept)
+        sent = layout.dispatch(x_TD, plan, self.experts)
+        for rows in sent:
+            sent.put_back(self.experts(rows))
+        return layout.dispatcher.combine(sent, plan)
