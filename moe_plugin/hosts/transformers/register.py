@@ -54,7 +54,9 @@ def _check(settings: Mapping[str, Any]) -> None:
                 f"{', '.join(s.rstrip('.') for s in SETTINGS)}, because the model has its own "
                 "router and experts; leave it out, or put our layer in their place with "
                 "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
-    with_overrides(from_dict({"model_dim": 8}), settings)
+    if with_overrides(from_dict({"model_dim": 8}), settings).parallel.spill == "standing":
+        raise ValueError("parallel.spill='standing' in a model of transformers, which tells nobody "
+                         "that a step is over: must be another; use parallel.spill='least_loaded'")
 
 
 class _Kept:

@@ -1,0 +1,61 @@
+"""`ep_implementation="moe_plugin"` on the meshes of `transformers`: losses and gradients of one
+process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+import moe_plugin.hosts.transformers as ours  # noqa: E402
+from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
+from tests.distributed import run_gloo  # noqa: E402
+
+SETTINGS = {"moe_plugin": {}, "pieces, once": {"parallel.d": 2, "dispatch.send": "ranks"},
+            "gathered": {"parallel.r": 0}, "tuned": {"parallel.mode": "auto"},
+            "lent": {"parallel.spill": "least_loaded"}}
+
+
+def reference(folder: Path, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder,
+                                                              experts_implementation="eager")
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _rank(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Tensor,
+          want: tuple[float, dict[str, torch.Tensor]]) -> None:
+    shared = mesh.get("tp_size", 1) > 1
+    mine = ids if shared else ids.chunk(dist.get_world_size())[dist.get_rank()]
+    for name in names:
+        ours.use(SETTINGS[name], name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=transformers.distributed.DistributedConfig(
+                **mesh, ep_implementation=name)).train()
+        loss = model(mine, labels=mine).loss
+        loss.backward()
+        if shared:
+            assert abs(float(loss.detach()) - want[0]) <= 1e-6 * want[0]
+        for key, parameter in model.named_parameters():
+            grad: Any = parameter.grad
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            error = (whole - want[1][key]).abs().max() / want[1][key].abs().max()
+            assert error <= 5e-6, (name, key, float(error))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind,mesh,names", [
+    ("mixtral", {"tp_size": 2, "ep_size": 2}, ["moe_plugin", "pieces, once", "lent"]),
+    ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, ["moe_plugin", "gathered", "tuned"])])
+def test_gradients_are_those_of_one_process(kind: str, mesh: dict[str, int], names: list[str],
+                                            tmp_path: Path) -> None:
+    tiny(kind).save_pretrained(tmp_path)
+    ids = tokens(tiny(kind), batch=4, length=13)
+    run_gloo(2, _rank, tmp_path, mesh, names, ids, reference(tmp_path, ids))
