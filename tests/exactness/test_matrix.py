@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,8 +30,9 @@ from tests.oracle import ACTIVATIONS, Case
 MATRIX = [cell for dispatch in dispatchers.names()
           for cell in cells.cells_of(dispatch) + cells.once_cells(dispatch)]
 SAME_TOKENS = [cell for dispatch in cells.own_tokens() for cell in cells.parm_cells(dispatch)]
+ROUNDED = [cell for name in dispatchers.names()
+           for cell in cells.fp8_cells(name) + cells.block_cells(name)]
 EVERY = 20  # of so many cells one runs with the fast tests
-USUAL = {*every_value(MATRIX), *range(0, len(MATRIX), 3)}  # the others with the slow tests
 LOOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # of the norm, as docs/precision.md says: to the reference, and to one that rounds as the layer does
 # (of MXFP8 and NVFP4 without the rounding in weight gradients, whose blocks are rows of a layout)
@@ -54,23 +57,25 @@ def run_cell(cell: Cell) -> None:
         compare(case, results_of(cell), reference(case))
 
 
-@pytest.mark.parametrize("cell", [
-    pytest.param(cell, marks=[pytest.mark.fast] if number % EVERY == 0 else
-                 [] if number in USUAL else [pytest.mark.slow])
-    for number, cell in enumerate(MATRIX)
-], ids=name_of)
+def lanes(some: list[Cell], fast: bool = False) -> list[Any]:
+    """Every value, and every third cell, with the usual tests; the others with the slow ones."""
+    usual = {*every_value(some), *range(0, len(some), 3)}
+    return [pytest.param(cell, marks=[pytest.mark.fast] if fast and number % EVERY == 0 else
+                         [] if number in usual else [pytest.mark.slow])
+            for number, cell in enumerate(some)]
+
+
+@pytest.mark.parametrize("cell", lanes(MATRIX, fast=True), ids=name_of)
 def test_cell(cell: Cell) -> None:
     run_cell(cell)
 
 
-@pytest.mark.parametrize("cell", SAME_TOKENS, ids=name_of)
+@pytest.mark.parametrize("cell", lanes(SAME_TOKENS), ids=name_of)
 def test_cell_of_ranks_with_the_same_tokens(cell: Cell) -> None:
     run_cell(cell)
 
 
-@pytest.mark.parametrize("cell", [cell for name in dispatchers.names()
-                                  for cell in cells.fp8_cells(name) + cells.block_cells(name)],
-                         ids=name_of)
+@pytest.mark.parametrize("cell", lanes(ROUNDED), ids=name_of)
 def test_cell_of_rounded_products(cell: Cell) -> None:
     """The router's gradient is that of the rounded products: where the weights of a token sum to a
     constant, it is a difference between experts, and rounding changes it by any amount.
