@@ -23,7 +23,7 @@ from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
-from moe_plugin.kernels.weight_grads import GradSums
+from moe_plugin.kernels.weight_grads import GradSums, LaterGrads
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowPlan
 from moe_plugin.registry import Registry
@@ -59,6 +59,8 @@ class FFNParameters:
             strategies compute as torch is set to.
         rounded: of the module whose weights these are, where precision rounds them; None: a call
             makes its own.
+        later: where strategy `kernels` leaves the weights' gradients in exact precisions, in the
+            place of computing them in backward; other strategies compute them there.
     """
 
     w_in_LDF: Tensor
@@ -77,6 +79,7 @@ class FFNParameters:
     precision: str = "ieee"
     rounded: RoundedWeights | None = None
     keep: Keep | None = None
+    later: LaterGrads | None = None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.

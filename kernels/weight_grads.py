@@ -1,5 +1,6 @@
 """Weight gradients that are added up in place: of calls that compute with the same weights, where
-the first wrote them (`GradSums`), and where the host keeps them (`MainGrad`).
+the first wrote them (`GradSums`), and where the host keeps them (`MainGrad`); and those that are
+computed after their backward pass (`LaterGrads`).
 
 The pieces of one layer call are calls with the same weights. Autograd would make a whole gradient
 for each and add them one by one, three passes over the weights' memory a piece.
@@ -16,6 +17,7 @@ counted twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,3 +228,27 @@ class _RedirectGrad(torch.autograd.Function):
 def redirect_grad(parameter: nn.Parameter) -> Tensor:
     """The parameter, for any use; the gradient of this use is added to `parameter.main_grad`."""
     return _RedirectGrad.apply(parameter)
+
+
+class LaterGrads:
+    """Weight gradients that backward passes leave to be computed when `compute` is called, so that
+    what the pass gives to others, the rows' gradients, is on its way first.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[Callable[[], Mapping[str, Tensor | None]]] = []
+
+    def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Leave a pass's gradients: `work` returns them by name, None: not needed."""
+        self._left.append(work)
+
+    @torch.no_grad()
+    def compute(self, weights: Mapping[str, Tensor]) -> None:
+        """Add what was left, in the order of the passes, to the `grad` of weights by these names.
+        """
+        left, self._left = self._left, []
+        for work in left:
+            for name, grad in work().items():
+                if grad is not None:
+                    before = weights[name].grad
+                    weights[name].grad = grad if before is None else before.add_(grad)

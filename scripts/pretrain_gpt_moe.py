@@ -20,6 +20,7 @@ import inspect
 from functools import partial
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -42,8 +43,6 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
                    pg_collection=None):
     """The part of the model that this pipeline stage has, with the layers that `--spec` names."""
     args = get_args()
-    if args.context_parallel_size > 1:
-        raise ValueError("this example does not split sequences: --context-parallel-size must be 1")
     config = config or arguments.core_transformer_config_from_args(args)
     layers = import_module(args.spec)
     prediction = None
@@ -70,12 +69,19 @@ def datasets(samples, vp_stage=None):
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    documents = getattr(args, "dataloader_inter_document_masking", False)
+    if documents and (args.context_parallel_size > 1 or (
+            args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1)):
+        raise ValueError("this example splits no documents and sends one sequence from stage to "
+                         "stage: --dataloader-inter-document-masking needs --context-parallel-size "
+                         "1, and with pipeline stages --micro-batch-size 1")
     config = GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=blend,
         blend_per_split=blend_per_split, split=args.split, tokenizer=get_tokenizer(),
         path_to_cache=args.data_cache_path, reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask, eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader)
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        **({"inter_document_masking": True} if documents else {}))
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
 
@@ -95,19 +101,50 @@ def lm_loss(loss_mask, losses):
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
+def part_of_sequence(name, value):
+    """This context-parallel rank's part of a tensor of a batch, as Megatron cuts sequences: one of
+    2 N pieces, and the one as far from the end.
+    """
+    parts = get_args().context_parallel_size
+    if parts == 1:
+        return value
+    axis, part = 2 if name == "attention_mask" else 1, mpu.get_context_parallel_rank()
+    pieces = value.chunk(2 * parts, axis)
+    return torch.cat([pieces[part], pieces[-1 - part]], axis)
+
+
+def packed(batch):
+    """(the batch as one long sequence, where its documents begin): what a dataset gives under
+    `--dataloader-inter-document-masking` (megatron-core 0.19), for attention within documents.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import flatten_batch_for_packed_sequences
+
+    length = batch["tokens"].shape[1]
+    batch = flatten_batch_for_packed_sequences(batch)
+    starts, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+    return batch, PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
+        max_seqlen_kv=longest, tokens_per_sample=length)
+
+
 def forward_step(batches, model, return_schedule_plan=False):
     """One micro-batch through this pipeline stage: (losses or activations, the loss function).
 
     return_schedule_plan: Megatron asks for a plan to compute them in their place, under
     `--overlap-moe-expert-parallel-comm`.
     """
-    batch = {
+    batch, documents = {
         name: value.cuda(non_blocking=True) for name, value in next(batches).items()
         if isinstance(value, torch.Tensor)
-    }
+    }, {}
+    if "cu_seqlens" in batch:
+        batch, documents["packed_seq_params"] = packed(batch)
+    else:
+        batch = {name: part_of_sequence(name, value) for name, value in batch.items()}
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"),
-                 labels=batch["labels"], loss_mask=batch["loss_mask"])
+                 labels=batch["labels"], loss_mask=batch["loss_mask"], **documents)
     return output, partial(lm_loss, batch["loss_mask"])
 
 

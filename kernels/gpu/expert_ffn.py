@@ -37,7 +37,7 @@ from moe_plugin.kernels.rounded import RoundedCall, RoundedProducts, rounded_cal
 from moe_plugin.kernels.row_weight_grads import RowWeightGrads
 from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
-from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads
 from moe_plugin.records import RowPlan
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
@@ -95,7 +95,8 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
             sums.calls += 1
         # the pieces' exchanges run beside the products
         groups = RowGroups(counts, x.device, beside=p.sums is not None)
-        call = _Call(groups, p.activation, p.precision, redirected, sums, rounded)
+        later = None if autocast or rounded is not None else p.later
+        call = _Call(groups, p.activation, p.precision, redirected, sums, rounded, later)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
             return _Stashed.apply(keep, call, x, *maps, *tensors)
@@ -112,7 +113,7 @@ class _Call:
     """What the forward and the backward pass of a call share, apart from tensors.
 
     groups: with the tables of tiles, which forward makes and backward uses again. The others: as in
-    `FFNParameters` and `rounded_call`.
+    `FFNParameters` and `rounded_call`; later: None where this call cannot leave anything.
     """
 
     groups: RowGroups
@@ -121,6 +122,7 @@ class _Call:
     main_grad_weights: Mapping[str, Tensor]
     sums: GradSums
     rounded: RoundedCall | None
+    later: LaterGrads | None = None
 
 
 # one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break.
@@ -223,9 +225,10 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                w_in: Tensor, w_gate: Tensor | None, w_out: Tensor, b_out: Tensor | None,
                activation: str, precision: str, needs: Sequence[bool],
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
-               rounded: RoundedCall | None = None) -> list[Tensor | None]:
+               rounded: RoundedCall | None = None,
+               later: LaterGrads | None = None) -> list[Tensor | None]:
     """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`, and of
-    calls that share `sums` the last one returns the weights'.
+    calls that share `sums` the last one returns the weights'. later: all of these are left there.
     """
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
     token_R = _tokens(source_R, position_TK)
@@ -239,8 +242,15 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
     rounded_products = _ROUNDED.get(precision)
     weights = RowWeightGrads(groups, "ieee" if rounded_products else precision, rounded_products,
                              main_grad_weights, sums)
-    grad_in, grad_gate = weights.first(x, token_R, g_h if needs[2] else None,
-                                       g_gate if needs[4] else None)
+    first = functools.partial(weights.first, x, token_R, g_h if needs[2] else None,
+                              g_gate if needs[4] else None)
+
+    def last() -> Tensor | None:
+        return weights.one("w_out_LFD", scaled_RF, grad_y, None, token_R) if needs[6] else None
+
+    if later is not None:
+        later.add(lambda: dict(zip(WEIGHTS, (*first(), last()), strict=True)))
+    grad_in, grad_gate = first() if later is None else (None, None)
     return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK, precision) if needs[0] else None,
         _grad_gates(groups, dots_CR, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype)
@@ -249,7 +259,7 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
         expert_bias_grad(g_h, groups, None, None) if needs[3] else None,
         grad_gate,
         expert_bias_grad(g_gate, groups, None, None) if needs[5] else None,
-        weights.one("w_out_LFD", scaled_RF, grad_y, None, token_R) if needs[6] else None,
+        last() if later is None else None,
         expert_bias_grad(grad_y, groups, token_R, scale_R) if needs[7] else None,
     ]
 
@@ -336,7 +346,7 @@ class _Direct(torch.autograd.Function):
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
         x, gates, *rest = _gradients(
             call.groups, grad_y, *ctx.saved_tensors, call.activation, call.precision, needed,
-            call.main_grad_weights, call.sums, call.rounded)
+            call.main_grad_weights, call.sums, call.rounded, call.later)
         if call.rounded is not None:
             call.rounded.spent()
         return None, x, gates, None, None, *rest

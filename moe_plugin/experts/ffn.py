@@ -31,7 +31,7 @@ from moe_plugin.kernels.expert_ffn import (
     strategies,
 )
 from moe_plugin.kernels.rounded import RoundedWeights
-from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
+from moe_plugin.kernels.weight_grads import WEIGHTS, LaterGrads, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import exporting
 from moe_plugin.records import ExpertRows, HostContext, Placement
@@ -56,6 +56,8 @@ class FFNExperts(Experts):
 
     gated = False
     supports_gather = True
+    # where a host has them left that asks for them after the backward pass
+    later: LaterGrads | None = None
 
     def __init__(self, config: MoEConfig, placement: Placement, *,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
@@ -174,7 +176,7 @@ class FFNExperts(Experts):
                 consecutive shards; None: what is stored here.
             first_shard: the first of these shards; None: that of this rank.
         """
-        redirected, rounded = {}, None
+        redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
             redirected = self.main_grad_weights()
         # evaluation may be of averaged weights that were put there unseen
@@ -191,7 +193,7 @@ class FFNExperts(Experts):
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
                              self.config.recompute_activation, precision=self.config.precision,
-                             rounded=rounded)
+                             rounded=rounded, later=None if borrowed else self.later)
 
 
 @expert_kinds.register("gated_ffn")

@@ -115,12 +115,14 @@ class LayerLayout:
         """The layout for a call that `timer` times."""
         return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
 
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module) -> Sent:
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
+                 anchored: bool = True) -> Sent:
         """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
 
-        experts: of the layer, or what stands in their place.
+        experts: of the layer, or what stands in their place. anchored: False where all ranks'
+            tokens have gradients, or none's.
         """
-        anchor = self.experts.anchor
+        anchor = self.experts.anchor if anchored else None
         if experts is not self.experts:
             anchor = self._anchor_of(experts)
         if self.plain:

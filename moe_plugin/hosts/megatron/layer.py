@@ -112,6 +112,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.needs = needs_of(moe.router)
         if setting(config, "overlap_moe_expert_parallel_comm"):
             stages.check(self)
+        if setting(config, "delay_wgrad_compute"):
+            stages.delay(self)
         watch_store(moe, lambda: f"layer{self.layer_number}")
         self._clock, self._recordings = StepClock(), Recordings(moe, config)
         self.run_ends_steps = False
@@ -216,6 +218,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             from moe_plugin.tuning.uncompiled import uncompiled
 
             return uncompiled(self.forward, hidden_states, None, padding_mask)
+        if self.training and torch.is_grad_enabled() and setting(
+                self.config, "delay_wgrad_compute"):
+            raise ValueError(
+                "delay_wgrad_compute=True does not fit a whole call of an MoE layer in training, "
+                "after which nothing takes its weights' gradients: must be False without the "
+                "schedule of overlap_moe_expert_parallel_comm=True; leave it out")
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         if self.losses.passes > 1 and self.training and not inside_backward():
             with self._recordings.of_next(self.losses.passes):
@@ -335,7 +343,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 def _refused(name: str) -> Any:
     def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
         raise ValueError(
-            f"MoELayer.{name} is not a step of moe-plugin's layer: set delay_wgrad_compute=False; "
+            f"MoELayer.{name} is not a step of moe-plugin's layer: "
             f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}")
 
     call.__name__, call.__doc__ = name, ("Not offered: a `ValueError` that names the setting to "
@@ -343,7 +351,7 @@ def _refused(name: str) -> Any:
     return call
 
 
-for _name in ("router_and_preprocess", "backward_dw"):
+for _name in ("router_and_preprocess",):
     setattr(PluginMoELayer, _name, _refused(_name))
 
 

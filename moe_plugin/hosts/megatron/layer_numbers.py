@@ -30,11 +30,6 @@ def first_moe_layer(config: Any) -> int:
     return 1 + pattern.index(1) if 1 in pattern else 1
 
 
-def all_layers_moe(config: Any) -> bool:
-    """True where `moe_layer_freq` makes every layer an MoE layer."""
-    return all(_pattern(config))
-
-
 def last_layer_is_moe(config: Any) -> bool:
     """True where the last layer, which those of multi-token prediction are like, is an MoE layer.
     """

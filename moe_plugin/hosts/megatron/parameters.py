@@ -41,6 +41,11 @@ def wait_for(experts: nn.Module) -> None:
     without their forward: gathered (r = 0), broadcast, or token by token. Where their forward is
     called as well, the hook finds nothing left to do.
     """
+    if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
+        raise ValueError(
+            "Megatron-FSDP around moe-plugin's MoE layer is not supported, because its results "
+            "have not been compared with Megatron's own: must be DistributedDataParallel; use it, "
+            "with use_distributed_optimizer=True")
     for key, hook in tuple(experts._forward_pre_hooks.items()):
         of_megatron = (hook.__module__ or "").startswith("megatron.")
         if of_megatron and key not in experts._forward_pre_hooks_with_kwargs:

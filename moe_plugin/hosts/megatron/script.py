@@ -283,9 +283,12 @@ def _refuse_unfit() -> None:
     """Before a model is built, which takes minutes."""
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron.guards import guard_of
+    from moe_plugin.hosts.megatron.pipeline.base import refuse_virtual
 
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
+    refuse_virtual(run_config(settings_from_flags(arguments)).pipeline.schedule,
+                   arguments.get("virtual_pipeline_model_parallel_size"))
     guard_of(args, settings_from_flags(arguments))
     ensemble.ensemble_of(args)
     replicas.check(args)

@@ -28,9 +28,9 @@ from moe_plugin.config import run_config, settings_from_yaml
 from moe_plugin.config.options import MOST_EXPERTS
 from moe_plugin.config.tree import unread
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config, setting
+from moe_plugin.hosts.megatron.compat.stage_specs import StageSpecs, in_one_stage
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.layer_numbers import all_layers_moe
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.messages import short
 
@@ -85,8 +85,8 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
     our MoE layer. Before there are arguments and groups: what the script's model builder calls.
 
     Raises:
-        ValueError: arguments that describe other layers than Megatron's standard ones, or virtual
-            pipeline stages with layers of several kinds; it names the flag.
+        ValueError: arguments that describe other layers than Megatron's standard ones; it names
+            the flag.
     """
     arguments, settings = script_arguments(), _checked(settings)
     for name in _OTHER_LAYERS:
@@ -106,14 +106,15 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
 
 def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) -> Any:
     config = script_config()
-    if not config.virtual_pipeline_model_parallel_size:
-        return _swapped(core.gpt_block_spec(config, transformer_engine), settings)
-    if not all_layers_moe(config):  # a spec does not know which virtual stage it is for
-        raise ValueError(
-            f"moe_layer_freq={short(config.moe_layer_freq)} cannot be used with virtual pipeline "
-            "stages and --spec: must be 1; leave out --moe-layer-freq or the virtual stages")
-    first = core.gpt_block_spec(config, transformer_engine, vp_stage=0)
-    return swap_moe(first.layer_specs[0], settings)
+
+    def of_stage(vp_stage: int | None) -> Any:
+        return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
+
+    if not config.virtual_pipeline_model_parallel_size and not setting(
+            config, "pipeline_model_parallel_layout"):
+        return of_stage(None)
+    whole = core.gpt_block_spec(in_one_stage(config), transformer_engine)
+    return StageSpecs(_swapped(whole, settings), of_stage)
 
 
 def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | None,

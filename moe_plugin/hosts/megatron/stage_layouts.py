@@ -177,6 +177,10 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
         *((bool(getattr(args, name, None)), name, getattr(args, name, None), "left out",
            "stages have different groups") for name in (
                "mtp_num_layers", "mtp_detach_heads", "use_tp_pp_dp_mapping")),
+        (bool(getattr(args, "pipeline_model_parallel_layout", None)),
+         "pipeline_model_parallel_layout", getattr(args, "pipeline_model_parallel_layout", None),
+         "left out", "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-"
+         "num-layers for stages of other length"),
         (getattr(args, "eval_micro_batch_size", None) not in (None, args.micro_batch_size),
          "eval_micro_batch_size", getattr(args, "eval_micro_batch_size", None),
          f"micro_batch_size={args.micro_batch_size}", "leave it out"),

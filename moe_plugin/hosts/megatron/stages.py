@@ -13,11 +13,13 @@ is under way in a layer at a time; backward passes in between do not touch it.
 | `dispatch` | dispatch |
 | `routed_experts_compute` | experts |
 | `combine`, `postprocess` | combine, leave |
+| `backward_dw` | weight gradients, under `delay_wgrad_compute` |
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,10 @@ from torch import Tensor
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.dispatch import Sent
 from moe_plugin.dispatch.rows import TokenPlan, with_weights
+from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.hosts.megatron import parameters
 from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
+from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
 from moe_plugin.tuning.layouts import LayerLayout
@@ -92,7 +96,9 @@ class Stages:
         call = self._call
         call.traffic.go_on()
         parameters.wait_for(self.experts)
-        call.sent = call.layout.dispatch(hidden_states, call.plan, self.experts)
+        # no anchor: the exchanges' backward passes would run the hook of a parameter that gets its
+        # gradient from the experts' alone, and Megatron's overlapped reduction takes it there
+        call.sent = call.layout.dispatch(hidden_states, call.plan, self.experts, anchored=False)
         [call.work] = call.sent
         call.traffic.hold()
         rows_RD = call.work.x
@@ -126,6 +132,42 @@ class Stages:
         self._observe(MoEOutput(output, {}, stats))
         y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
         return y if shared_expert_output is None else y + shared_expert_output
+
+
+    def register_wgrad_accumulation_and_reduce_hooks(self: Any, hook: Callable[[], Any]) -> None:
+        """Called by Megatron's data-parallel wrapper for each of the experts' parameters: what
+        takes its gradient and begins its reduction, once `backward_dw` has computed it.
+        """
+        self._gradient_hooks.append(hook)
+
+    def backward_dw(self: Any, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """What backward passes have left of weight gradients."""
+        if routed_experts:
+            if isinstance(self.experts, FFNExperts) and self.experts.later is not None:
+                self.experts.later.compute(dict(self.experts.named_parameters(recurse=False)))
+            if not self._gradient_hooks and any(
+                    hasattr(parameter, "main_grad") for parameter in self.experts.parameters()):
+                raise ValueError(
+                    "delay_wgrad_compute=True of a TransformerConfig needs it in "
+                    "DistributedDataParallelConfig, too, which would take no gradient of the "
+                    "experts: must be the same in both; set it there")
+            for hook in self._gradient_hooks:
+                hook()
+        if shared_experts and self.shared_experts is not None:
+            self.shared_experts.backward_dw()
+
+
+def delay(layer: Any) -> None:
+    """Leave the weight gradients of a `PluginMoELayer` to `backward_dw`.
+
+    Strategy `kernels` computes them there; other ways to compute experts have them from the
+    backward pass. Megatron takes all of them there.
+    """
+    layer._gradient_hooks = []
+    for parameter in layer.experts.parameters():
+        parameter.skip_backward_post_hook = True
+    if isinstance(layer.experts, FFNExperts):
+        layer.experts.later = LaterGrads()
 
 
 def check(layer: Any) -> None:

@@ -29,7 +29,12 @@ from moe_plugin.config import (
 )
 from moe_plugin.config.router import router_names
 from moe_plugin.hosts.megatron import balance
-from moe_plugin.hosts.megatron.compat.settings import plain_name, setting, with_known_names
+from moe_plugin.hosts.megatron.compat.settings import (
+    plain_name,
+    script_arguments,
+    setting,
+    with_known_names,
+)
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 from moe_plugin.routing import only_read
@@ -246,8 +251,6 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_latent_size", (None, 0), "leave it unset"),
     ("glu_linear_offset", (None, 0, 0.0), "set it to 0"),
     ("activation_func_clamp_value", (None,), "leave it unset"),
-    ("delay_wgrad_compute", _OFF, "set it to False: the experts' weight gradients are computed "
-     "with the others, in one backward pass"),
     ("overlap_dispatch_backward_with_experts_wgrad", _OFF, "set it to False"),
     ("moe_mlp_glu_interleave_size", (None,), "leave it unset"),
     ("moe_expert_rank_capacity_factor", (None,), "leave it unset"),
@@ -280,6 +283,7 @@ def refuse_unsupported(native: Any) -> None:
             )
     _refuse_lists(native)
     _refuse_confused_stages(native)
+    _refuse_wrappers(script_arguments())
 
 
 def _refuse_confused_stages(native: Any) -> None:
@@ -294,6 +298,16 @@ def _refuse_confused_stages(native: Any) -> None:
             "between two ranks it takes activations for gradients; set overlap_p2p_comm=True and "
             "batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
             "pipeline stages, or no virtual ones")
+
+
+def _refuse_wrappers(arguments: Mapping[str, Any]) -> None:
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_context_parallel"):
+        if arguments.get(name):
+            raise ValueError(
+                f"{name}=True is not supported by moe-plugin's MoE layer, whose results with it "
+                f"nobody has compared with Megatron's own: must be False; leave out "
+                f"--{name.replace('_', '-')}" + (
+                    ", and use --use-distributed-optimizer" if "fsdp" in name else ""))
 
 
 def _refuse_lists(native: Any) -> None:

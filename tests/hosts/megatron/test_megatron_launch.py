@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,14 +154,16 @@ def test_spec_follows_the_arguments() -> None:
             assert on_ranks(1, _model_by_arguments, settings) == [(layers, True)], settings
 
 
-def _spec_of_virtual_stages() -> bool:
-    """Whether `--spec` gives our MoE layer where every rank has two virtual stages."""
+def _spec_of_virtual_stages(settings: dict[str, Any]) -> list[list[tuple[int, bool]]]:
+    """By virtual stage: number and kind (whether it has our MoE layer) of each layer that a block
+    has which is built from what `--spec` gives.
+    """
     import argparse
-    import functools
     import importlib
     from types import SimpleNamespace
 
     from megatron.core import parallel_state as ps
+    from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_plugin.hosts.megatron import spec
@@ -171,7 +174,7 @@ def _spec_of_virtual_stages() -> bool:
         num_layers=4, hidden_size=16, num_attention_heads=2, num_moe_experts=2, moe_router_topk=1,
         moe_router_pre_softmax=True, use_cpu_initialization=True, add_bias_linear=False,
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32)
+        pipeline_dtype=torch.float32, overlap_p2p_comm=True, batch_p2p_comm=False, **settings)
     # what a parsed script leaves behind
     sys.modules["megatron.training.global_vars"] = SimpleNamespace(  # type: ignore[assignment]
         _GLOBAL_ARGS=argparse.Namespace(transformer_impl="local"))
@@ -179,17 +182,23 @@ def _spec_of_virtual_stages() -> bool:
         core_transformer_config_from_args=lambda _: config)
     sys.modules.setdefault("megatron.training", SimpleNamespace())  # type: ignore[arg-type]
     found = importlib.reload(spec).moe_layer
-    submodules = found.keywords["submodules"] if isinstance(
-        found, functools.partial) else found.submodules
-    mlp = submodules.mlp
-    return (mlp.func if isinstance(mlp, functools.partial) else mlp.module) is PluginMoELayer
+    assert len(found.layer_specs) == 4
+    blocks = [TransformerBlock(config, found, pre_process=False, post_process=False,
+                               vp_stage=stage) for stage in range(2)]
+    return [[(layer.layer_number, isinstance(layer.mlp, PluginMoELayer)) for layer in block.layers]
+            for block in blocks]
 
 
 @pytest.mark.distributed
-def test_spec_fits_virtual_stages() -> None:
+def test_spec_follows_virtual_stages() -> None:
+    """Layers of every kind, in stages of any length."""
     from tests.hosts.megatron.ranks import on_ranks
 
-    assert on_ranks(2, _spec_of_virtual_stages) == [True, True]
+    assert on_ranks(2, _spec_of_virtual_stages, {"moe_layer_freq": [0, 1, 1, 0]}) == [
+        [[(1, False)], [(3, True)]], [[(2, True)], [(4, False)]]]
+    layout = {"moe_layer_freq": [0, 1, 1, 1], "pipeline_model_parallel_layout": "Ett|t||tL"}
+    assert on_ranks(2, _spec_of_virtual_stages, layout) == [
+        [[(1, False), (2, True)], []], [[(3, True)], [(4, True)]]]
 
 
 def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:

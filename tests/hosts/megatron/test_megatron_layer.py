@@ -233,8 +233,8 @@ def _error(native: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 REFUSED = {
-    "wgrad": ({"delay_wgrad_compute": True}, {},
-              ("delay_wgrad_compute=True", "one backward pass")),
+    "wgrad": ({"overlap_dispatch_backward_with_experts_wgrad": True}, {},
+              ("overlap_dispatch_backward_with_experts_wgrad=True", "set it to False")),
     "clamp": ({"activation_func_clamp_value": 7.0}, {},
               ("activation_func_clamp_value=7.0", "unset")),
     "balance": ({"moe_router_load_balancing_type": ["aux_loss", "seqaux"]}, {},

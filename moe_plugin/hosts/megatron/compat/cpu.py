@@ -271,3 +271,12 @@ def _uneven() -> None:
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = scatter
+
+
+@_patch("transformer.dot_product_attention.DotProductAttention", "0.15 to 0.19",
+        "it refuses context parallelism and packed sequences, which Megatron has with Transformer "
+        "Engine alone")
+def _attention() -> None:
+    from moe_plugin.hosts.megatron.compat import sequence_parts
+
+    sequence_parts.extend()

@@ -78,11 +78,7 @@ class PipelineSchedule:
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
         """`ValueError` where a setting of Megatron, or an argument, does not fit."""
-        chunks = setting(config, "virtual_pipeline_model_parallel_size")
-        if chunks is not None and chunks > 1:
-            refuse(self.name, "virtual stages, num_virtual_stages_per_pipeline_rank", chunks,
-                   "left out", "virtual stages have Megatron's own interleaved schedule: use "
-                   "pipeline.schedule=1f1b, or leave them out")
+        refuse_virtual(self.name, setting(config, "virtual_pipeline_model_parallel_size"))
         graphs = plain_name(setting(config, "cuda_graph_impl", "none"))
         given = [(name, setting(config, name), "off") for name in _REFUSED
                  if setting(config, name, False)]
@@ -123,3 +119,15 @@ def refuse(schedule: str, name: str, value: Any, bound: str, remedy: str) -> Non
     """`ValueError`: a setting of Megatron does not fit a schedule."""
     raise ValueError(f"pipeline.schedule={schedule!r} does not fit {name}={value!r}: must be "
                      f"{bound}; {remedy}")
+
+
+def refuse_virtual(schedule: str, stages: int | None) -> None:
+    """`ValueError`: so many virtual stages of a rank with a schedule that has none; `auto` is
+    Megatron's own with them.
+    """
+    if (stages or 1) > 1 and schedule not in ("1f1b", "auto"):
+        refuse(schedule, "virtual stages, num_virtual_stages_per_pipeline_rank", stages, "left out",
+               "virtual stages have Megatron's own interleaved schedule: use "
+               "pipeline.schedule=1f1b, or leave out --num-virtual-stages-per-pipeline-rank, "
+               "--num-layers-per-virtual-pipeline-stage or the further stages of "
+               "--pipeline-model-parallel-layout")

@@ -1,0 +1,128 @@
+"""Attention without Transformer Engine for context parallelism and for packed sequences.
+
+Megatron-core's own `DotProductAttention` takes neither, so that a run on CPU could have neither.
+Here a context-parallel rank gathers the keys and values of the whole sequence, in the order of its
+tokens, and attends with its own queries: the numbers of one rank that has the sequence, without the
+memory that a ring saves. Packed sequences (THD) are one sequence in which no token sees another
+document.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from moe_plugin.hosts.megatron.compat.names import DotProductAttention, mappings
+from moe_plugin.messages import first_process
+
+logger = logging.getLogger("moe_plugin.megatron")
+
+
+def extend() -> None:
+    """Let `DotProductAttention` take parts of sequences and packed ones; stays for the life of the
+    process.
+    """
+    build, attend = DotProductAttention.__init__, DotProductAttention.forward
+    arguments, given_to = inspect.signature(build), inspect.signature(attend)
+
+    @functools.wraps(build)
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = arguments.bind(self, *args, **kwargs)
+        config = given.arguments["config"]
+        if config.context_parallel_size > 1:
+            given.arguments["config"] = copy.copy(config)
+            given.arguments["config"].context_parallel_size = 1
+        build(*given.args, **given.kwargs)
+        self.config = config
+        if config.context_parallel_size > 1:
+            _check(self)
+
+    @functools.wraps(attend)
+    def attended(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = given_to.bind(self, *args, **kwargs)
+        packed, parts = given.arguments.pop("packed_seq_params", None), (
+            self.config.context_parallel_size)
+        if packed is not None:
+            _packed(given.arguments, packed, parts)
+        elif parts > 1:
+            _gathered(given.arguments, _group(self), "causal" in self.attn_mask_type.name)
+        return attend(*given.args, **given.kwargs)
+
+    DotProductAttention.__init__, DotProductAttention.forward = built, attended
+
+
+def _check(attention: Any) -> None:
+    window = attention.scale_mask_softmax.window_size
+    if window is not None:
+        raise ValueError(
+            f"window_size={window} with context_parallel_size="
+            f"{attention.config.context_parallel_size} needs Transformer Engine's attention, which "
+            "is not here: must be left out; leave it out, or use --context-parallel-size 1")
+    if first_process():
+        _say_once(attention.config.context_parallel_size)
+
+
+@functools.cache
+def _say_once(parts: int) -> None:
+    logger.info("attention: torch's, over the keys and values of all %d context-parallel ranks, in "
+                "the place of Transformer Engine's", parts)
+
+
+def _group(attention: Any) -> Any:
+    own = getattr(attention.pg_collection, "cp", None)
+    return ps.get_context_parallel_group() if own is None else own
+
+
+def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
+    """Which of `length` tokens a context-parallel rank has, int64 [length / parts], in its order:
+    of 2 `parts` equal pieces the one of its number, and the one as far from the end.
+    """
+    pieces_PN = torch.arange(length).view(2 * parts, -1)
+    return pieces_PN[[part, -1 - part]].flatten()
+
+
+def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
+    """Puts keys and values of the whole sequence, and a mask for them, in the place of a part's."""
+    parts, own = group.size(), given["query"].shape[0]
+    length = own * parts
+    by_rank_S = torch.cat([tokens_of_part(length, parts, part) for part in range(parts)])
+    order_S = by_rank_S.argsort().to(given["key"].device)
+    for name in ("key", "value"):
+        whole = mappings.gather_from_sequence_parallel_region(given[name], group=group)
+        given[name] = whole.index_select(0, order_S)
+    mask = given["attention_mask"]
+    if mask is not None and mask.shape[-2:] != (own, length):
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} must be [batch, 1, {own}, {length}] with "
+            f"context_parallel_size={parts}: a rank's own tokens and those that they see; cut its "
+            "rows as tokens are cut")
+    if mask is None and causal:
+        own_N = tokens_of_part(length, parts, group.rank()).to(order_S.device)
+        seen_S = torch.arange(length, device=order_S.device)
+        given["attention_mask"] = (seen_S > own_N[:, None])[None, None]
+
+
+def _packed(given: dict[str, Any], packed: Any, parts: int) -> None:
+    """Puts a batch of one sequence [t, 1, heads, channels] in the place of packed ones [t, heads,
+    channels], and the mask that keeps them apart.
+    """
+    if parts > 1 or getattr(packed, "local_cp_size", None):
+        raise ValueError(
+            f"packed sequences with context_parallel_size={parts} need Transformer Engine's "
+            "attention, which is not here: must be 1; use --context-parallel-size 1")
+    for name in ("query", "key", "value"):
+        if given[name].dim() == 3:
+            given[name] = given[name].unsqueeze(1)
+    padded = getattr(packed, "cu_seqlens_q_padded", None)
+    ends_N = packed.cu_seqlens_q if padded is None else padded
+    token_S = torch.arange(given["query"].shape[0], device=ends_N.device)
+    document_S = torch.searchsorted(ends_N.long(), token_S, right=True)
+    apart_SS = document_S[:, None] != document_S
+    given["attention_mask"] = (apart_SS | (token_S > token_S[:, None]))[None, None]

@@ -1,0 +1,171 @@
+"""Gradients of whole models, with the layouts that a layer alone does not see: those of one rank
+with Megatron's own layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from tests.hosts.megatron.layers import Case, initialise_parallel
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.whole import Whole, steps, whole
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+FREQUENCY = [0, 1, 1, 0]
+BALANCE: dict[str, Any] = {
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01, "moe_layer_freq": FREQUENCY}
+
+
+def _same(ranks: list[list[dict[str, Any]]], number: int, wanted: dict[str, Tensor],
+          relative: float = 1e-4) -> None:
+    got = whole([rank[number] for rank in ranks])
+    assert got.keys() == wanted.keys() and len(got) > 20
+    for name, value in wanted.items():
+        limit = relative * float(value.abs().max())
+        assert limit and float((got[name] - value).abs().max()) < limit, (number, name)
+
+
+def _reference(case: Whole) -> dict[str, Tensor]:
+    return whole([rank[0] for rank in on_ranks(1, steps, [(case, None)])])
+
+
+STAGES = {"num_layers_in_first_pipeline_stage": 1, "pipeline_dtype": torch.float32}
+TWO = {
+    "CP2": Whole(cp=2), "CP2 EP2": Whole(cp=2, ep=2),
+    "first stage of one layer": Whole(pp=2, native=STAGES),
+    "virtual stages": Whole(pp=2, vpp=2),
+    "layout": Whole(pp=2, native={"pipeline_model_parallel_layout": "E|t*4L"}),
+    "layout, virtual stages": Whole(pp=2, vpp=2, native={
+        "pipeline_model_parallel_layout": "Et|tt||tL"}),
+}
+FOUR = {
+    "CP2 TP2 EP4": Whole(cp=2, tp=2, ep=4, sequence_parallel=True),
+    "CP2 PP2": Whole(cp=2, pp=2, native=STAGES),
+}
+
+
+@pytest.mark.parametrize("world,cases", [(2, TWO), (4, FOUR)])
+def test_gradients_equal_those_of_one_rank(world: int, cases: dict[str, Whole]) -> None:
+    every = [(replace(case, native={**BALANCE, **case.native}), {}) for case in cases.values()]
+    ranks = on_ranks(world, steps, every)
+    wanted = _reference(Whole(native=BALANCE))
+    for number in range(len(every)):
+        _same(ranks, number, wanted)
+
+
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "moe_layer_freq": 1}
+DELAY = {**OVERLAP, "delay_wgrad_compute": True}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+KERNELS = {"experts.compute": "kernels"}
+
+
+def _delayed(compute: dict[str, Any], ddp: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Gradients with and without delay; weight gradients that were computed later."""
+    from moe_plugin.kernels import weight_grads
+
+    counted, add = [], weight_grads.LaterGrads.add
+    weight_grads.LaterGrads.add = lambda self, work: counted.append(add(self, work))
+    found = [steps([(Whole(ep=2, dtype=torch.bfloat16, ddp={**ddp, **more}, native={
+        **BALANCE, **SHARED, **native}), compute)])[0]
+        for native, more in ((OVERLAP, {}), (DELAY, {"delay_wgrad_compute": True}))]
+    return found, len(counted)
+
+
+@pytest.mark.parametrize("compute,ddp,later", [
+    (KERNELS, {}, 16), (KERNELS, {"overlap_grad_reduce": True}, 16), ({}, {}, 0)],
+    ids=["kernels", "kernels, overlapped reduction", "computed at once"])
+def test_delayed_weight_gradients_are_the_same(compute: dict[str, Any], ddp: dict[str, Any],
+                                               later: int) -> None:
+    """Those of the experts of 4 layers and 4 micro-batches; reduced when they are there."""
+    ranks = on_ranks(2, _delayed, compute, ddp)
+    at_once, delayed = (whole([found[number] for found, _ in ranks]) for number in range(2))
+    assert [count for _, count in ranks] == [later] * 2
+    assert sum(".linear_fc1" in name for name in at_once) == 20  # 16 experts, 4 shared
+    for name, value in at_once.items():
+        assert torch.equal(value, delayed[name]) and value.any(), name
+
+
+def _alone() -> str:
+    from tests.hosts.megatron.layers import build, run
+
+    case = Case(ep=2, dtype=torch.bfloat16, native={**DELAY, "num_layers": 1})
+    initialise_parallel(case)
+    try:
+        run(build(case, True), case)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_delayed_gradients_need_the_schedule_that_takes_them() -> None:
+    for message in on_ranks(2, _alone):
+        assert message.startswith("delay_wgrad_compute=True does not fit a whole call")
+
+
+def test_packed_sequences_equal_native() -> None:
+    """Documents of two samples in one sequence; the router's loss by samples."""
+    by_samples = {**BALANCE, "moe_router_load_balancing_type": "seq_aux_loss"}
+    packed = Whole(packed=(0, 5, 16, 20), native=by_samples)
+    ranks = on_ranks(2, steps, [(replace(packed, ep=2), {}), (replace(packed, ep=2), None)])
+    _same(ranks, 0, whole([rank[1] for rank in ranks]))
+
+
+def _attention(config: dict[str, Any], documents: list[int]) -> tuple[Tensor, Tensor]:
+    """(of packed documents, of each document by itself), [t, 1, channels]."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    initialise_parallel(Case())
+    attention = DotProductAttention(config=Case(native=config).config(), layer_number=1,
+                                    attn_mask_type=AttnMaskType.causal, attention_type="self")
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(sum(documents), 2, 8, generator=g) for _ in range(3))
+    ends = torch.tensor([0, *documents]).cumsum(0).int()
+    packed = attention(q, k, v, None, packed_seq_params=PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends))
+    alone = [attention(*(x[begin:end, None] for x in (q, k, v)), None)
+             for begin, end in zip(ends, ends[1:], strict=False)]
+    return packed, torch.cat(alone)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    [(packed, alone)] = on_ranks(1, _attention, {"attention_dropout": 0.0}, [3, 1, 5, 2])
+    torch.testing.assert_close(packed, alone)
+    assert packed.shape == (11, 1, 16)
+
+
+def _refused(case: Case, packed: bool) -> str:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    initialise_parallel(case)
+    x = torch.randn(8, 1, 2, 8)
+    mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    try:
+        DotProductAttention(config=case.config(), layer_number=1,
+                            attn_mask_type=AttnMaskType.causal, attention_type="self")(
+            x, x, x, mask, packed_seq_params=PackedSeqParams(qkv_format="thd") if packed else None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("native,packed,message", [
+    ({"window_size": (4, 0)}, False, "window_size=(4, 0) with context_parallel_size=2"),
+    ({}, True, "packed sequences with context_parallel_size=2 need Transformer Engine"),
+    ({}, False, "attention_mask [1, 1, 8, 8] must be [batch, 1, 8, 16]")])
+def test_what_attention_over_parts_cannot_have_is_refused(native: dict[str, Any], packed: bool,
+                                                          message: str) -> None:
+    for said in on_ranks(2, _refused, Case(cp=2, native=native), packed):
+        assert said.startswith(message)
