@@ -36,6 +36,7 @@ from moe_plugin.config.tree import unread
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
+SECTIONS = "moe_config_sections"  # a tuple of names
 _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
                 "dispatch.eval_token_fraction")
 
@@ -110,14 +111,15 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     `--moe-capacity-factor none` drops no token: then nothing reads what the file says of capacity.
 
     Args:
-        values: parsed flags by `dest`.
+        values: parsed flags by `dest`; `SECTIONS`: what the host itself has read in the file.
     Raises:
         ValueError: see `settings_from_yaml`.
     """
     path = values.get(CONFIG_FLAG.dest)
     if not path:
         return {}
-    found = settings_from_yaml(path, trust_imports=_trusted(values))
+    found = settings_from_yaml(path, trust_imports=_trusted(values),
+                               apart=values.get(SECTIONS) or ())
     given = settings_from_flags(values)
     apart = {name: value for name, value in found.items() if name not in given
              and name in _made_unread(found, given)}

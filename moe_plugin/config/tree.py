@@ -13,7 +13,7 @@ own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -222,8 +222,12 @@ def _of_file(path: str) -> Iterator[None]:
         raise ValueError(f"config file {short(str(path))}: {error}") from error
 
 
-def _read(path: str, trust_imports: bool) -> dict[str, Any]:
-    values: dict[str, Any] = read_yaml(path)
+def _read(path: str, trust_imports: bool, apart: Collection[str] = ()) -> dict[str, Any]:
+    values = {name: value for name, value in read_yaml(path).items() if name not in apart}
+    if "megatron" in values:
+        raise ValueError(
+            f"config file {short(str(path))}: its section megatron is read by python -m "
+            "moe_plugin.hosts.megatron.launch alone; start the script by it, or leave it out")
     if values.get("imports") is not None and not trust_imports:
         raise ValueError(
             f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
@@ -233,11 +237,14 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
     return values
 
 
-def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
+def settings_from_yaml(path: str, *, trust_imports: bool = False,
+                       apart: Collection[str] = ()) -> dict[str, Any]:
     """The settings that a YAML file names, of layers and of a run, as dotted paths; arguments and
     errors as of `from_yaml`.
+
+    apart: sections that the host itself has read, and that are left out.
     """
-    values = _read(path, trust_imports)
+    values = _read(path, trust_imports, apart)
     with _of_file(path):
         unread(values)  # its errors name keys, types and bounds
     return canonical(flatten(values), aliases(MoEConfig))

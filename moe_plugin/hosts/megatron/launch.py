@@ -5,9 +5,10 @@
         ...
 
 The script is run unchanged. Our arguments go in through the seam that Megatron has for a script's
-own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Without a GPU, or
-with `--moe-cpu` before the script's name, it runs on CPU; `--moe-verbose` there shows what Megatron
-prints, which otherwise goes to a file (`script_output`).
+own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Megatron's
+own may be in the file of `--moe-config`, too (`file_arguments`). Without a GPU, or with `--moe-cpu`
+before the script's name, it runs on CPU; `--moe-verbose` there shows what Megatron prints, which
+otherwise goes to a file (`script_output`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
 )
 from moe_plugin.hosts.megatron.endings import end_process, of_a_script, status_of
+from moe_plugin.hosts.megatron.file_arguments import file_arguments
 from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
@@ -98,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | None) -> None:
-    sys.argv = [script, *arguments]
+    in_file = file_arguments(arguments)
+    sys.argv = [script, *in_file.words]
     # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
     # so that megatron.core and megatron.training are those of one tree
     sys.path.insert(0, os.path.dirname(script))
@@ -110,7 +113,8 @@ def _run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | No
         extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.WITHOUT_ENGINE))
     keep_compiled_helpers()
     mend_config_warning()
-    extend_parse_args(chained, lambda args: output and output.open(vars(args)))
+    extend_parse_args(lambda script: lambda parser: in_file.given_to(chained(script)(parser)),
+                      lambda args: output and output.open(vars(args)))
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script

@@ -32,7 +32,12 @@ from moe_plugin.hosts.megatron.native_router import NativeRouter
 from moe_plugin.hosts.megatron.recordings import Recordings
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
-from moe_plugin.hosts.megatron.translate import Translation, settings_from_flags, translate
+from moe_plugin.hosts.megatron.translate import (
+    Translation,
+    refuse_arguments,
+    settings_from_flags,
+    translate,
+)
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput
@@ -77,6 +82,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                  **extra: Any) -> None:
         core.check_version()
         config = with_known_names(config)
+        refuse_arguments()
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (

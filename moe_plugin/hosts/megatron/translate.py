@@ -10,7 +10,8 @@ our layer; what neither can do is a `ValueError`. Settings that only choose a na
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch.nn.functional as F
@@ -29,7 +30,10 @@ from moe_plugin.config import (
 )
 from moe_plugin.config.router import router_names
 from moe_plugin.hosts.megatron import balance
+from moe_plugin.hosts.megatron.compat import fields
 from moe_plugin.hosts.megatron.compat.settings import (
+    megatrons_own,
+    parsed_defaults,
     plain_name,
     script_arguments,
     setting,
@@ -117,7 +121,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
         balance.refuse_unknown(native)
         balance.refuse_unmatched(native)
     reasons = list(
-        native_router_reasons(native)) + (["the spec's own router"] if injected_router else [])
+        fields.router_reasons(native)) + (["the spec's own router"] if injected_router else [])
     known = _native_values(native)
     for path, value in known.items():
         _check_agreement(path, settings, value)
@@ -211,24 +215,6 @@ def _activation(native: Any) -> str:
     return names[native.activation_func]
 
 
-def native_router_reasons(native: Any) -> Iterable[str]:
-    """Settings, as name=value, that only Megatron's own router knows."""
-    if any(kind not in ("aux_loss", "none")
-           for kind in balance.as_list(native.moe_router_load_balancing_type)):
-        yield f"moe_router_load_balancing_type={native.moe_router_load_balancing_type}"
-    if native.moe_router_score_function not in ("softmax", "sigmoid"):
-        yield f"moe_router_score_function={native.moe_router_score_function}"
-    if native.moe_router_dtype == "fp64":
-        yield "moe_router_dtype=fp64"
-    if native.add_bias_linear:
-        yield "add_bias_linear=True (a bias in the router)"
-    for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
-                 "moe_expert_capacity_factor", "moe_router_force_load_balancing",
-                 "moe_router_force_biased", "moe_enable_routing_replay"):
-        if setting(native, name) not in (None, False):
-            yield f"{name}={setting(native, name)}"
-
-
 def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str]) -> None:
     ours = [
         path for path in settings
@@ -244,25 +230,6 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
                 "leave out one of the two")
 
 
-# name, values that are supported, remedy
-_OFF, _SIZES_CHANGE = (None, False), "set it to False: sizes change from step to step"
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("fp8", _OFF, "run the MoE layers in bf16"), ("fp4", _OFF, "run the MoE layers in bf16"),
-    ("moe_latent_size", (None, 0), "leave it unset"),
-    ("glu_linear_offset", (None, 0, 0.0), "set it to 0"),
-    ("activation_func_clamp_value", (None,), "leave it unset"),
-    ("overlap_dispatch_backward_with_experts_wgrad", _OFF, "set it to False"),
-    ("moe_mlp_glu_interleave_size", (None,), "leave it unset"),
-    ("moe_expert_rank_capacity_factor", (None,), "leave it unset"),
-    ("moe_paged_stash", _OFF, "set it to False"),
-    ("moe_router_padding_for_quantization", _OFF, "set it to False"),
-    ("init_model_with_meta_device", _OFF, "set it to False"),
-    ("expert_gtp_weight_remat_size", (None, 1),
-     "leave out --expert-tensor-parallel-num-weight-shards"),
-    ("gtp_weight_remat_size", (None, 1), "leave out --tensor-parallel-num-weight-shards"),
-    ("enable_cuda_graph", _OFF, _SIZES_CHANGE), ("external_cuda_graph", _OFF, _SIZES_CHANGE))
-
-
 def refuse_unsupported(native: Any) -> None:
     """`ValueError` for the first native setting that this layer cannot honour.
 
@@ -273,17 +240,22 @@ def refuse_unsupported(native: Any) -> None:
             f"num_moe_experts={short(native.num_moe_experts)} must be >= 1 for an MoE layer; set "
             "--num-experts"
         )
-    for name, supported, remedy in _UNSUPPORTED:
-        value = setting(native, name)
-        if not any(value is ok or (ok is not None and value is not None and value == ok)
-                   for ok in supported):
-            raise ValueError(
-                f"{name}={short(value)} is not supported by moe-plugin's MoE layer: must be "
-                f"{short(supported[-1])}; {remedy}"
-            )
+    fields.refuse_by_row(native)
+    fields.refuse_unknown(native)
     _refuse_lists(native)
     _refuse_confused_stages(native)
     _refuse_wrappers(script_arguments())
+
+
+def refuse_arguments() -> None:
+    """`ValueError` for the first argument of Megatron's training script, outside of
+    `TransformerConfig`, that this layer cannot honour or that no row knows.
+    """
+    given = script_arguments()
+    fields.refuse_by_row(SimpleNamespace(**given), fields.ARGUMENTS)
+    defaults = parsed_defaults()
+    fields.refuse_unknown_arguments({name: defaults[name] for name in megatrons_own(defaults)},
+                                    given)
 
 
 def _refuse_confused_stages(native: Any) -> None:
@@ -326,19 +298,8 @@ def _refuse_lists(native: Any) -> None:
         )
 
 
-_WITHOUT_EFFECT = ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend",
-                   "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
-                   "moe_pad_expert_input_to_capacity", "moe_use_legacy_grouped_gemm",
-                   "use_te_activation_func", "activation_func_fp8_input_store")
-
-
 def _notices(native: Any) -> Iterable[str]:
-    defaults = {field.name: field.default for field in fields(native)}
-    given = [
-        f"{name}={setting(native, name)}" for name in _WITHOUT_EFFECT
-        if setting(native, name) not in (None, False, defaults.get(name))
-    ]
-    if given:
+    if given := fields.without_effect(native):
         yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"
-    if native.moe_router_dtype is None and not tuple(native_router_reasons(native)):
+    if native.moe_router_dtype is None and not tuple(fields.router_reasons(native)):
         yield "moe_router_dtype is not set: routing is computed in fp32 all the same"

@@ -271,8 +271,9 @@ def _launch_alone(*argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path: Path) -> None:
     settings = tmp_path / "moe.yaml"
-    settings.write_text("dispatch: {name: padded}\nlosses: {gshard: 0.5}\n")
-    done = _launch_alone("--moe-cpu", str(checkout / "pretrain_gpt.py"), "--num-experts", "8",
+    settings.write_text("megatron: {num_experts: 4, mine: in the file}\n"
+                        "dispatch: {name: padded}\nlosses: {gshard: 0.5}\n")
+    done = _launch_alone("--moe-cpu", str(checkout / "pretrain_gpt.py"), "megatron.num_experts=8",
                          "--mine", "x", "--moe-config", str(settings),
                          "--moe-capacity-factor", "1.5")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Layer, groups, specs and losses of Megatron-core, versions 0.15 to 0.19.
+"""Layer, groups, specs and losses of Megatron-core, versions 0.15 to 0.20.
 
 | seam | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 |---|---|---|---|---|
@@ -38,17 +38,25 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.multi_token import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
+from moe_plugin.messages import warn_once
 
-OLDEST = (0, 15)
+OLDEST, NEWEST = (0, 15), (0, 20)  # of which the tests have run; the newest from its main branch
 Group = dist.ProcessGroup
 
 
 def check_version() -> None:
-    """`ValueError` for a Megatron-core older than this host knows."""
+    """`ValueError` for a Megatron-core older than this host knows; a warning, once, for a newer one
+    than its tests have run with.
+    """
     if NUMBER < OLDEST:
         raise ValueError(
             f"megatron-core {core_version} is too old: must be >= {'.'.join(map(str, OLDEST))}; "
             "pip install 'megatron-core>=0.15'")
+    if NUMBER[:2] > NEWEST:
+        warn_once(__name__, f"megatron-core {core_version} is newer than "
+                  f"{'.'.join(map(str, NEWEST))}, the newest that this package was tested with: "
+                  "compare some losses with Megatron's own layer, or run "
+                  "scripts/test_megatron_versions.sh with it")
 
 
 @dataclass(frozen=True)

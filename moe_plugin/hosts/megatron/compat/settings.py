@@ -11,13 +11,14 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _parsers: list[argparse.ArgumentParser] = []  # the script's, once it has parsed
+_own: set[str] = set()  # the arguments among its own that are Megatron's
 # What a version of Megatron calls otherwise: the name that this host knows -> the newer one. A
 # renamed setting of `TransformerConfig`, or argument of the script, is one line here.
 RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # from 0.18 on, which has both names
@@ -73,6 +74,13 @@ def parsed_defaults() -> dict[str, Any]:
     values = script_arguments()
     return {name: default for parser in _parsers for name in values
             if (default := parser.get_default(name)) != values[name]}
+
+
+def megatrons_own(names: Iterable[str]) -> list[str]:
+    """Those of the script's arguments that Megatron's training code itself defines, as far as a
+    parser of it was seen.
+    """
+    return [name for name in names if name in _own]
 
 
 def script_config() -> Any:
@@ -172,6 +180,7 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider],
         def kept(provider: Provider) -> Provider:
 
             def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+                _own.update(action.dest for action in parser._actions if not _parsers)
                 _parsers[:] = [provider(parser)]
                 return _parsers[0]
 

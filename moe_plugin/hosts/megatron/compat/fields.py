@@ -1,0 +1,220 @@
+"""What becomes of each of Megatron's settings of MoE layers, 0.15 to main (0.20): one row each.
+
+To change what becomes of a setting, change its row; what is read where is in `translate`. A setting
+of a newer Megatron that has no row is refused unless it has its default (`refuse_unknown`), and
+`tests/hosts/megatron/test_megatron_fields.py` fails until it has one. Importing this imports
+nothing of Megatron.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_plugin.hosts.megatron.compat.settings import RENAMED, setting
+from moe_plugin.messages import short
+
+OFF: tuple[Any, ...] = (None, False)
+# names of settings that have to do with experts, in `TransformerConfig` and on the command line
+_OF_EXPERTS = re.compile(r"moe|expert|rout(er|ing)|(^|_)ep_|hybridep|deepep|ncclep")
+
+
+class By(enum.Enum):
+    """Who does what a setting says."""
+
+    OURS = "our layer"
+    ROUTER = "Megatron's router, which is built for it"
+    MODEL = "Megatron's model or loop, around our layer"
+    NOTHING = "nobody: it chooses an implementation that our layer does not have"
+    REFUSED = "nobody: refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one setting.
+
+    Attributes:
+        by: who does it.
+        taken: REFUSED: the values that are not refused. ROUTER: those for which our own router
+            gives the same numbers. None: any.
+        words: REFUSED: the remedy. ROUTER: what a value means, where its name does not say it.
+    """
+
+    by: By
+    taken: tuple[Any, ...] | None = OFF
+    words: str = ""
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value, or each of a list, is among `taken`."""
+        if self.taken is None:
+            return True
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return all(any(_same(one, taken) for taken in self.taken) for one in values)
+
+
+def _same(value: Any, taken: Any) -> bool:
+    return value is taken or (taken is not None and value is not None and bool(value == taken))
+
+
+def _rows(by: By, *names: str) -> dict[str, Row]:
+    return dict.fromkeys(names, Row(by))
+
+
+def _refused(words: str, *names: str, taken: tuple[Any, ...] = OFF) -> dict[str, Row]:
+    return dict.fromkeys(names, Row(By.REFUSED, taken, words))
+
+
+_SIZES_CHANGE = "set it to False: sizes change from step to step"
+
+# of `TransformerConfig`; those without "moe" or "expert" in their names because they are refused,
+# or because the router depends on them
+FIELDS: dict[str, Row] = {
+    **_rows(By.OURS, "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
+            "moe_router_topk_scaling_factor", "moe_input_jitter_eps", "moe_aux_loss_coeff",
+            "moe_z_loss_coeff", "moe_ffn_hidden_size", "moe_apply_probs_on_input",
+            "moe_shared_expert_overlap", "moe_layer_recompute", "expert_model_parallel_size",
+            "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    **_rows(By.MODEL, "moe_layer_freq", "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate", "moe_shared_expert_glu_interleave_size",
+            "use_grouped_gemm_for_shared_expert", "moe_per_layer_logging", "moe_grad_scale_func",
+            "expert_tensor_parallel_num_weight_shards", "ep_overlap_early_attn_memory_release"),
+    "moe_router_load_balancing_type": Row(By.ROUTER, ("aux_loss", "none")),
+    "moe_router_score_function": Row(By.ROUTER, ("softmax", "sigmoid")),
+    "moe_router_dtype": Row(By.ROUTER, (None, "fp32")),
+    "add_bias_linear": Row(By.ROUTER, OFF, "a bias in the router"),
+    **_rows(By.ROUTER, "moe_router_num_groups", "moe_router_group_topk",
+            "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
+            "moe_expert_capacity_factor", "moe_router_force_load_balancing",
+            "moe_router_force_biased", "moe_enable_routing_replay"),
+    # read beside others of these alone
+    **dict.fromkeys(("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema",
+                     "moe_token_drop_policy"), Row(By.ROUTER, None)),
+    **_rows(By.NOTHING, "moe_token_dispatcher_type", "moe_enable_deepep",
+            "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms",
+            "moe_hybridep_num_sms", "moe_hybridep_num_sms_preprocessing",
+            "moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute",
+            "moe_hybridep_pad_uneven_dispatch_inputs", "moe_permute_fusion_into_hybridep",
+            "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_grouped_gemm",
+            "moe_use_legacy_grouped_gemm", "moe_use_grouped_tensor",
+            "moe_use_device_initiated_grouped_gemm", "moe_single_grouped_weight",
+            "moe_single_grouped_bias", "moe_permute_fusion", "moe_router_fusion",
+            "moe_pad_expert_input_to_capacity", "moe_pad_experts_for_cuda_graph_inference",
+            "inference_moe_token_dispatcher_type", "inference_moe_disable_fused_quant_kernels",
+            "moe_token_dropping",  # Megatron reads it nowhere
+            # read beside moe_paged_stash alone, which is refused
+            "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda",
+            "moe_paged_stash_buffer_size_factor_cpu",
+            "use_te_activation_func", "activation_func_fp8_input_store"),
+    **_refused("run the MoE layers in bf16", "fp8", "fp4"),
+    **_refused("leave it unset", "moe_latent_size", taken=(None, 0)),
+    **_refused("leave it unset", "moe_mlp_glu_interleave_size", "activation_func_clamp_value",
+               taken=(None,)),
+    **_refused("leave it unset: dispatch.capacity_factor limits the rows of each expert",
+               "moe_expert_rank_capacity_factor", taken=(None,)),
+    **_refused("use bf16; comm.wire=fp8 sends rows in 8 bits, forward and backward",
+               "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype", taken=(None, "bf16")),
+    **_refused("set it to False", "overlap_dispatch_backward_with_experts_wgrad", "moe_paged_stash",
+               "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
+               "init_model_with_meta_device"),
+    **_refused("set it to 0", "glu_linear_offset", taken=(None, 0, 0.0)),
+    **_refused("leave out --expert-tensor-parallel-num-weight-shards",
+               "expert_gtp_weight_remat_size", taken=(None, 1)),
+    **_refused("leave out --tensor-parallel-num-weight-shards", "gtp_weight_remat_size",
+               taken=(None, 1)),
+    **_refused(_SIZES_CHANGE, "enable_cuda_graph", "external_cuda_graph"),
+}
+# of the training script alone
+ARGUMENTS: dict[str, Row] = {
+    **_rows(By.OURS, "num_experts", "moe_routing_trace_path",
+            "moe_routing_trace_max_training_iters"),
+    **_rows(By.MODEL, "inference_dynamic_batching_prefix_caching_routing_alpha",
+            "inference_disable_ep_consensus"),
+    # with our router refused where the trace is made (`routing_trace`)
+    **_rows(By.ROUTER, "moe_routing_trace_capture_logits",
+            "moe_routing_trace_capture_hidden_states", "moe_routing_trace_dump_weights"),
+    # read beside others that are refused
+    **_rows(By.NOTHING, "moe_upcycling_granularity", "gtp_expert_remat_nccl_ub",
+            "moe_extended_tp"),
+    **_refused("leave it out: moe-plugin upcycle turns a dense checkpoint into one with experts, "
+               "which moe-plugin reshard writes for Megatron", "moe_use_upcycling"),
+    **_refused("leave it out: --moe-stats-jsonl records how many tokens each expert gets",
+               "save_tokens_per_expert_interval", taken=(None,)),
+    **_refused("leave it out", "rl_inference_expert_model_parallel_size",
+               "rl_inference_expert_tensor_model_parallel_size", taken=(None,)),
+}
+
+
+def of_experts(name: str) -> bool:
+    """Whether a setting has to do with experts, by its name."""
+    return _OF_EXPERTS.search(name) is not None
+
+
+def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
+    """The settings of one class, in the order of the table."""
+    return [name for name, row in rows.items() if row.by is by]
+
+
+def without_row(found: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
+    """Those names that have to do with experts and are in no row, nor a newer name of one."""
+    known = {*rows, *(RENAMED.get(name, name) for name in rows)}
+    return sorted(name for name in found if of_experts(name) and name not in known)
+
+
+def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
+    """`ValueError` for the first setting whose row refuses its value.
+
+    values: a `TransformerConfig`, or an object with the script's arguments.
+    """
+    for name in names(By.REFUSED, rows):
+        value, row = setting(values, name), rows[name]
+        if not row.takes(value):
+            raise ValueError(f"{name}={short(value)} is not supported by moe-plugin's MoE layer: "
+                             f"must be {short((row.taken or OFF)[-1])}; {row.words}")
+
+
+def refuse_unknown(native: Any) -> None:
+    """`ValueError` for a setting of experts that no row knows and that is not at its default: our
+    layer would ignore it without a word.
+    """
+    by_name = {field.name: field for field in dataclasses.fields(native)}
+    for name in without_row(by_name):
+        field, value = by_name[name], getattr(native, name)
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        if default is not dataclasses.MISSING and not _same(value, default):
+            raise _unknown(name, value, default)
+
+
+def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """The same for arguments of Megatron's own script.
+
+    Args:
+        defaults: by name, of those of Megatron's arguments that differ from them. given: all.
+    """
+    for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
+        raise _unknown(name, given[name], defaults[name])
+
+
+def _unknown(name: str, value: Any, default: Any) -> ValueError:
+    return ValueError(
+        f"{name}={short(value)} is unknown to moe-plugin, whose MoE layer would ignore it: must be "
+        f"{short(default)}, its default; leave it out, or use a newer moe-plugin")
+
+
+def router_reasons(native: Any) -> Iterable[str]:
+    """Settings, as name=value, that only Megatron's own router knows."""
+    for name in names(By.ROUTER):
+        value, row = setting(native, name), FIELDS[name]
+        if value is not None and not row.takes(value):
+            yield f"{name}={value}" + (f" ({row.words})" if row.words else "")
+
+
+def without_effect(native: Any) -> list[str]:
+    """Settings, as name=value, that have no effect and are not at their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(native)}
+    return [f"{name}={value}" for name in names(By.NOTHING)
+            if (value := setting(native, name)) not in (None, False, defaults.get(name))]

@@ -1,0 +1,199 @@
+"""Megatron's arguments in the file of `--moe-config`, and single settings on the command line.
+
+    megatron:                       # names of the script's arguments, with - or _
+      num_layers: 4
+      moe_router_load_balancing_type: [aux_loss, seq_aux_loss]
+      swiglu: true
+      disable_bias_linear: true     # or add_bias_linear: false, by the attribute's name
+    router: {fp32: true}            # ours, beside it
+
+`megatron.num_layers=8` and `router.fp32=false` on the command line replace what the file says;
+flags win over both. The section becomes words in front of those of the command line, so that
+Megatron's own parser checks types and choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_plugin.config.flags import CONFIG_FLAG, SECTIONS, TRUST_FLAG, setting_specs
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+from moe_plugin.messages import alike, did_you_mean, short
+from moe_plugin.yaml_file import read_yaml
+
+SECTION = "megatron"
+_OVERRIDE = re.compile(r"([a-z_]+(?:\.[A-Za-z_][\w-]*)+)=(.*)", re.S)
+Parser = argparse.ArgumentParser
+
+
+@dataclass(frozen=True)
+class FileArguments:
+    """What a command line says of a file and of single settings.
+
+    Attributes:
+        words: the command line without settings of Megatron's; ours are flags there.
+        path: of the file; None: none is given.
+        section: Megatron's arguments by the names that the user gave.
+    """
+
+    words: list[str]
+    path: str | None
+    section: Mapping[str, Any]
+
+    def given_to(self, parser: Parser) -> Parser:
+        """The same parser, which takes the section's arguments before those of the command line.
+
+        Raises:
+            ValueError: an argument that the parser does not have, or a value that none can be.
+        """
+        words = [word for name, value in self.section.items()
+                 for word in self._words(parser, name, value)]
+        parse = parser.parse_known_args
+
+        @functools.wraps(parse)
+        def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+            given = sys.argv[1:] if args is None else list(args)
+            return parse([*words, *given], namespace)
+
+        parser.parse_known_args = parse_known_args  # type: ignore[assignment]
+        parser.set_defaults(**{SECTIONS: (SECTION,)})
+        return parser
+
+    def _words(self, parser: Parser, name: str, value: Any) -> list[str]:
+        key = str(name).replace("-", "_")
+        if value is None:
+            value = _Nothing
+        by_flag = {option.lstrip("-").replace("-", "_"): (action, option)
+                   for action in parser._actions for option in action.option_strings}
+        ours = {spec.dest: spec.path for spec in setting_specs()}
+        where = f"{SECTION}.{name}" + (f" of {short(self.path)}" if self.path else "")
+        if key in ours or key in (CONFIG_FLAG.dest, TRUST_FLAG.dest):
+            remedy = f"write it as {ours[key]} beside" if ours.get(key) else \
+                "give it on the command line, not in"
+            raise ValueError(f"{where} is a setting of moe-plugin: {remedy} the section {SECTION}")
+        of_dest = [action for action in parser._actions if action.dest == key]
+        if not of_dest and key not in by_flag:
+            near = alike(key, {*by_flag, *(action.dest for action in parser._actions)})
+            raise ValueError(f"{where} is not an argument of this script; {did_you_mean(near)}"
+                             "leave it out (all arguments: --help)")
+        if value is _Nothing:
+            return []
+        if of_dest:
+            return _by_attribute(where, of_dest, value)
+        action, option = by_flag[key]
+        return _by_flag(where, action, option, value)
+
+
+class _Nothing:
+    """In the place of a value that a file leaves empty."""
+
+
+def file_arguments(words: Iterable[str]) -> FileArguments:
+    """What a command line says of a file and of single settings.
+
+    Raises:
+        ValueError: a file that cannot be read, whose section is not one; a setting that does not
+            exist; `--yaml-cfg`.
+    """
+    kept, section, path = list[str](), dict[str, Any](), None
+    words = list(words)
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--yaml-cfg":
+            raise ValueError(
+                "--yaml-cfg cannot be used with moe-plugin's launcher: with it Megatron takes no "
+                "argument from the command line, ours among them; write Megatron's arguments as "
+                f"the section {SECTION} of a file, and give {CONFIG_FLAG.flag} FILE")
+        if name == CONFIG_FLAG.flag:
+            path = value if "=" in word else next(iter(words[place + 1:]), None)
+        override = _OVERRIDE.fullmatch(word)
+        if override and override[1].startswith(f"{SECTION}."):
+            section[override[1].removeprefix(f"{SECTION}.")] = _value(override[2])
+        else:
+            kept.append(_as_flag(override[1], override[2]) or word if override else word)
+    return FileArguments(kept, path, {**_section_of(path), **_as_in_file(section, path)})
+
+
+def _section_of(path: str | None) -> dict[str, Any]:
+    if not path:
+        return {}
+    section = read_yaml(path).get(SECTION)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"config file {short(path)}: {SECTION}={short(section)} must be a mapping "
+                         "of Megatron's arguments to values; write one below the other")
+    return {str(name): value for name, value in section.items()}
+
+
+def _as_in_file(section: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+    """The same under the names by which the file gives them, with - or _."""
+    in_file = {name.replace("-", "_"): name for name in _section_of(path)}
+    return {in_file.get(name.replace("-", "_"), name): value for name, value in section.items()}
+
+
+def _value(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _as_flag(path: str, text: str) -> str | None:
+    """A setting of ours by its dotted path as the flag that says the same; None: it is none."""
+    specs = {spec.path: spec for spec in setting_specs()}
+    if path in NATIVE_ARGUMENTS:
+        raise ValueError(f"{path}={short(text)} is set by Megatron's own argument: must be left "
+                         f"out; use {NATIVE_ARGUMENTS[path]}")
+    if path in specs:
+        return f"{specs[path].flag}={text}"
+    if path.split(".")[0] in {known.split(".")[0] for known in specs if "." in known}:
+        raise ValueError(f"unknown key {short(path)}; {did_you_mean(alike(path, specs))}"
+                         "see docs/config.md for all settings")
+    return None  # a value of a flag, or of the script's own
+
+
+def _by_attribute(where: str, actions: list[argparse.Action], value: Any) -> list[str]:
+    """Words that give the attribute of these actions a value."""
+    for action in actions:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            if isinstance(value, bool):
+                return [next(option for option in action.option_strings
+                             if option.startswith("--no-") is not value)]
+        elif action.nargs == 0:
+            if isinstance(value, bool) and action.const is value:
+                return [action.option_strings[0]]
+        else:
+            return _with_value(where, action, action.option_strings[-1], value)
+    if isinstance(value, bool):
+        return []  # a switch that stays as it is
+    raise _no_switch(where, value)
+
+
+def _by_flag(where: str, action: argparse.Action, option: str, value: Any) -> list[str]:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise _no_switch(where, value)
+        return [option] if value else []
+    return _with_value(where, action, option, value)
+
+
+def _with_value(where: str, action: argparse.Action, option: str, value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        raise ValueError(f"{where}={short(value)} must be a value or a list; write it as on the "
+                         "command line")
+    if action.nargs in (None, "?"):
+        return [f"{option}={value}"]
+    return [option, *map(str, value if isinstance(value, list) else [value])]
+
+
+def _no_switch(where: str, value: Any) -> ValueError:
+    return ValueError(f"{where}={short(value)} must be true or false; it is a switch")

@@ -1,0 +1,125 @@
+"""Megatron's arguments in the file of `--moe-config`, and single settings on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron.file_arguments import file_arguments
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
+
+pytestmark = [pytest.mark.megatron, pytest.mark.fast]
+FILE = """
+megatron:
+  num_layers: 4
+  lr: 1e-3
+  moe-router-load-balancing-type: [aux_loss, seq_aux_loss]
+  moe_layer_freq: "([0]+[1])"
+  swiglu: true
+  add_bias_linear: false
+  no_rope_fusion: true
+  create_attention_mask: false
+  save:
+  vocab_size: -1
+router: {fp32: true}
+observe: {interval: 10}
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    """With arguments of each kind that Megatron has, and ours."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add = parser.add_argument
+    add("--num-layers", type=int)
+    add("--vocab-size", type=int)
+    add("--lr", type=float)
+    add("--save")
+    add("--moe-layer-freq", default=1)
+    add("--moe-router-load-balancing-type", nargs="+",
+        choices=["aux_loss", "seq_aux_loss", "sinkhorn"], default="aux_loss")
+    add("--swiglu", action="store_true")
+    add("--disable-bias-linear", action="store_false", dest="add_bias_linear")
+    add("--no-rope-fusion", action="store_false", dest="apply_rope_fusion")
+    add("--create-attention-mask", action=argparse.BooleanOptionalAction, default=True)
+    add_arguments(parser, NATIVE_ARGUMENTS)
+    return parser
+
+
+def _parsed(tmp_path: Path, *words: str, text: str = FILE) -> dict[str, Any]:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    found = file_arguments(["--moe-config", str(path), *words])
+    return vars(found.given_to(_parser()).parse_args(found.words))
+
+
+def test_the_file_has_arguments_of_both(tmp_path: Path) -> None:
+    args = _parsed(tmp_path)
+    assert {name: args[name] for name in (
+        "num_layers", "lr", "moe_router_load_balancing_type", "moe_layer_freq", "swiglu",
+        "add_bias_linear", "apply_rope_fusion", "create_attention_mask", "save", "vocab_size"
+    )} == {
+        "num_layers": 4, "lr": 1e-3, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_layer_freq": "([0]+[1])", "swiglu": True, "add_bias_linear": False,
+        "apply_rope_fusion": False, "create_attention_mask": False, "save": None, "vocab_size": -1}
+    assert settings_from_flags(args) == {"router.fp32": True, "observe.interval": 10}
+
+
+def test_overrides_beat_the_file_and_flags_beat_both(tmp_path: Path) -> None:
+    words = ["megatron.num_layers=8", "megatron.swiglu=false", "megatron.lr=2e-3", "--lr", "3e-3",
+             "megatron.moe_router_load_balancing_type=[sinkhorn]", "router.fp32=false",
+             "router.noise=0.5", "--moe-stats-interval", "3"]
+    args = _parsed(tmp_path, *words)
+    assert (args["num_layers"], args["lr"], args["swiglu"]) == (8, 3e-3, False)
+    assert args["moe_router_load_balancing_type"] == ["sinkhorn"]
+    assert settings_from_flags(args) == {"router.fp32": False, "router.noise": 0.5,
+                                         "observe.interval": 3}
+
+
+def test_overrides_need_no_file() -> None:
+    found = file_arguments(["megatron.num_layers=2", "--save", "a.b=c"])
+    assert found.words == ["--save", "a.b=c"]  # not a setting
+    args = found.given_to(_parser()).parse_args(found.words)
+    assert (args.num_layers, args.save) == (2, "a.b=c")
+
+
+@pytest.mark.parametrize(("words", "text", "error"), [
+    ((), "megatron: {num_layrs: 4}", r"megatron.num_layrs of '.*settings.yaml' is not an argument "
+     "of this script; did you mean num_layers"),
+    (("megatron.num_layer=4",), "", "megatron.num_layer of .* did you mean num_layers"),
+    (("router.fp23=true",), "", "unknown key 'router.fp23'; did you mean router.fp32"),
+    (("router.top_k=1",), "", "router.top_k='1' is set by Megatron's own argument.*"
+     "--moe-router-topk"),
+    ((), "megatron: {moe_router_noise: 0.1}", "is a setting of moe-plugin: write it as "
+     "router.noise beside the section"),
+    ((), "megatron: [num_layers]", "must be a mapping of Megatron's arguments"),
+    ((), "megatron: {swiglu: 3}", "megatron.swiglu.*=3 must be true or false"),
+    ((), "megatron: {lr: {a: 1}}", "must be a value or a list"),
+    (("--yaml-cfg", "x.yaml"), "", "--yaml-cfg cannot be used with moe-plugin's launcher.*section "
+     "megatron of a file")])
+def test_what_cannot_be_read_is_named(words: tuple[str, ...], text: str, error: str,
+                                      tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=error):
+        _parsed(tmp_path, *words, text=text)
+
+
+def test_types_and_choices_are_megatrons(tmp_path: Path, capsys: Any) -> None:
+    for text, error in (("num_layers: x", "--num-layers: invalid int value: 'x'"),
+                        ("moe_router_load_balancing_type: [other]", "invalid choice: 'other'")):
+        with pytest.raises(SystemExit):
+            _parsed(tmp_path, text=f"megatron: {{{text}}}")
+        assert error in capsys.readouterr().err
+
+
+def test_others_refuse_the_section(tmp_path: Path) -> None:
+    from moe_plugin.config import settings_from_yaml
+
+    (tmp_path / "settings.yaml").write_text(FILE)
+    with pytest.raises(ValueError, match="section megatron is read by .*launch alone"):
+        settings_from_yaml(str(tmp_path / "settings.yaml"))
