@@ -4,7 +4,8 @@ reference, on CPU tensors.
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--all] [operation ...]
 
 Without `--all` an operation that has many lists of arguments meets each of them in one dtype a
-shape, so that every two of list, dtype and shape meet; those of `PARTS` each list in every dtype.
+shape, so that every two of list, dtype and shape meet; products in half of the shapes, since their
+interpretation takes minutes; those of `PARTS` each list in every dtype.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def problems(name: str, whole: bool) -> Iterator[tuple[str, torch.dtype, int, li
     whole = whole or min(map(len, lists.values())) < (20 if fixed else 3)
     for number in range(max(map(len, lists.values()))):
         having = [key for key, some in lists.items() if number < len(some)]
-        labels, part = list(dict(having)), min(PARTS.get(name, 3), len(having))
+        labels = list(dict(having))
+        part = min(PARTS.get(name, 6 if name.startswith("expert_") else 3), len(having))
         for label, dtype in having:
             place = labels.index(label) + DTYPES.index(dtype)
             if whole or (place + number) % part == 0:
