@@ -179,14 +179,15 @@ def _plan_sizes(args: argparse.Namespace) -> None:
         best = found.plans[0]
         start = LaunchCommand(data=args.data or LaunchCommand.data)
         make_folder(args.write)
-        text = write_plan(args, args.write, model, best, cluster, start, best.seconds)
+        text = write_plan(args, args.write, model, best, cluster, device, start, best.seconds)
         if not args.json:
             print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, which trains it:\n"
                   f"{text}")
 
 
 def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cluster: Any,
-               start: LaunchCommand, seconds: float, activations: Sequence[str] = ()) -> str:
+               device: Any, start: LaunchCommand, seconds: float,
+               activations: Sequence[str] = ()) -> str:
     """Write a plan's YAML and launch script; returns the launch line.
 
     Args:
@@ -195,6 +196,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
         start: what is not of the plan.
     """
     from moe_plugin.lab.planning.launch import launch_script, launch_text, launch_words, plan_yaml
+    from moe_plugin.lab.planning.model_cost import needs_send
     from moe_plugin.planner.units import show_time
 
     note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "
@@ -203,7 +205,8 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
                     config=folder / CONFIG, script=args.script)
     text = launch_text(launch_words(model, best.plan, args.host, start))
     write_regular(folder / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note,
-                                             activations))
+                                             activations, keeps_send=needs_send(
+                                                 model, cluster, device, best.plan)))
     write_regular(folder / LINE, launch_script(text, note))
     return text
 

@@ -226,8 +226,8 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
         trust.refuse(doubts)
     start = LaunchCommand(head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
                           threads=torch.get_num_threads(), data=args.data)
-    text = write_plan(args, args.out, model, best.cost, cluster, start, best.seconds,
-                      best.cost.activations)
+    text = write_plan(args, args.out, model, best.cost, cluster, processor.device, start,
+                      best.seconds, best.cost.activations)
     if args.json:
         print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
                          indent=1))

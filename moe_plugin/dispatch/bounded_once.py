@@ -3,8 +3,8 @@
 From one rank to one other go at most P pairs (`RowsLimit.slots`, the bound on rows that are sent
 for each expert) and as many rows, of T tokens at most T. So many slots travel, filled or not, and
 the receiver counts on the device what is there: the host waits for nothing. Where a rank has more
-pairs for another, all ranks learn it before rows leave, as in `dispatch.bounded`; the outputs of
-that call are NaN.
+pairs for another, all ranks learn it before rows leave, as in `dispatch.bounded`; the outputs and
+gradients of that call are NaN.
 
 To nodes: a hop to m ranks has m P pairs, and rank to rank inside a node those of all ranks that
 send to the first. So what fits in the bound fits in both hops, and nothing else is agreed on.
@@ -170,14 +170,14 @@ def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> R
 
 @dataclass(frozen=True)
 class BoundedOncePlan(OncePlan):
-    """Attributes: `hop`: from tokens on. `starts`: see `Loaded.rows`. `slots`: P. `poison`: 0, or
+    """Attributes: `hop`: from tokens on. `starts`: see `Loaded.rows`. `slots`: P. `sound`: 1, or
     NaN where rows did not fit.
     """
 
     hop: SlotHop | None = None
     starts: tuple[int, ...] = ()
     slots: int = 0
-    poison: Tensor | None = None
+    sound: Tensor | None = None
 
 
 class BoundedOnceDispatcher(ExchangeDispatcher):
@@ -198,16 +198,17 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         hop = self.first_hop(slots, tokens)
         loaded = hop.loaded(self.next_target(rank_TK))
         rows, over = self._agree(rank_TK, loaded, slots, says_load(ids_TK, gates_TK))
-        poison = gates_TK.new_zeros(()).masked_fill(over, torch.nan)
+        # nothing computed without the rows that did not fit may pass for a result or a gradient
+        sound = gates_TK.new_ones(()).masked_fill(over, torch.nan)
         number = min(self.pieces, hop.rows)
         starts = tuple(hop.rows * c // number for c in range(number + 1))
         source_N, position_TK = loaded.rows(starts)
         pieces = tuple(OncePiece(*hop.sizes(end - start), False, self.weights_first)
                        for start, end in pairwise(starts))
         return BoundedOncePlan(
-            rows, source_N, position_TK, None, pieces, self.even, False, gates_TK + poison,
+            rows, source_N, position_TK, None, pieces, self.even, False, gates_TK * sound,
             loaded.pairs(ids_TK, place.virtual), hop=hop, starts=starts, slots=slots,
-            poison=poison)
+            sound=sound)
 
     def dispatch(self, x_TD: Tensor, plan: BoundedOncePlan, anchor: Tensor | None) -> Sent:
         """See `OnceDispatcher`."""
@@ -216,13 +217,12 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
             plan.gates_TK.shape[1])
         for piece, (start, end) in zip(plan.pieces, pairwise(plan.starts), strict=True):
             self.read_pairs(piece, arrived.piece(start, end), plan.slots, end - start, anchor)
-        return super().dispatch(x_TD, plan, anchor)
+        # of a token that was lost no gradient comes back
+        return super().dispatch(x_TD * plan.sound.to(x_TD.dtype), plan, anchor)
 
     def weigh(self, rows_ND: Tensor, plan: BoundedOncePlan) -> Tensor:
-        """See `ExchangeDispatcher`. Nothing computed without the rows that did not fit may pass
-        for a result.
-        """
-        return super().weigh(rows_ND, plan) + plan.poison.to(rows_ND.dtype)
+        """See `ExchangeDispatcher`."""
+        return super().weigh(rows_ND, plan) * plan.sound.to(rows_ND.dtype)
 
     @property
     def even(self) -> bool:

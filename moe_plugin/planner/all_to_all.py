@@ -8,8 +8,9 @@ card is slower:
     2dh      4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
     leader   4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
 
-plus `phase_s` per phase. The first two are the formulas of the Tutel paper with m = P, n = W;
-for s = 1 and phase_s = 0 they are identical.
+plus `phase_s` per phase. The first two are the formulas of the Tutel paper with m = P, n = W; for
+s = 1 and phase_s = 0 they are identical. Of unequal nodes the busiest rank, card or leader counts;
+with 2dh a rank that shares its node with m - 1 others has ceil(q / m) messages for a node of q.
 
 Where one machine emulates the cluster, a phase also costs its CPU time: `wake_s` k^(2/3) for a rank
 that sends and receives k messages (messages that arrive together are handled together; the exponent
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moe_plugin.messages import short
@@ -91,17 +93,23 @@ def _cost(cluster: Cluster, node: tuple[int, float, int, float], phases: Sequenc
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 
 
-def _sharing(cluster: Cluster) -> float:
-    return cluster.ranks_per_node / min(cluster.nics, cluster.ranks_per_node)
+def _busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
+    """What the busiest card carries. of_rank: what a rank sends, by the ranks of its node."""
+    return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
+
+
+def _messages(cluster: Cluster, here: int) -> int:
+    """Of 2DH between nodes, from one rank on a node of `here` ranks."""
+    return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1
 
 
 def linear_cost(cluster: Cluster, size: float) -> Cost:
     """Every rank to every rank directly; `size` bytes per rank."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
-    share = _sharing(cluster)
+    card = _busiest(cluster, lambda here: w - here)
     node = (p * inter, p * inter * size / w, p * intra, p * intra * size / w)
-    phase = Phase((share * inter, share * inter * size / w), (intra, intra * size / w),
+    phase = Phase((card, card * size / w), (intra, intra * size / w),
                   (w * (w - 1)**WAKES, w * (w - 1), (w - 1) * size), parallel_links=n > 1)
     return _cost(cluster, node, [phase] if w > 1 else [])
 
@@ -111,11 +119,12 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
-    share = _sharing(cluster)
     node = (p * (n - 1), p * (n - 1) * size * p / w, p * (p - 1), (p - 1) * size)
     inside = Phase((0, 0), (p - 1, (p - 1) * size / p),
                    (w * (p - 1)**WAKES, w * (p - 1), n * node[3]), 2 * size)
-    between = Phase((share * (n - 1), share * node[1] / p), (0, 0),
+    card = (_busiest(cluster, partial(_messages, cluster)),
+            _busiest(cluster, lambda here: _messages(cluster, here) * size * here / w))
+    between = Phase(card, (0, 0),
                     (w * (n - 1)**WAKES, w * (n - 1), n * node[1]), 2 * size)
     return _cost(cluster, node, [inside, between])
 
@@ -125,7 +134,7 @@ def leader_cost(cluster: Cluster, size: float) -> Cost:
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
-    out = (n - 1) * p * p * size / w
+    out = max(here * (w - here) for here in cluster.sizes) * size / w
     node = (n - 1, out, 2 * (p - 1), 2 * (p - 1) * size)
     # messages in one direction: half of what `machine` counts for both
     wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES

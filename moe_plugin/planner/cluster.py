@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,10 +81,28 @@ class Cluster:
         """CPU seconds of an emulated cluster: `wakes` wake-ups, `messages` of `size` bytes."""
         return wakes * self.wake_s + self.host.seconds(messages, size)
 
+    @property
+    def sizes(self) -> dict[int, int]:
+        """How many nodes there are of so many ranks."""
+        return {self.ranks_per_node: self.nodes}
+
+    @property
+    def between(self) -> float:
+        """How much leaves its node of what ranks send to all ranks alike."""
+        return 1 - 1 / self.nodes
+
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
         """The same links with another number of nodes (and ranks per node)."""
-        return dataclasses.replace(self, nodes=nodes,
-                                   ranks_per_node=ranks_per_node or self.ranks_per_node)
+        links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
+        return Cluster(**links | {"nodes": nodes,
+                                  "ranks_per_node": ranks_per_node or self.ranks_per_node})
+
+    def with_nodes(self, sizes: Sequence[int]) -> Cluster:
+        """The same links with nodes of so many ranks."""
+        equal = self.resized(len(sizes), max(sizes))
+        if len(set(sizes)) == 1:
+            return equal
+        return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
         """The same links with `ranks` ranks: full nodes, or one node that is not full.
@@ -98,6 +118,25 @@ class Cluster:
                 f"{ranks} ranks do not fill nodes of {self.ranks_per_node} ranks (cluster "
                 f"{short(self.name)}); use a multiple")
         return self.resized(ranks // self.ranks_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnequalCluster(Cluster):
+    """Nodes of unequal size, `ranks_per_node` on the largest. of_nodes: ranks of each."""
+
+    of_nodes: tuple[int, ...]
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        return Counter(self.of_nodes)
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.of_nodes)
+
+    @property
+    def between(self) -> float:
+        return 1 - sum((size / self.ranks) ** 2 for size in self.of_nodes)
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -30,9 +30,11 @@ class GroupShape:
         All groups of one kind communicate at the same time, so groups on one node share its network
         cards.
         """
+        if self.size == cluster.ranks:
+            return cluster
         here = self.per_node(cluster)
         groups = max(1, cluster.ranks_per_node // here)
-        return replace(cluster, nodes=-(-self.size // here), ranks_per_node=here,
+        return replace(cluster.resized(-(-self.size // here), here),
                        nics=max(1, cluster.nics // groups))
 
 

@@ -15,7 +15,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_to_all_s, reduce_scatter_s
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.events import Task, Timeline, simulate
-from moe_plugin.planner.once import OnceRows, Visits, exchange_s, rows_of_token
+from moe_plugin.planner.once import Limits, OnceRows, Visits, exchange_s, rows_of_token
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"
@@ -38,7 +38,7 @@ class LayerShape:
         skew: rows of the fullest rank over the mean, >= 1.
         shards: ranks that share an expert; None: ranks / experts, at least 1.
         guests: experts that a rank may borrow at a time.
-        most_nodes: on which a token's experts may be, by a router that limits them; None: any.
+        limits: of a token's experts, by its router.
         visits: where its tokens go, measured; None: not known.
     """
 
@@ -53,7 +53,7 @@ class LayerShape:
     skew: float = 1.0
     shards: int | None = None
     guests: int = 2
-    most_nodes: int | None = None
+    limits: Limits = Limits()
     visits: Visits | None = None
 
     @property
@@ -192,7 +192,7 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
                   * shape.row_bytes, shape.rows * r * shape.skew, local,
                   shape.hidden_dim / r, tokens if choice.gather_tokens else 0.0, shape.skew)
     if choice.send != "rows":
-        once = rows_of_token(cluster, shape.rows / max(1, shape.tokens), r, shape.most_nodes,
+        once = rows_of_token(cluster, shape.rows / max(1, shape.tokens), r, shape.limits,
                              shape.visits)
         rows = once.ranks if choice.send == "ranks" else once.ranks + once.nodes
         sizes = replace(sizes, once=once, out=tokens * rows)

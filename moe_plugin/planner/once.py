@@ -8,6 +8,8 @@ rows in exchanges of their own, there in the forward pass, weights' gradients ba
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_plugin.planner.all_to_all import leader_cost, two_d_cost
@@ -23,13 +25,27 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
     return targets * (1 - (1 - min(1.0, each / targets)) ** choices)
 
 
-def most_targets(targets: int, groups: int, chosen: int) -> int:
-    """On how many of `targets`, each with as many consecutive experts, a token's experts can be,
-    where it chooses from `chosen` of `groups` of consecutive experts.
+@dataclass(frozen=True)
+class Limits:
+    """A token's experts are in `chosen` of `groups` groups of consecutive experts (groups of nodes,
+    or of devices), by its router.
     """
-    if targets % groups and groups % targets:
-        return targets  # groups and targets cut each other anyhow
-    return min(targets, chosen * max(1, targets // groups))
+
+    groups: int = 1
+    chosen: int = 1
+
+    def targets(self, choices: float, targets: int, each: float = 1.0) -> float:
+        """See `expected_targets`, of targets with as many consecutive experts each."""
+        inside, rest = divmod(self.groups, targets)
+        if not rest:  # several groups on a target, so many of them chosen
+            return targets * sum(
+                math.comb(inside, here) * math.comb(self.groups - inside, self.chosen - here)
+                * (1 - (1 - min(1.0, each * here / self.chosen)) ** choices)
+                for here in range(min(inside, self.chosen) + 1)
+            ) / math.comb(self.groups, self.chosen)
+        if targets % self.groups:  # they cut each other anyhow
+            return expected_targets(choices, targets, each)
+        return expected_targets(choices, targets * self.chosen / self.groups, each)
 
 
 @dataclass(frozen=True)
@@ -41,35 +57,25 @@ class OnceRows:
     pairs: float
 
 
-@dataclass(frozen=True)
-class Visits:
-    """Ranks and nodes of a token, measured, each choice being on one rank; its choices."""
-
-    ranks: float
-    nodes: float
-    choices: float
+# where a token goes, by r: measured
+Visits = Mapping[int, OnceRows]
 
 
-def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, most_nodes: int | None = None,
+def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = Limits(),
                   visits: Visits | None = None) -> OnceRows:
     """Of `top_k` choices.
 
     Args:
         r: ranks to which each choice goes, consecutive ones.
-        most_nodes: that a token may have, where its router limits them.
-        visits: where tokens go, from the counts of a run; None: even routing. For r > 1 both
-            together: as much fewer or more than even as for r = 1.
+        visits: from the counts of a run; None: even routing.
     """
-    nodes = min(cluster.nodes, most_nodes or cluster.nodes)
-    ranks = nodes * cluster.ranks_per_node
-    even = OnceRows(expected_targets(top_k, ranks, r),
-                    expected_targets(top_k, nodes, max(1.0, r / cluster.ranks_per_node)), top_k * r)
-    if visits is None:
-        return even
-    off = (visits.ranks / expected_targets(visits.choices, ranks),
-           visits.nodes / expected_targets(visits.choices, nodes))
-    return OnceRows(min(cluster.ranks, top_k * r, even.ranks * off[0]),
-                    min(cluster.nodes, top_k * r, even.nodes * off[1]), even.pairs)
+    if visits is not None:
+        return visits[r]
+    nodes = limits.targets(top_k, cluster.nodes, max(1.0, r / cluster.ranks_per_node))
+    if len(cluster.sizes) > 1:  # of unequal nodes, which groups of experts cut anyhow
+        nodes = sum(number * expected_targets(top_k, 1, max(size, r) / cluster.ranks)
+                    for size, number in cluster.sizes.items())
+    return OnceRows(limits.targets(top_k, cluster.ranks, r), nodes, top_k * r)
 
 
 @dataclass(frozen=True)
@@ -83,16 +89,16 @@ class TokenBytes:
 
 
 def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
-                   most_nodes: int | None = None, visits: Visits | None = None) -> TokenBytes:
+                   limits: Limits = Limits()) -> TokenBytes:
     """Rows and their pairs on the way to the experts; back travel the rows alone, and in backward
     as much once more each way.
 
     Args:
         send: one of `choice.SENDS`. row_bytes: of a row.
-        most_nodes, visits: see `rows_of_token`.
+        limits: see `rows_of_token`.
     """
-    rows = rows_of_token(cluster, top_k, most_nodes=most_nodes, visits=visits)
-    away, apart = 1 - 1 / cluster.nodes, 1 - 1 / cluster.ranks
+    rows = rows_of_token(cluster, top_k, limits=limits)
+    away, apart = cluster.between, 1 - 1 / cluster.ranks
     pairs = 0.0 if send == "rows" else rows.pairs * PAIR_BYTES
     of_rows = rows.pairs if send == "rows" else rows.ranks
     if send != "nodes":

@@ -4,20 +4,22 @@ files of the settings, else typical ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.bundles import first_of_each
 from moe_plugin.machine import to_device
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.layer_cost import LayerShape
-from moe_plugin.planner.once import Visits, most_targets
-from moe_plugin.records import Placement
+from moe_plugin.planner.once import Limits, OnceRows, Visits
+from moe_plugin.records import Placement, Routing
 from moe_plugin.routing.registry import routers
 
 _GPU_LINKS = {
@@ -48,17 +50,16 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
 
     The group must be prepared: the shape is that of its topology.
     """
-    nodes = len(comm.topology.nodes) if comm.size > 1 and comm.topology.uniform_nodes else 1
+    sizes = list(map(len, comm.topology.nodes)) if comm.size > 1 else [1]
     known = comm.state.get(Calibration).cluster
     if known is not None:
-        return known.resized(nodes, comm.size // nodes)
+        return known.with_nodes(sizes)
     gpu = device.type == "cuda"
     links = _GPU_LINKS if gpu else _CPU_LINKS
-    together = not gpu and nodes == 1  # between nodes the links' own times are longer
-    return Cluster(name="default", nodes=nodes, ranks_per_node=comm.size // nodes,
-                   nics=comm.size // nodes if gpu else 1, **links,
+    together = not gpu and len(sizes) == 1  # between nodes the links' own times are longer
+    return Cluster(name="default", nics=max(sizes) if gpu else 1, **links,
                    phase_s=_CPU_MEETING_S if together else 0.0,
-                   copy_s=_CPU_COPY_S if together else 0.0)
+                   copy_s=_CPU_COPY_S if together else 0.0).with_nodes(sizes)
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
@@ -68,22 +69,27 @@ def default_device(config: MoEConfig, device: torch.device) -> Device:
     return _GPU if device.type == "cuda" else _CPU
 
 
-def count_visits(ids_TK: Tensor, place: Placement) -> Tensor:
-    """(ranks, nodes) that tokens visit and their choices, summed over the tokens of this rank,
-    int64 [3]; each choice on the first rank that has a shard of its expert.
-
-    ids_TK: int64 experts, -1: none.
+def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> list[float]:
+    """Ranks and nodes that the tokens of this rank visit, by choice, one after the other for each
+    r of `copies`; 0 where there is no choice. The host waits for it.
     """
-    run_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
-    rank_TK = torch.where(ids_TK < 0, -1, run_TK * place.shards)
-    node_W = to_device([*place.comm.topology.node_of, -1], ids_TK.device)
-    return torch.stack([first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum(),
-                        (ids_TK >= 0).sum()])
+    if not copies:
+        return []
+    node_W = to_device([*place.comm.topology.node_of, -1], routing.ids_TK.device)
+    found = [(routing.ids_TK >= 0).sum()]
+    for r in copies:
+        at = replace(place, copies=r)
+        rank_TK = torch.div(expand(at, routing, None)[0], at.local, rounding_mode="floor")
+        found += [first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum()]
+    choices, *visits = torch.stack(found).tolist()
+    return [visited / max(1, choices) for visited in visits]
 
 
-def as_visits(ranks: float, nodes: float, choices: float) -> Visits | None:
-    """Of a token with so many choices; None: there is none. ranks, nodes: by choice."""
-    return Visits(ranks * choices, nodes * choices, choices) if ranks else None
+def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -> Visits | None:
+    """Of a token with so many choices; None: there is none. by_choice: see `count_visits`."""
+    rows = zip(copies, by_choice[::2], by_choice[1::2], strict=True)
+    return {r: OnceRows(ranks * choices, nodes * choices, r * choices)
+            for r, ranks, nodes in rows} if any(by_choice) else None
 
 
 def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
@@ -101,14 +107,13 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
                       top_k=config.router.experts_per_token,
                       gated=config.experts.kind == "gated_ffn",
                       element_bytes=probe.element_size(), shards=place.shards, skew=skew,
-                      guests=config.parallel.guests, most_nodes=_most_nodes(config, place),
+                      guests=config.parallel.guests, limits=_limits(config),
                       visits=visits)
 
 
-def _most_nodes(config: MoEConfig, place: Placement) -> int | None:
-    """Nodes on which a token's experts may be, where its router limits them; None: any."""
+def _limits(config: MoEConfig) -> Limits:
     router, reads = config.router, [routers.get(name).reads for name in config.router.names]
     if not router.groups or any("groups" not in names for names in reads):
-        return None
-    chosen = max(router.group_top_k if "group_top_k" in names else 1 for names in reads)
-    return most_targets(len(place.comm.topology.nodes), router.groups, chosen)
+        return Limits()
+    return Limits(router.groups, max(
+        router.group_top_k if "group_top_k" in names else 1 for names in reads))

@@ -177,12 +177,12 @@ class LayoutTuner(OwnsReplayLogs):
             self.runs.popleft()  # its backward pass never came
         over = bool(self.runs) and self.runs[0].timer.over
         seconds = self.runs[0].timer.seconds() if over else 0.0
-        ranks, nodes = self._visited(routing)
+        copies = self.layouts.visited_copies()
         values = torch.tensor([rows, skew, seconds, not over, min(self.costs, default=math.inf),
-                               ranks, nodes], dtype=torch.float64, device=self.comm.device)
-        rows, skew, seconds, missing, cost, ranks, nodes = self.comm.all_reduce(
-            values, "max").tolist()
-        self.visits = as_visits(ranks, nodes, self.config.router.experts_per_token)
+                               *count_visits(routing, self.layouts.place, copies)],
+                              dtype=torch.float64, device=self.comm.device)
+        rows, skew, seconds, missing, cost, *visited = self.comm.all_reduce(values, "max").tolist()
+        self.visits = as_visits(visited, copies, self.config.router.experts_per_token)
         self.costs.append(time.perf_counter() - begun)
         if not missing:  # over on every rank: all of them record it, or none does
             run = self.runs.popleft()
@@ -194,13 +194,6 @@ class LayoutTuner(OwnsReplayLogs):
         size = math.log(max(rows, 1.0)) / math.log(self.config.tuner.bucket)
         imbalance = max(0.0, math.log2(max(skew, 1.0)) - 1)
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
-
-    def _visited(self, routing: Routing) -> tuple[float, float]:
-        """Ranks and nodes that this rank's tokens visit, by choice; 0: not asked, or none."""
-        if len(self.sends()) == 1:
-            return 0.0, 0.0
-        ranks, nodes, choices = count_visits(routing.ids_TK, self.layouts.place).tolist()
-        return (ranks / choices, nodes / choices) if choices else (0.0, 0.0)
 
     def _disturbances(self) -> int:
         """Trials of all-to-all algorithms so far: the time of a layout in them says nothing of it.

@@ -251,6 +251,10 @@ class Layouts:
             return ["rows"]
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
+    def visited_copies(self) -> list[int]:
+        """Values of r in which it counts how many ranks and nodes a token visits."""
+        return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
+
     def piece_axes(self, send: str) -> tuple[str, ...]:
         """Along what rows are cut that are sent so."""
         axes = self.traits.piece_axes

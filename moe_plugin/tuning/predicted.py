@@ -76,7 +76,7 @@ class PredictedLayout(OwnsReplayLogs):
         is not compiled, the configured layout stays.
         """
         if training and not self.settled and not torch.compiler.is_compiling():
-            self._settle(routing.ids_TK)
+            self._settle(routing)
         return self.layouts.at(self.current), None
 
     def forget_recordings(self) -> None:
@@ -106,6 +106,8 @@ class PredictedLayout(OwnsReplayLogs):
             if choice.exchanges and choice.send not in self.layouts.sends():
                 raise ValueError(f"dispatch.send={self.config.dispatch.send!r} leaves no "
                                  f"send={choice.send!r}")
+            if "send" not in chosen and len(self.layouts.sends()) > 1:
+                raise ValueError("it was saved before rows could be sent once (dispatch.send)")
             self.layouts.at(choice)
         except ValueError as error:
             if self.comm.rank == 0:
@@ -114,16 +116,16 @@ class PredictedLayout(OwnsReplayLogs):
             return
         self.current, self.settled = choice, True
 
-    def _settle(self, ids_TK: Tensor) -> None:
-        most = torch.tensor([ids_TK.size(0), 0, 0], dtype=torch.float64)
-        if len(self.layouts.sends()) > 1 and ids_TK.numel():
-            *visited, choices = count_visits(ids_TK, self.layouts.place).tolist()
-            most[1:] = torch.tensor(visited) / max(1, choices)
-        tokens, ranks, nodes = self.comm.hosts.all_reduce(most, "max").tolist()
+    def _settle(self, routing: Routing) -> None:
+        copies = self.layouts.visited_copies()
+        most = torch.tensor([routing.ids_TK.size(0),
+                             *count_visits(routing, self.layouts.place, copies)],
+                            dtype=torch.float64)
+        tokens, *visited = self.comm.hosts.all_reduce(most, "max").tolist()
         if tokens == 0:  # no rank has seen a token: decide on a later call
             return
         self.settled, tokens = True, int(tokens)
-        visits = as_visits(ranks, nodes, self.config.router.experts_per_token)
+        visits = as_visits(visited, copies, self.config.router.experts_per_token)
         best, seconds, configured = self._best(tokens, visits)
         why = (f"predicted {show_time(seconds)} for {tokens} tokens on each rank, "
                f"{show_time(configured)} as configured")
@@ -143,9 +145,9 @@ class PredictedLayout(OwnsReplayLogs):
             return ""
         cluster = default_cluster(self.comm, self.probe.device)
         shape = layer_shape(self.config, self.layouts.place, self.probe, 1)
-        rows = rows_of_token(cluster, shape.top_k, choice.r, shape.most_nodes, visits)
+        rows = rows_of_token(cluster, shape.top_k, choice.r, shape.limits, visits)
         sent = rows.nodes if choice.send == "nodes" else rows.ranks
-        between = sent * (1 - 1 / cluster.nodes)
+        between = sent * cluster.between
         return (f"; rows sent, per token: {sent:.2f}, between nodes {between:.2f}; "
                 f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 

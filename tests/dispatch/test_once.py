@@ -14,9 +14,14 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, Traffic, run_simulated
+from moe_plugin.comm.algorithms import algorithms
 from moe_plugin.config import from_dict
-from moe_plugin.records import Routing, TokenInfo
+from moe_plugin.dispatch.base import DispatchContext
+from moe_plugin.dispatch.once import OnceDispatcher
+from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
+from moe_plugin.records import KeptRouting, Placement, Routing, TokenInfo
 from moe_plugin.routing import RouterModule
+from moe_plugin.tuning.default_hardware import as_visits, count_visits
 from tests.exactness.harness import compare, config_of, naming, reference, run_rank
 from tests.oracle import Case
 
@@ -172,20 +177,68 @@ def test_a_token_may_choose_an_expert_twice() -> None:
         torch.testing.assert_close(other, rows)
 
 
+@pytest.mark.parametrize("send,topology", [
+    ("rows", NODES[0]), ("ranks", NODES[0]), ("nodes", NODES[0]), ("nodes", UNEQUAL)])
+def test_rows_that_did_not_fit_leave_no_gradient(send: str, topology: Topology) -> None:
+    """Bounded ones, of a loss whose own gradient is finite: all of the output, of the input's and
+    of the gates' gradients are NaN, of choices that travelled and of those that did not.
+    """
+    world = topology.size
+    config = from_dict({
+        "model_dim": WIDTH, "num_experts": 2 * world, "losses": {}, "router": {"top_k": 3},
+        "parallel": {"r": 1}, "dispatch": {"name": "bounded", "send": send, "max_tokens": 9,
+                                           "max_rows_factor": 0.5}})
+
+    def rank(comm: Comm) -> list[Tensor]:
+        router = Fixed(drawn(world, 2 * world, 3, [9])[0].clamp(min=0))
+        layer = MoELayer(config, comm, router=router, dtype=torch.float64)
+        x = torch.randn(9, WIDTH, dtype=torch.float64, requires_grad=True)
+        out = layer(x).output
+        out.sum().backward()
+        return [out, x.grad, router.weights_TK.grad]
+
+    for found in run_simulated(world, rank, topology=topology):
+        assert [bool(values.isnan().all()) for values in found] == [True] * 3
+
+
+@pytest.mark.parametrize("send", ["ranks", "nodes"])
+@pytest.mark.parametrize("experts,r", [(12, 1), (3, 1), (3, 2)])
+def test_visits_are_the_rows_that_travel(send: str, experts: int, r: int) -> None:
+    """What layouts are predicted from, for experts that are whole and cut: on any nodes exactly
+    the rows that the dispatcher sends.
+    """
+    ids_WTK = drawn(6, experts, 3, [9, 4, 7])
+
+    def rank(comm: Comm) -> tuple[int, float]:
+        routing = Fixed(ids_WTK[comm.rank])(torch.zeros(len(ids_WTK[comm.rank]), WIDTH))
+        place = Placement(comm, experts, algorithms.get("linear"), copies=r)
+        kind = OnceDispatcher if send == "ranks" else OnceToNodesDispatcher
+        plan = kind(DispatchContext(place)).plan(KeptRouting(routing, None, None, routing))
+        visits = as_visits(count_visits(routing, place, [1, r]), [1, r], 3)[r]
+        tokens = int((routing.ids_TK >= 0).sum()) / 3
+        return sum(plan.agreed.first.send), tokens * getattr(visits, send)
+
+    for travelled, counted in run_simulated(6, rank, topology=UNEQUAL):
+        assert travelled == pytest.approx(counted)
+
+
 @pytest.mark.parametrize("topology", NODES, ids=str)
 @pytest.mark.parametrize("dtype,off", [(torch.float64, 1e-10), (torch.float32, 2e-5),
                                        (torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
 def test_any_nodes_and_dtypes(topology: Topology, dtype: torch.dtype, off: float) -> None:
     world = topology.size
-    for k, all_to_all, wire in ((8, "linear", "none"), (2, "leader", "none"), (4, "2dh", "bf16")):
+    for k, all_to_all, wire, name in (
+            (8, "linear", "none", "ragged"), (2, "leader", "none", "ragged"),
+            (4, "2dh", "bf16", "ragged"), (4, "leader", "none", "bounded"),
+            (2, "2dh", "none", "bounded")):
         case = Case(world, 2 * world, k, [6, 0, 4, 3, 2, 5][:world], None, None, seed=3)
         if wire != "none" and dtype not in (torch.bfloat16,):
             wire = "none"
         config = config_of(case, dispatch__send="nodes", comm__all_to_all=all_to_all,
-                           comm__wire=wire, parallel__d=k // 2)
+                           comm__wire=wire, parallel__d=k // 2, dispatch__name=name)
         results = run_simulated(world, lambda comm, case=case, config=config: run_rank(
             case, comm, config, dtype), topology=topology)
-        with naming(f"k={k}"):
+        with naming(f"{name} k={k}"):
             compare(case, results, reference(case, dtype), rtol=off, atol=off)
 
 

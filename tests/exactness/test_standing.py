@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import Comm, run_simulated
+from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.planner.choice import SENDS
 from moe_plugin.planner.spill import SpillCosts
 from moe_plugin.routing import finish_step
 from moe_plugin.routing.replay import checkpoint
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.fast
 CELLS = all_pairs({
     "size": [(2, 4, None), (4, 4, None), (4, 8, None), (4, 2, None), (4, 4, 2)], "k": [1, 2],
     "factor": [None, 0.6], "pieces": [1, 2], "kind": ["ffn", "gated_ffn"],
-    "speeds": [None, "given", "measured"], "tokens": [[9, 6, 0, 4], [5] * 4]
+    "speeds": [None, "given", "measured"], "tokens": [[9, 6, 0, 4], [5] * 4], "send": SENDS
 })
 
 
@@ -59,7 +60,8 @@ def test_every_step_is_exact(cell: dict[str, Any]) -> None:
     world, experts, shards = cell["size"]
     case = Case(world, experts, min(cell["k"], experts), cell["tokens"][:world], None,
                 cell["factor"], cell["kind"], skew=3.0, seed=7, shards=shards)
-    config = settings(case, world, cell["speeds"], parallel__d=cell["pieces"])
+    config = settings(case, world, cell["speeds"], parallel__d=cell["pieces"],
+                      dispatch__send=cell["send"])
 
     def rank(comm: Comm) -> list[tuple[Any, bool]]:
         layer, found = MoELayer(config, comm, dtype=torch.float64), []
@@ -70,7 +72,8 @@ def test_every_step_is_exact(cell: dict[str, Any]) -> None:
             finish_step(layer)
         return found
 
-    ranks, answer = run_simulated(world, rank), reference(case)
+    ranks = run_simulated(world, rank, topology=Topology.uniform(world, 2))
+    answer = reference(case)
     with naming(name_of(cell)):
         for step in range(5):
             compare(case, [found[step][0] for found in ranks], answer)

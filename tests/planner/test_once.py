@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from moe_plugin.comm.topology import Topology
+from moe_plugin.planner.all_to_all import leader_cost, linear_cost, two_d_cost
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices
 from moe_plugin.planner.once import (
+    Limits,
+    OnceRows,
     TokenBytes,
-    Visits,
     bytes_of_token,
     expected_targets,
-    most_targets,
     rows_of_token,
 )
 from tests.planner.problems import A100
@@ -42,11 +44,62 @@ def test_each_choice_on_several_ranks() -> None:
     assert rows_of_token(cluster, 3, 4).nodes == 2
 
 
-def test_a_router_may_limit_the_nodes() -> None:
-    assert most_targets(8, 8, 4) == 4 and most_targets(2, 8, 4) == 2 and most_targets(8, 4, 1) == 2
-    assert most_targets(3, 8, 1) == 3
-    limited = rows_of_token(SLOW.resized(8, 8), 8, most_nodes=4)
-    assert limited.nodes < 4 < rows_of_token(SLOW.resized(8, 8), 8).nodes
+@pytest.mark.parametrize("targets,groups,chosen", [
+    (2, 2, 1), (4, 2, 1), (2, 4, 3), (2, 4, 1), (4, 4, 2), (3, 6, 2), (2, 6, 3)])
+def test_a_router_may_limit_the_targets(targets: int, groups: int, chosen: int) -> None:
+    """The mean over all groups that it may choose, and all choices from places in these."""
+    places = range(max(targets, groups))
+    found = [len({place * targets // len(places) for place in choice})
+             for some in itertools.combinations(range(groups), chosen)
+             for choice in itertools.product(
+                 [p for p in places if p * groups // len(places) in some], repeat=3)]
+    limits = Limits(groups, chosen)
+    assert limits.targets(3, targets) == pytest.approx(sum(found) / len(found))
+
+
+def test_groups_that_are_ranks_limit_ranks_and_nodes() -> None:
+    """Groups of nodes limit nodes, groups of devices both; groups that nodes cut limit nothing."""
+    cluster = SLOW.resized(8, 8)
+    free, nodes, ranks = (rows_of_token(cluster, 8, limits=limits)
+                          for limits in (Limits(), Limits(8, 4), Limits(64, 3)))
+    assert nodes.nodes < 4 < free.nodes and nodes.ranks < free.ranks
+    assert ranks.ranks < 3 and 2 < ranks.nodes < ranks.ranks
+    assert rows_of_token(cluster, 8, limits=Limits(3, 1)) == free
+
+
+def test_nodes_of_unequal_size() -> None:
+    """Three ranks and one, all choices: the mean of nodes; and 2DH's busiest messages."""
+    found = [len({rank // 3 for rank in choice})
+             for choice in itertools.product(range(4), repeat=3)]
+    cluster = SLOW.with_nodes([3, 1])
+    assert (cluster.ranks, cluster.nodes, cluster.between) == (4, 2, 1 - 10 / 16)
+    assert rows_of_token(cluster, 3).nodes == pytest.approx(sum(found) / len(found))
+    assert rows_of_token(cluster, 3).ranks == rows_of_token(SLOW.resized(2, 2), 3).ranks
+    assert rows_of_token(cluster, 3, 4).nodes == 2
+    assert SLOW.with_nodes([2, 2]) == cluster.resized(2, 2) == SLOW.resized(2, 2)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [2, 3, 1], [4, 2], [1, 5]])
+def test_the_busiest_rank_of_unequal_nodes(sizes: list[int]) -> None:
+    """Messages and bytes between nodes as the exchange itself sends them."""
+    starts = itertools.accumulate([0, *sizes])
+    topology = Topology(tuple(tuple(range(start, start + size))
+                              for start, size in zip(starts, sizes, strict=False)))
+    cluster = dataclasses.replace(SLOW, nics=8).with_nodes(sizes)
+    def collects(rank: int, to: int) -> bool:
+        here = topology.peers(rank)
+        return to not in here and here[topology.local_of[to] % len(here)] == rank
+
+    away = [sum(collects(rank, to) for to in range(topology.size))
+            for rank in range(topology.size)]
+    share = [len(topology.peers(rank)) / topology.size * n for rank, n in enumerate(away)]
+    between = two_d_cost(cluster, 1.0).phases[1].inter
+    assert between == (max(away), pytest.approx(max(share)))
+    size, nodes = topology.size, topology.nodes
+    assert linear_cost(cluster, 1.0).phases[0].inter == (
+        size - min(sizes), pytest.approx((size - min(sizes)) / size))
+    assert leader_cost(cluster, 1.0).phases[1].inter == (
+        len(nodes) - 1, pytest.approx(max(n * (size - n) for n in sizes) / size))
 
 
 def best(top_k: int, nodes: int, ranks: int) -> LayoutChoice:
@@ -86,13 +139,9 @@ def test_combinations_hold_nothing_twice() -> None:
 
 
 def test_measured_visits_replace_even_routing() -> None:
-    cluster, even = SLOW.resized(2, 2), rows_of_token(SLOW.resized(2, 2), 8)
-    seen = Visits(ranks=2.0, nodes=1.2, choices=8)
-    found = rows_of_token(cluster, 8, visits=seen)
-    assert (found.ranks, found.nodes, found.pairs) == (pytest.approx(2.0), pytest.approx(1.2), 8)
-    # each choice on two ranks: as much fewer than even as with one
-    twice = rows_of_token(cluster, 8, 2, visits=seen)
-    assert twice.ranks == pytest.approx(rows_of_token(cluster, 8, 2).ranks * 2 / even.ranks)
+    cluster = SLOW.resized(2, 2)
+    seen = {1: OnceRows(2.0, 1.2, 8), 2: OnceRows(3.0, 1.2, 16)}
+    assert all(rows_of_token(cluster, 8, r, visits=seen) == seen[r] for r in seen)
     choice = LayoutChoice(r=1, send="ranks")
     shape = dataclasses.replace(SHAPE, visits=seen)
     assert layer_cost(shape, cluster, A100, choice).seconds < layer_cost(

@@ -14,7 +14,8 @@ from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.lab.emulate import networks
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.once import Visits
+from moe_plugin.planner.once import OnceRows, Visits
+from moe_plugin.tuning.default_hardware import default_cluster
 from tests.distributed import run_gloo
 
 # bytes of parameters against bytes of rows: few of the first make r=0 the least, many r=1
@@ -91,7 +92,7 @@ def test_where_tokens_go_is_measured_and_said(mode: str,
         found = run_simulated(4, rank, topology=Topology.uniform(4, 2))
     said = "".join(record.getMessage() for record in caplog.records)
     if mode == "auto":
-        assert [visits for _, visits in found] == [Visits(1.0, 1.0, 4)] * 4
+        assert [visits for _, visits in found] == [{1: OnceRows(1.0, 1.0, 4)}] * 4
     else:
         assert all(label.split("send=")[1] in ("ranks", "nodes") for label, _ in found)
         assert ("rows sent, per token: 1.00, between nodes 0.50; saved by sending once: 75 %"
@@ -156,6 +157,44 @@ def test_a_layout_that_does_not_fit_any_more_is_predicted_again(chosen: LayoutCh
         return unsettled, other(torch.randn(4096, 32)).stats.layout
 
     assert run_simulated(2, rank) == [(True, "r=0 d=1 linear auto")] * 2
+
+
+def test_a_layout_saved_before_rows_were_sent_once_is_predicted_again(
+        caplog: pytest.LogCaptureFixture) -> None:
+    def rank(comm: Comm) -> list[bool]:
+        settled = []
+        for send in ("auto", "rows"):
+            made, other = (layer(comm, SMALL | {"dispatch": {"send": send}}) for _ in range(2))
+            made(torch.randn(4096, 32))
+            state = made.layouts.tuner.state()
+            del state["predicted"]["send"]
+            other.layouts.tuner.load_state(state)
+            settled.append(other.layouts.tuner.settled)
+        return settled
+
+    with caplog.at_level(logging.INFO):
+        assert run_simulated(2, rank) == [[False, True]] * 2
+    assert "is predicted again: it was saved before" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["predicted", "auto"])
+def test_nodes_of_unequal_size_are_priced_as_they_are(mode: str) -> None:
+    """Three ranks and one: links between nodes count, a token is sent once, numbers are finite."""
+    tree = {**LARGE, "num_experts": 16, "router": {"top_k": 8}, "dispatch": {"send": "auto"},
+            "comm": {"all_to_all": "linear"}}
+
+    def rank(comm: Comm) -> tuple[str, tuple[int, ...], bool]:
+        made = layer(comm, tree, mode=mode)
+        made.layouts.available.gathers_tokens = False
+        made.layouts.available.supports_gather = False  # parameters stay where they are
+        out = made(torch.randn(512, 32, requires_grad=True))
+        out.output.sum().backward()
+        cluster = default_cluster(comm, torch.device("cpu"))
+        return out.stats.layout, cluster.of_nodes, bool(out.output.isfinite().all())
+
+    for label, sizes, finite in run_simulated(4, rank, topology=Topology(((0, 1, 2), (3,)))):
+        assert sizes == (3, 1) and finite
+        assert mode == "auto" or "send=" in label, label
 
 
 def test_the_decision_is_reported_once_with_its_reason() -> None:

@@ -86,9 +86,7 @@ def _spilling(dispatch: str) -> list[Cell]:
 
 
 def _once(dispatch: str) -> list[Cell]:
-    """Rows that go once to each rank or node, over nodes; of bounded ones nothing is promised."""
-    if cells.traits_of(dispatch).bounded:
-        return []
+    """Rows that go once to each rank or node, over nodes."""
     return cells.once_cells(dispatch, NODES, **COMMON | {
         "compute": ("kernels",), "all_to_all": ("linear", "2dh"), "cut": ("rows",), **_FEW})
 
@@ -229,7 +227,8 @@ def waits_of_hosts(cell: Cell) -> tuple[int, int]:
         return 0, 0
     if "router" in cell and cell["router"] == "base":  # how many tokens each rank has
         return 1 + int(_longest(cell)), 0
-    if cell["all_to_all"] in ("2dh", "leader") and not (traits.fixed_slots or traits.bounded):
+    even = traits.fixed_slots or (traits.bounded and cell.get("send") != "nodes")
+    if cell["all_to_all"] in ("2dh", "leader") and not even:
         return 2 * forward, 2 * (backward or forward)  # lengths: of rows there, and of those back
     return int(_longest(cell)), 0
 

@@ -28,9 +28,9 @@ processes. It is not measured on a GPU.
   experts' compute strategy takes the numbers of rows from the device (below). Over ranks one, for
   the counts, before any row leaves, with any exchange, strategy, dtype and number of pieces; the
   same with `parallel.spill`, where each rank gets the counts of all, and with `dispatch.send`.
-  `bounded`: none with such a strategy; with another, one for each piece, before its experts (of as
-  many as the least common multiple of `parallel.d` and `parallel.d_backward`), and one where no
-  rows are sent.
+  `bounded`: none with such a strategy, sent once or not; with another, one for each piece, before
+  its experts (of as many as the least common multiple of `parallel.d` and `parallel.d_backward`),
+  and one where no rows are sent.
 - **Pre-gates** (`router.pre_gate: 1`), `ragged` and dropless: a block's counts are exchanged and
   copied to the host as soon as the block before has chosen, in front of that block's rows and
   experts. So the host waits for nothing that is still to be computed. A recomputation exchanges
@@ -39,9 +39,9 @@ processes. It is not measured on a GPU.
 - **Backward**: none.
 - Nothing is copied to the device from memory that is not pinned, no index and no number either.
 - Hosts also wait for each other, and for no device: for the longest batch (fixed slots with f > 0
-  and without the promise, `all_gather`); for the lengths of uneven pieces, which `2dh` and `leader`
-  tell each other before each exchange, from host to host; in training router `base`, for the
-  numbers of tokens.
+  and without the promise, `all_gather`); for the lengths of uneven pieces (`bounded` has some with
+  `dispatch.send: nodes`), which `2dh` and `leader` tell each other before each exchange, from host
+  to host; in training router `base`, for the numbers of tokens.
 
 Not in the tables: Experts that are modules of a user (`MoELayer(experts=...)`) need the numbers of
 rows on the host: one wait on one rank, too. So does `grouped` where it passes rows to `loop` (on a

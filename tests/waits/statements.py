@@ -45,6 +45,9 @@ STATEMENTS: dict[str, Callable[[Cell], bool]] = {
     "the same with `parallel.spill`": lambda c: "spill" in c,
     "and with `dispatch.send`": lambda c: "send" in c and c["pieces"] != (1, 0),
     "`bounded`: none with such a strategy": lambda c: _bounded(c) and counts_stay(c),
+    "sent once or not": lambda c: _bounded(c) and counts_stay(c) and "send" in c,
+    "(`bounded` has some with `dispatch.send: nodes`)":
+        lambda c: _bounded(c) and c.get("send") == "nodes" and c["all_to_all"] == "2dh",
     "with another, one for each piece":
         lambda c: _bounded(c) and not counts_stay(c) and pieces(c) > c["pieces"][0],
     "and one where no rows are sent": lambda c: c["dispatch"] == "bounded" and not (

@@ -22,11 +22,14 @@ FAIRSEQ = "$(which fairseq-train)"  # for a shell, so never quoted
 BALANCE = "0.01"  # weight of the balance loss
 
 
-def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool) -> dict[str, Any]:
+def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
+                 keeps_send: bool = False) -> dict[str, Any]:
     """A plan as this package's settings, nested plain values.
 
-    auto: the tuner starts with the plan's layout and may change it, but not how often a token's row
-        is sent.
+    Args:
+        auto: the tuner starts with the plan's layout and may change it. How often a token's row
+            is sent it begins with `rows`.
+        keeps_send: it may not change that (see `model_cost.needs_send`).
     """
     parallel: dict[str, Any] = {
         "mode": "auto" if auto else "fixed", "r": plan.layout.r, "d": plan.layout.d
@@ -37,7 +40,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool) -> dict[str, An
         parallel["r"] = 1
     dispatch: dict[str, Any] = {"name": "ragged"}
     if plan.layout.send != "rows":
-        dispatch["send"] = plan.layout.send
+        dispatch["send"] = "auto" if auto and not keeps_send else plan.layout.send
     if model.capacity_factor is not None:
         dispatch = {"name": "padded", "capacity_factor": model.capacity_factor}
     return {
@@ -83,14 +86,14 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
-              activations: Sequence[str] = ()) -> str:
+              activations: Sequence[str] = (), keeps_send: bool = False) -> str:
     """The file of a plan for `--moe-config`.
 
     Args:
         note: comment at its top.
-        activations: see `PlanCost`.
+        activations: see `PlanCost`. keeps_send: see `moe_settings`.
     """
-    settings = moe_settings(model, plan, auto)
+    settings = moe_settings(model, plan, auto, keeps_send)
     if activations:
         settings["offload"] = {"activations": ",".join(activations)}
     if host == "megatron":  # its own flags override these

@@ -9,7 +9,7 @@ size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.planner.cluster import Cluster
@@ -55,6 +55,13 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
                        plan.layout)
     return PlanCost(plan, time_of(model, cluster, device, plan, layer.seconds),
                     memory_of(model, plan, layer), layer)
+
+
+def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
+    """Whether a plan would not fit the device's memory with a row for each choice of a token."""
+    rows = replace(plan, layout=replace(plan.layout, send="rows"))
+    return rows != plan and plan_cost(model, cluster, device,
+                                      rows).memory_bytes > device.memory_bytes
 
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,

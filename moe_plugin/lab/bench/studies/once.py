@@ -32,7 +32,7 @@ from moe_plugin.lab.bench.train.sides import Settings
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.choice import SENDS, LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.once import TokenBytes, bytes_of_token, rows_of_token
+from moe_plugin.planner.once import Limits, TokenBytes, bytes_of_token, rows_of_token
 from moe_plugin.planner.units import parse_grid
 
 TITLE = "A token once to each rank or node"
@@ -222,7 +222,8 @@ def predict(nodes: int) -> dict[str, TokenBytes]:
     """Bytes of a token by how it is sent, on nodes of eight GPUs."""
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
     free = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
-    four = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES, most_nodes=GROUPS)
+    four = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES,
+                          Limits(nodes, min(nodes, GROUPS)))
     return {**free, "nodes, four groups": four}
 
 
