@@ -1,6 +1,126 @@
-"""Write a text as data: `python -m moe_plugin.hosts.megatron.data --input corpus.txt ...`."""
+"""Text to Megatron's indexed dataset (`.bin` + `.idx`), bytes as tokens.
 
-from moe_plugin.hosts.megatron.trainer.data import main
+Vocabulary: the 256 bytes and one end-of-document token (256). No tokenizer file, no download,
+nothing out of vocabulary.
+
+    python -m moe_plugin.hosts.megatron.data --input corpus.txt --output-prefix data/corpus
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from moe_plugin.messages import Parser, short
+from moe_plugin.quiet import MEGATRON, hidden, own_log
+from moe_plugin.regular_files import check_input, check_output, make_folder, write_remedy
+
+logger = logging.getLogger("moe_plugin.hosts.megatron.data")  # also where it is a command
+BYTE_VOCABULARY = 257
+
+
+def documents(path: str) -> Iterator[bytes]:
+    """The documents of a text file: runs of lines between blank lines, each with its line breaks.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    check_input(path, "text file", "give the path of a text file")
+    try:
+        with open(path, "rb") as stream:
+            lines: list[bytes] = []
+            for line in stream:
+                if line.strip():
+                    lines.append(line)
+                elif lines:
+                    yield b"".join(lines)
+                    lines = []
+            if lines:
+                yield b"".join(lines)
+    except OSError as error:
+        raise ValueError(
+            f"text file {short(path)} cannot be read ({error.strerror}); give the path of a text "
+            "file") from error
+
+
+def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
+    """Write documents as byte tokens, each with an end-of-document token.
+
+    Returns the number of tokens.
+
+    The two files appear complete or not at all: they are written under another name and renamed.
+
+    Raises:
+        ValueError: no text, or a file that cannot be written.
+    """
+    make_folder(os.path.dirname(os.path.abspath(prefix)))
+    for suffix in (".bin", ".idx", ".bin.part", ".idx.part"):
+        check_output(prefix + suffix)
+    try:
+        return _write_indexed(texts, prefix)
+    except OSError as error:
+        raise ValueError(
+            f"{prefix}.bin cannot be written ({error.strerror}); "
+            f"{write_remedy(error, os.path.dirname(os.path.abspath(prefix)))}") from error
+    finally:  # whatever went wrong, also in reading the text
+        for suffix in (".bin.part", ".idx.part"):
+            Path(prefix + suffix).unlink(missing_ok=True)
+
+
+def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
+    import numpy as np
+
+    from moe_plugin.hosts.megatron.compat.names import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(prefix + ".bin.part", dtype=np.uint16)
+    tokens = 0
+    for text in texts:
+        ids = np.append(
+            np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(BYTE_VOCABULARY - 1))
+        builder.add_document(ids, [len(ids)])
+        tokens += len(ids)
+    if not tokens:
+        raise ValueError(
+            f"no text to write to {short(prefix)}: the input is empty; give a file with at least "
+            "one line")
+    builder.finalize(prefix + ".idx.part")
+    for suffix in (".bin", ".idx"):
+        os.replace(prefix + suffix + ".part", prefix + suffix)
+    return tokens
+
+
+def check_prefix(prefix: str) -> None:
+    """`ValueError` where one of the two files of an indexed dataset is missing or empty."""
+    for suffix in (".bin", ".idx"):
+        path = prefix + suffix
+        if not os.path.isfile(path) or not os.path.getsize(path):
+            raise ValueError(
+                f"dataset {short(prefix)}: {path} is "
+                f"{'empty' if os.path.isfile(path) else 'missing'}; give the path "
+                "without .bin/.idx, or write it with: python -m moe_plugin.hosts.megatron.data "
+                "--input "
+                f"TEXT --output-prefix {prefix}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: write an indexed dataset from a text file."""
+    parser = Parser(prog="python -m moe_plugin.hosts.megatron.data", description=main.__doc__)
+    parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
+    parser.add_argument("--output-prefix", required=True,
+                        help="path of the dataset without .bin/.idx")
+    args = parser.parse_args(argv)
+    own_log()
+    try:
+        with hidden(MEGATRON):
+            tokens = write_indexed(documents(args.input), args.output_prefix)
+    except ValueError as error:
+        parser.error(str(error))
+    logger.info("%s.bin, %s.idx: %d tokens, vocabulary %d", args.output_prefix, args.output_prefix,
+                tokens, BYTE_VOCABULARY)
+    return 0
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

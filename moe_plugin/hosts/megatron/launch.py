@@ -4,11 +4,12 @@
         --spec moe_plugin.hosts.megatron.spec moe_layer --moe-config settings.yaml --num-experts 64
         ...
 
-The script is run unchanged. Our arguments go in through the seam that Megatron has for a script's
-own, `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Megatron's
-own may be in the file of `--moe-config`, too (`file_arguments`). Without a GPU, or with `--moe-cpu`
-before the script's name, it runs on CPU; `--moe-verbose` there shows what Megatron prints, which
-otherwise goes to a file (`script_output`).
+The script is run unchanged; `pretrain_gpt_moe` without a path is the short one of this package
+(`examples`). Our arguments go in through the seam that Megatron has for a script's own,
+`extra_args_provider`; the layer reads them from Megatron's parsed arguments. Megatron's own may be
+in the file of `--moe-config`, too (`file_arguments`). Without a GPU, or with `--moe-cpu` before the
+script's name, it runs on CPU; `--moe-verbose` there shows what Megatron prints, which otherwise
+goes to a file (`script_output`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import importlib.util
 import logging
 import os
 import runpy
+import socket
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron import ensemble, replicas
+from moe_plugin.hosts.megatron import ensemble, own_flags, replicas
 from moe_plugin.hosts.megatron.compat import script_cpu
 from moe_plugin.hosts.megatron.compat.loaders import refuse_empty_splits
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
@@ -39,14 +42,14 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.endings import end_process, of_a_script, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments
-from moe_plugin.hosts.megatron.own_flags import FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import Parser, short
 
 logger = logging.getLogger("moe_plugin.megatron")
-_OPTIONS = "--moe-cpu", "--moe-verbose"
+OPTIONS = "--moe-cpu", "--moe-verbose"
+EXAMPLES = Path(__file__).with_name("examples")
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -55,7 +58,7 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
     For scripts that call Megatron's `pretrain` themselves.
     """
-    for name, options in (FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, *ensemble.FLAGS, *replicas.FLAGS):
+    for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
     return parser
@@ -65,10 +68,9 @@ def chained(first: Provider | None) -> Provider:
     """Our provider after the script's own; errors of the script's parser become short."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = extra_args_provider(first(parser) if first is not None else parser)
         if type(parser) is argparse.ArgumentParser:
             parser.__class__ = Parser  # which has no state of its own when it is made
-        return parser
+        return extra_args_provider(first(parser) if first is not None else parser)
 
     return provide
 
@@ -79,27 +81,48 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     options = set[str]()
-    while argv and argv[0] in _OPTIONS:
+    while argv and argv[0] in OPTIONS:
         options.add(argv.pop(0))
-    if not argv or not os.path.isfile(argv[0]):
-        raise SystemExit(
-            "usage: python -m moe_plugin.hosts.megatron.launch "
-            + " ".join(f"[{option}]" for option in _OPTIONS) + " SCRIPT ARGUMENTS...\n"
-            f"script {short(argv[0] if argv else '')} not found; give the path of Megatron-LM's "
-            "pretrain_gpt.py"
-        )
-    script = os.path.abspath(argv[0])
+    script = _found(argv[0] if argv else "")
+    _alone()
     log_of_first_rank()
     output = None if "--moe-verbose" in options else RunOutput()
     on_cpu = "--moe-cpu" in options or not torch.cuda.is_available()
     if on_cpu and "--moe-cpu" not in options:
         logger.info("no GPU is here: training on CPU")
     return status_of(os.path.basename(script),
-                     lambda: _run(script, argv[1:], on_cpu, output),
+                     lambda: run(script, argv[1:], on_cpu, output),
                      script_arguments, of_a_script)
 
 
-def _run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | None) -> None:
+def _found(name: str) -> str:
+    """Path of a script: as given, or of the package's own by its name."""
+    own = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
+    if not os.path.isfile(name) and name not in own:
+        raise SystemExit(
+            "usage: python -m moe_plugin.hosts.megatron.launch "
+            + " ".join(f"[{option}]" for option in OPTIONS) + " SCRIPT ARGUMENTS...\n"
+            f"script {short(name)} not found; give the path of Megatron-LM's pretrain_gpt.py, or "
+            f"the name of a short script of this package: {', '.join(sorted(own))}")
+    return os.path.abspath(name) if os.path.isfile(name) else own[name]
+
+
+def _alone() -> None:
+    """Without torchrun this is a world of one, which Megatron knows from variables alone."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+
+
+def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | None = None) -> None:
+    """Run the script at a path with these arguments, in this process.
+
+    output: takes what Megatron prints; None: it is shown.
+    """
     in_file = file_arguments(arguments)
     sys.argv = [script, *in_file.words]
     # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,

@@ -1,5 +1,4 @@
-"""Flags of our training script and of the launcher that are no settings: they are the same in both.
-"""
+"""Flags of the launcher that are no settings."""
 
 from __future__ import annotations
 
@@ -16,3 +15,9 @@ LOG_FILE: Flag = ("log-file", {
 STAGE_LAYOUTS: Flag = ("stage-layouts", {
     "nargs": "+", "metavar": "tp=N,ep=N",
     "help": "pipeline stages of unequal layout, one entry a stage"})
+NATIVE_MOE: Flag = ("native-moe", {
+    "action": "store_true", "help": "--spec moe_plugin.hosts.megatron.spec gives Megatron's own "
+    "MoE layer, for comparison"})
+TRUST: Flag = ("trust-checkpoint", {
+    "action": "store_true", "help": "load also checkpoints whose files could run code"})
+ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST

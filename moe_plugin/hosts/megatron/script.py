@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
     training_module,
 )
+from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
@@ -292,6 +294,10 @@ def _refuse_unfit() -> None:
     guard_of(args, settings_from_flags(arguments))
     ensemble.ensemble_of(args)
     replicas.check(args)
+    given = getattr(args, "data_path", None) or ()
+    # one data set of Megatron's: scripts may take other paths, and several
+    if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):
+        check_prefix(given[0])
 
 
 def _facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:

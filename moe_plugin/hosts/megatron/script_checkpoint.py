@@ -21,9 +21,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.checkpoint.formats.megatron import torch_dist
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND, METADATA
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron import script_foreign
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.model_settings import check_settings
@@ -99,16 +101,19 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         arguments = script_arguments()
-        with _newest_whole(arguments, arguments.get(given.arguments["load_arg"])):
+        with _newest_whole(arguments, arguments.get(given.arguments["load_arg"]),
+                           given.arguments.get("opt_param_scheduler")):
             return load(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iterator[None]:
+def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
+                  scheduler: Any) -> Iterator[None]:
     """Inside, Megatron's argument for the iteration to load names a whole checkpoint.
 
+    scheduler: of learning rates; None: the run only evaluates.
     Raises:
         CheckpointError: there are checkpoints, and none is whole; on every rank.
         ValueError: there is none to evaluate.
@@ -129,29 +134,42 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None) -> Iter
         _verified(files.folder(root, asked))
     else:
         arguments["ckpt_step"] = _newest_number(root, newest)
-    _compare(files.folder(root, arguments["ckpt_step"]), arguments)
+    path = files.folder(root, arguments["ckpt_step"])
     try:
-        yield
+        with script_foreign.loading(path, _compared(path, arguments), arguments, scheduler):
+            yield
     finally:
         arguments["ckpt_step"] = asked
 
 
-def _compare(path: str, arguments: Mapping[str, Any]) -> None:
-    """`model_settings.check_settings` of the arguments with which it was saved; collective."""
-    said, newer = "", "layernorm_epsilon"  # its name in newer releases
-    mine = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
+def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
+    """`script_foreign.optimizer_state`, once the checkpoint can be trusted and was saved with
+    settings like these (`model_settings.check_settings`); collective.
+    """
+    said, found = "", None
     if dist.get_rank() == 0:
         try:
-            with open_checkpoint(Path(path), trusted=True) as source:  # Megatron reads it so, too
-                saved = source.values["settings"]
-        except CheckpointError:  # Megatron may know it
-            saved = {}
-        try:
-            check_settings(path, saved, mine)
+            found = _found(path, arguments)
         except ValueError as error:
             said = str(error)
     for text in filter(None, files.gather(said)):
-        raise ValueError(text)
+        raise CheckpointError(text)
+    return bool(found) if (found := files.gather(found)[0]) is not None else None
+
+
+def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
+    newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
+    mine = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
+    if not trusted:
+        with files.readable(path):
+            torch_dist.check_classes(path)
+    try:
+        source = open_checkpoint(Path(path), trusted)
+    except CheckpointError:  # Megatron may know it
+        return None
+    with source:
+        check_settings(path, source.values["settings"], mine)
+        return script_foreign.optimizer_state(source)
 
 
 def readable_loads() -> None:
@@ -168,8 +186,9 @@ def _readable(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        with files.readable(str(given.arguments["checkpoint_dir"])):
-            return load(*args, **kwargs)
+        path = str(given.arguments["checkpoint_dir"])
+        with files.readable(path):
+            return script_foreign.completed(load(*args, **kwargs), path)
 
     return call
 

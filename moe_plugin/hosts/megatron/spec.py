@@ -137,6 +137,8 @@ def _swapped(block: Any, settings: Mapping[str, Any] | None) -> Any:
     given = settings_from_flags(script_arguments()) if settings is None else settings
     if run_config(given).pipeline.cuts:
         block = swap_attention(block)
+    if script_arguments().get("native_moe"):
+        return block
     return swap_moe(block, settings, allow_none=True)
 
 

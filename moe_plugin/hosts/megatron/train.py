@@ -1,43 +1,30 @@
-"""Train a GPT language model with our MoE layer, for users who have megatron-core and no training
-script.
+"""Train a GPT language model with our MoE layer: the short script of this package on Megatron's own
+loop.
 
     torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
     --num-layers 4 ...
 
-On CPU (gloo) and GPU (NCCL). See docs/megatron.md.
+It is `python -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe` by another name; `--cpu` stands
+for the launcher's `--moe-cpu`. See docs/megatron.md.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 
-from moe_plugin.hosts.megatron.endings import status_of
-from moe_plugin.hosts.megatron.trainer import arguments
+from moe_plugin.hosts.megatron import launch
+from moe_plugin.hosts.megatron.endings import end_process
+
+_OPTIONS = {"--cpu": "--moe-cpu", **{name: name for name in launch.OPTIONS}}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the status with which the process ends (`endings.status_of`)."""
-    parser = arguments.parser()
-    args = parser.parse_args(argv)
-    _log_from_rank_zero()
-
-    def work() -> None:
-        # imported here: it imports Megatron, which warns
-        from moe_plugin.hosts.megatron.trainer import train
-
-        train.run(args, train.start(args))
-
-    return status_of(parser.prog, work, lambda: vars(args))
-
-
-def _log_from_rank_zero() -> None:
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    for name in ("moe_plugin", "moe_plugin.megatron"):
-        logging.getLogger(name).setLevel(level)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options = [_OPTIONS[word] for word in argv if word in _OPTIONS]
+    return launch.main([*options, "pretrain_gpt_moe",
+                        *(word for word in argv if word not in _OPTIONS)])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main)

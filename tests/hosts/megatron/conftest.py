@@ -11,7 +11,7 @@ from tests import text
 
 def make_data(folder: Path) -> str:
     """An indexed dataset of sentences; the prefix of its files."""
-    from moe_plugin.hosts.megatron.trainer.data import documents, write_indexed
+    from moe_plugin.hosts.megatron.data import documents, write_indexed
 
     (folder / "corpus.txt").write_text(text.documents(200))
     tokens = write_indexed(documents(str(folder / "corpus.txt")), str(folder / "corpus"))

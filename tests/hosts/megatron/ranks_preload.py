@@ -1,5 +1,6 @@
 """Imported once by the server that forks Megatron's ranks (tests/preloaded.py)."""
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -19,16 +20,35 @@ def _preload() -> None:
     mend_config_warning()
     with contextlib.suppress(ValueError):  # below 0.17 there is none
         training_module("training")
+        _remember_flags()
     import moe_plugin.hosts.megatron as host
 
-    for folder in (host.__name__, f"{host.__name__}.trainer"):
-        package = importlib.import_module(folder)
-        for module in pkgutil.iter_modules(package.__path__, f"{folder}."):
-            importlib.import_module(module.name)
+    for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):
+        importlib.import_module(module.name)
     for name in ("megatron.core.datasets.gpt_dataset", "torch.profiler._cupti_monitor",
-                 "megatron.core.dist_checkpointing.strategies.filesystem_async"):
+                 "megatron.core.dist_checkpointing.strategies.filesystem_async",
+                 "megatron.core.tokenizers.text"):  # which imports transformers
         with contextlib.suppress(ImportError):  # of other versions
             importlib.import_module(name)
+
+
+def _remember_flags() -> None:
+    """What Megatron reads out of the source of its classes for the help of its flags: a second in
+    each rank.
+    """
+    from megatron.training import argument_utils, arguments
+
+    factory = getattr(argument_utils, "ArgumentGroupFactory", None)  # from 0.18 on
+    if hasattr(factory, "_get_field_docstrings"):
+        read, known = factory._get_field_docstrings, dict[type, dict[str, str]]()
+
+        def remembered(self: object, kind: type) -> dict[str, str]:
+            if kind not in known:
+                known[kind] = read(self, kind)
+            return dict(known[kind])
+
+        factory._get_field_docstrings = remembered
+        arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec(

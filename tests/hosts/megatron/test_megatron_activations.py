@@ -13,34 +13,23 @@ pytest.importorskip("megatron.core",
 from moe_plugin.observe.history import read_run
 from moe_plugin.planner.offload.profile import load_profile
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, refusal
+from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, refusal
 
 pytestmark = pytest.mark.megatron
 
 
-def _curves(argv: list[str], ways: list[list[str]]) -> list[tuple[Any, Any]]:
-    """(losses, norms and balance losses, policies) of a run each way."""
-    from moe_plugin.hosts.megatron.report import RunLog
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.train import seed_everything
+def _curve(argv: list[str]) -> tuple[Any, Any]:
+    """(losses, norms and balance losses, policies and bytes that were copied) of a run."""
+    from moe_plugin.memory.activations.offload import Activations
 
-    found = []
-    for way in ways:
-        args = arguments.parser().parse_args([*argv, *way])
-        if not found:
-            train.start(args)
-        seed_everything(args.seed)
-        tokenizer, train_set, _ = train.make_datasets(args)
-        training = model.build(args, arguments.transformer_config(args, cpu=True),
-                               arguments.our_settings(args), tokenizer.vocab_size)
-        loop = train.Loop(args, training, RunLog(None), train_set, None)
-        records: list[dict[str, Any]] = []
-        loop.log.write = records.append  # type: ignore[method-assign]
-        loop.run(checkpoint.Progress())
-        curve = [(r["lm_loss"], r["grad_norm"], r["aux_losses"]) for r in records]
-        used = training.activations
-        found.append((curve, used and (used.policies, used.swapper.copier.counters.bytes)))
-    return found
+    used: list[Any] = []
+
+    def built(run: Run) -> None:
+        used.append(run.feature(Activations))
+
+    run = ran(argv, built)
+    curve = [(r["lm_loss"], r["grad_norm"], r["aux_losses"]) for r in run.steps_logged]
+    return curve, used[0] and (used[0].policies, used[0].swapper.copier.counters.bytes)
 
 
 @pytest.mark.distributed
@@ -57,7 +46,8 @@ def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path
             ["--moe-activations", "keep,recompute,keep,keep"]]
     pre_gate, stages_layers = ["--moe-pre-gate", "1"], []
     # `auto` swaps in its first step, and recomputes in the next two
-    for rank in on_ranks(2, _curves, argv, [*ways, pre_gate, [*pre_gate, *ways[3]]]):
+    for rank in zip(*(on_ranks(2, _curve, [*argv, *way]) for way in (
+            *ways, pre_gate, [*pre_gate, *ways[3]])), strict=True):
         (kept, nothing), *others = rank
         (pre_gated, _), *others_pre_gated = others[4:]
         *others, (named, (given, _)) = others[:4]

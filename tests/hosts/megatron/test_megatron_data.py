@@ -19,7 +19,7 @@ def test_what_cannot_be_read_or_written_is_named_and_nothing_stays(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.datasets import indexed_dataset
 
-    from moe_plugin.hosts.megatron.trainer import data
+    from moe_plugin.hosts.megatron import data
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

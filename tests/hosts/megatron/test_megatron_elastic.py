@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from moe_plugin.hosts.megatron.trainer import arguments
-from tests.hosts.megatron.training import MODEL
+from moe_plugin.hosts.megatron import replicas
+from tests.hosts.megatron.training import MODEL, arguments_of
 
 pytestmark = pytest.mark.megatron
 
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.megatron
     ("--moe-lighthouse= --moe-replica 2", "replica=2 does not fit a run without a lighthouse"),
 ])
 def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
-    args = arguments.parser().parse_args([
-        *MODEL, "--data-path", "none", "--train-iters", "2", "--moe-lighthouse", "http://a:1",
-        *flags.split()])
+    args = arguments_of([*MODEL, "--train-iters", "2", "--moe-lighthouse", "http://a:1",
+                         *flags.split()])
     with pytest.raises(ValueError, match=message):
-        arguments.check(args, 1)
+        replicas.check(args)

@@ -14,10 +14,10 @@ pytest.importorskip("megatron.core",
 
 from moe_plugin.ensembles.cmcl import confident_oracle_loss, ensemble_errors
 from moe_plugin.ensembles.settings import EnsembleSettings
-from moe_plugin.hosts.megatron.ensemble import OracleLosses
+from moe_plugin.hosts.megatron.ensemble import OracleLosses, ensemble_of
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, PP2, launched, own_loop
+from tests.hosts.megatron.training import MODEL, PP2, arguments_of, launched, ran
 
 pytestmark = pytest.mark.megatron
 
@@ -90,36 +90,12 @@ FLAGS = ["--ensemble-heads", "3", "--ensemble-hidden", "8", "--ensemble-sharing"
          "--untie-embeddings-and-output-weights"]
 
 
-def _by_flags(argv: list[str], folder: str) -> list[dict[str, Any]]:
-    """Records of a run that saves, and of one that resumes from it."""
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    logs = []
-    for name, more in (("first", ["--train-iters", "4", "--save", f"{folder}/ckpt"]),
-                       ("then", ["--train-iters", "5", "--load", f"{folder}/ckpt"])):
-        args = arguments.parser().parse_args([*argv, *more, "--log-file", f"{folder}/{name}"])
-        if name == "first":
-            script.start(args)
-        script.run(args)
-        logs += map(json.loads, Path(f"{folder}/{name}").read_text().splitlines())
-    return logs
-
-
 @pytest.mark.distributed
 def test_heads_by_flags_over_two_stages(data: str, tmp_path: Path) -> None:
-    argv = [*MODEL, *PP2, *FLAGS, "--data-path", data, "--eval-interval", "4", "--eval-iters", "1"]
-    _check(on_ranks(2, _by_flags, argv, str(tmp_path))[0], [1, 2, 3, 4, 5], 2)
-
-
-@own_loop
-@pytest.mark.distributed
-def test_heads_on_megatrons_own_loop(data: str, tmp_path: Path) -> None:
     for name, more in (("first", ["--train-iters", "4", "--save", "ckpt"]),
                        ("then", ["--train-iters", "5", "--load", "ckpt"])):
-        launched([*PP2, *FLAGS, "--data-path", data, "--split", "90,10,0",
-                  "--eval-iters", "1", "--log-file", name,
-                  *more], 2, tmp_path)
+        launched([*PP2, *FLAGS, "--data-path", data, "--split", "90,10,0", "--eval-interval", "4",
+                  "--eval-iters", "1", "--log-file", name, *more], 2, tmp_path)
         logs = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         _check(logs, [5] if name == "then" else [1, 2, 3, 4], 8)
 
@@ -127,7 +103,7 @@ def test_heads_on_megatrons_own_loop(data: str, tmp_path: Path) -> None:
 def _check(logs: list[dict[str, Any]], numbers: list[int], sequences: int) -> None:
     """sequences: of a validation."""
     steps = [row for row in logs if "lm_loss" in row]
-    [valid] = [row for row in logs if "valid_loss" in row]
+    *_, valid = (row for row in logs if "valid_loss" in row)
     assert [row["iteration"] for row in steps] == numbers
     assert len(steps) == 1 or steps[-1]["lm_loss"] < steps[0]["lm_loss"]
     for row in [*steps, valid]:
@@ -138,30 +114,20 @@ def _check(logs: list[dict[str, Any]], numbers: list[int], sequences: int) -> No
     assert "confidence" not in steps[0]
 
 
-def _with_and_without_votes(argv: list[str], folder: str) -> list[list[dict[str, Any]]]:
-    from megatron.core import parallel_state
-
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    found = []
-    for name, more in (("plain", []), ("votes", ["--moe-votes", "3"])):
-        args = arguments.parser().parse_args([*argv, *more, "--log-file", f"{folder}/{name}"])
-        script.start(args)
-        script.run(args)
-        parallel_state.destroy_model_parallel()
-        found.append([json.loads(line) for line in Path(args.log_file).read_text().splitlines()])
-    return found
-
-
 @pytest.mark.distributed
-def test_errors_of_steps_with_votes(data: str, tmp_path: Path) -> None:
+def test_errors_of_steps_with_votes(data: str) -> None:
     argv = [*MODEL, *FLAGS, "--ensemble-sharing", "0", "--data-path", data, "--train-iters", "2",
             "--global-batch-size", "6"]
-    plain, votes = on_ranks(3, _with_and_without_votes, argv, str(tmp_path))[0]
+    plain, votes = (on_ranks(3, _records, [*argv, *more])[0]
+                    for more in ([], ["--moe-votes", "3"]))
+    assert len(plain) == 2
     for mine, want in zip(votes, plain, strict=True):
         for name in ("lm_loss", "oracle_error", "top1_error"):
             assert mine[name] == pytest.approx(want[name], rel=1e-4) and want[name] > 0
+
+
+def _records(argv: list[str]) -> list[dict[str, Any]]:
+    return ran(argv).records
 
 
 @pytest.mark.parametrize("more,said", [
@@ -173,8 +139,5 @@ def test_errors_of_steps_with_votes(data: str, tmp_path: Path) -> None:
     (["--ensemble-heads", "0"], "--ensemble-hidden has no effect without an ensemble"),
 ])
 def test_flags_of_heads_are_checked(more: list[str], said: str) -> None:
-    from moe_plugin.hosts.megatron.trainer import arguments
-
-    argv = [*MODEL, *FLAGS, "--data-path", "x", "--train-iters", "1", *more]
     with pytest.raises(ValueError, match=said):
-        arguments.check(arguments.parser().parse_args(argv), 2)
+        ensemble_of(arguments_of([*MODEL, *FLAGS, *more]))

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2
+from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, when_built
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
@@ -25,29 +25,26 @@ def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
     """Train with a NaN in the last rank's loss in the steps `bad` (1-based): whether each step
     changed parameters, and the error that ended training.
     """
-    from moe_plugin.hosts.megatron.trainer import arguments, loop, train
-
-    args = arguments.parser().parse_args(argv)
     changed: list[bool] = []
-    forward_step, step = loop.forward_step, loop.Loop.step
+    before: list[torch.Tensor] = []
+    run, error = Run(), ""
 
-    def with_nan(batches: Any, chunk: Any) -> Any:
-        output, loss = forward_step(batches, chunk)
-        poisoned = dist.get_rank() == dist.get_world_size() - 1 and len(changed) + 1 in bad
-        return (output * float("nan") if poisoned else output), loss
+    def kept(run: Run) -> None:
+        before[:] = [p.detach().clone() for p in run.model.parameters()]
 
-    def watched(self: Any, *given: Any) -> Any:
-        before = [p.detach().clone() for p in self.training.bare()[0].parameters()]
-        found = step(self, *given)
-        after = list(self.training.bare()[0].parameters())
-        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-        return found
+    def built(run: Run) -> None:
+        kept(run)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            run.model.register_forward_hook(lambda module, inputs, output: output * (
+                float("nan") if len(changed) + 1 in bad else 1.0))
 
-    loop.forward_step, loop.Loop.step = with_nan, watched
-    error = ""
-    train.start(args)
+    def stepped(run: Run) -> None:
+        changed.append(any(not torch.equal(a, b) for a, b in zip(
+            before, run.model.parameters(), strict=True)))
+        kept(run)
+
     try:
-        train.run(args)
+        ran(argv, built, stepped, run)
     except FloatingPointError as stopped:
         error = str(stopped)
     return {"changed": changed, "error": error}
@@ -76,6 +73,7 @@ def test_ten_skipped_steps_in_a_row_stop_training(data: str, tmp_path: Path) -> 
         str(tmp_path), "--save-interval", "2", "--lr-decay-style", "constant", *EP2
     ]
     for rank in on_ranks(2, _train_with_nan, argv, tuple(range(4, 20))):
+        # the last one ends within
         assert len(rank["changed"]) == 12 and "10 steps in a row" in rank["error"]
     newest = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     [resumed] = on_ranks(1, _train_with_nan, [
@@ -88,50 +86,41 @@ def test_ten_skipped_steps_in_a_row_stop_training(data: str, tmp_path: Path) -> 
     assert 0 < json.loads((tmp_path / "resumed.jsonl").read_text())["lm_loss"] < 10
 
 
-def _save_bad_weights(argv: list[str], folder: str) -> str:
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+def _save_bad_weights(argv: list[str]) -> str:
+    def stepped(run: Run) -> None:
+        if dist.get_rank() == 1 and run.steps == 2:
+            with torch.no_grad():
+                next(run.moe_layers()[0].experts.parameters())[0].fill_(float("inf"))
 
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
-    checkpoint.save(folder, training, checkpoint.Progress(1, 8))
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            next(training.moe_layers()[0].experts.parameters())[0].fill_(float("inf"))
     with pytest.raises(FloatingPointError, match="no checkpoint is written") as stopped:
-        checkpoint.save(folder, training, checkpoint.Progress(2, 16))
+        ran(argv, stepped=stepped)
     return str(stopped.value)
 
 
 def test_bad_weights_replace_no_checkpoint(data: str, tmp_path: Path) -> None:
-    on_ranks(2, _save_bad_weights,
-             [*MODEL, "--data-path", data, "--train-iters", "2", *EP2], str(tmp_path))
+    on_ranks(2, _save_bad_weights, [*MODEL, "--data-path", data, "--train-iters", "2", *EP2,
+                                    "--save", str(tmp_path), "--save-interval", "1"])
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
 
 
 def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
-    """An optimizer that Megatron's functions built, as a launched script has it: (step done), for a
-    NaN in an expert gradient of rank 1 in the second step; whether all weights are finite.
+    """(step done), for a NaN in an expert gradient of rank 1 in the second step; whether all
+    weights are finite.
     """
-    from moe_plugin.hosts.megatron.compat.finite import (
-        all_finite,
-        guard_all_optimizers,
-    )
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
+    from moe_plugin.hosts.megatron.compat.finite import all_finite
 
-    guard_all_optimizers()
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
-    done = []
-    for step in (1, 2, 3):
-        for parameter in training.bare()[0].parameters():
-            parameter.main_grad.fill_(0.1)
-        if step == 2 and dist.get_rank() == 1:
-            next(training.moe_layers()[0].experts.parameters()).main_grad.fill_(float("nan"))
-        done.append(bool(training.optimizer.step()[0]))
-    return done, all_finite(training.bare()[0].parameters())
+    def steps(run: Run) -> tuple[list[bool], bool]:
+        done = []
+        for step in (1, 2, 3):
+            for parameter in run.model.parameters():
+                parameter.main_grad.fill_(0.1)
+            if step == 2 and dist.get_rank() == 1:
+                next(run.moe_layers()[0].experts.parameters()).main_grad.fill_(float("nan"))
+            done.append(bool(run.optimizer.step()[0]))
+        return done, all_finite(run.model.parameters())
+
+    return when_built(argv, steps)
 
 
 @pytest.mark.parametrize("sharded", [[], ["--use-distributed-optimizer"]], ids=["whole", "sharded"])
@@ -144,28 +133,22 @@ def _expert_overflow(argv: list[str]) -> tuple[list[bool], list[list[float]], li
     """Steps done, loss scales of all optimizers after each, and the expert gradient that the last
     step used, where expert gradients of rank 1 alone are infinite in the second and third step.
     """
-    from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
     from moe_plugin.hosts.megatron.compat.optimizer import parts
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
-    from moe_plugin.resilience.finite import FiniteSteps
-    from moe_plugin.run import Run
 
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True), {}, 257)
-    run = Run([FiniteSteps()])
-    PreparedGradients(training.optimizer, lambda: run)
-    done, scales = [], []
-    for step in range(5):
-        scale = float(training.optimizer.get_loss_scale())
-        for parameter in training.bare()[0].parameters():
-            parameter.main_grad.fill_(0.5 * scale)
-        if step in (1, 2) and dist.get_rank() == 1:
-            next(training.moe_layers()[0].experts.parameters()).main_grad.fill_(float("inf"))
-        done.append(bool(training.optimizer.step()[0]))
-        scales.append([float(part.grad_scaler.scale) for part in parts(training.optimizer)])
-    experts = next(iter(training.moe_layers()[0].experts.parameters()))
-    return done, scales, (experts.main_grad / scale).flatten()[:2].tolist()
+    def steps(run: Run) -> tuple[list[bool], list[list[float]], list[float]]:
+        done, scales = [], []
+        experts = next(iter(run.moe_layers()[0].experts.parameters()))
+        for step in range(5):
+            scale = float(run.optimizer.get_loss_scale())
+            for parameter in run.model.parameters():
+                parameter.main_grad.fill_(0.5 * scale)
+            if step in (1, 2) and dist.get_rank() == 1:
+                experts.main_grad.fill_(float("inf"))
+            done.append(bool(run.optimizer.step()[0]))
+            scales.append([float(part.grad_scaler.scale) for part in parts(run.optimizer)])
+        return done, scales, (experts.main_grad / scale).flatten()[:2].tolist()
+
+    return when_built(argv, steps)
 
 
 def test_an_overflow_of_experts_alone_lowers_one_scale_for_all(data: str) -> None:

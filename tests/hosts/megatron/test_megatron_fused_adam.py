@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, losses_of
+from tests.hosts.megatron.training import EP2, MODEL, losses_of, ran
 
 pytestmark = pytest.mark.megatron
 FUSED = "--moe-fused-adam"
@@ -26,21 +26,12 @@ def _train(argv: list[str]) -> tuple[list[dict[str, Any]], list[bool], list[torc
     """Records of a run, whether each Adam is fused at its end, and the expert weights."""
     from moe_plugin.experts.marks import expert_parameters
     from moe_plugin.hosts.megatron.compat.optimizer import parts
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    built: list[Any] = []
-    build, records = model.build, []
-    model.build = lambda *given: built.append(build(*given)) or built[0]
-    write = train.Loop._record
-    train.Loop._record = lambda self, *given: records.append(write(self, *given)) or records[-1]
-    train.run(args)
-    fused = [bool(group["fused"]) for part in parts(built[0].optimizer)
+    run = ran(argv)
+    fused = [bool(group["fused"]) for part in parts(run.optimizer)
              if part.optimizer is not None for group in part.optimizer.param_groups]
-    experts = [p.detach().float() for chunk in built[0].bare()
-               for p in expert_parameters(chunk).values()]
-    return records, fused, experts
+    experts = [p.detach().float() for p in expert_parameters(run.model).values()]
+    return run.steps_logged, fused, experts
 
 
 @pytest.mark.distributed

@@ -15,15 +15,10 @@ pytest.importorskip("megatron.core",
 from tests.hosts.megatron.layers import Case, batch, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.test_megatron_routers import _layer
-from tests.hosts.megatron.training import EP2, MODEL, PP2, losses_of, trained
+from tests.hosts.megatron.training import EP2, MODEL, PP2, RECOMPUTE, losses_of, ran, trained
 
 pytestmark = pytest.mark.megatron
 GATES = ["--moe-router", "switch,expert_choice", "--moe-aux-loss-coeff", "0.01"]
-RECOMPUTE = [
-    "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
-    "1"
-]
-
 
 def _run(corpus: str, home: Path, *argv: str, world: int = 2) -> dict[int, float]:
     files = [
@@ -102,12 +97,8 @@ def _aux(argv: list[str], folder: str, *sizes: str, world: int) -> list[dict[str
 
 
 def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
-    from moe_plugin.hosts.megatron import report
-
-    records: list[dict[str, Any]] = []
-    report.RunLog.write = lambda self, record: records.append(record)
-    trained(argv)
-    return [{"aux": r["aux_losses"], "norm": r["grad_norm"], "loss": r["lm_loss"]} for r in records]
+    return [{"aux": r["aux_losses"], "norm": r["grad_norm"], "loss": r["lm_loss"]}
+            for r in ran(argv).steps_logged]
 
 
 @pytest.mark.distributed
@@ -234,14 +225,9 @@ def test_recorded_routing_is_replayed_over_ranks() -> None:
 
 
 def _parameters(argv: list[str]) -> list[torch.Tensor]:
-    from moe_plugin.hosts.megatron.trainer import model
-
-    built: list[Any] = []
-    build = model.build
-    model.build = lambda *args: built.append(build(*args)) or built[0]
-    trained(argv)
+    run = ran(argv)
     assert torch.are_deterministic_algorithms_enabled()
-    return [p.detach() for p in built[0].chunks[0].parameters()]
+    return [p.detach() for p in run.model.parameters()]
 
 
 @pytest.mark.distributed

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts import kills
 from tests.hosts.megatron.ranks import ROOT, run_main
-from tests.hosts.megatron.training import EP2, MODEL
+from tests.hosts.megatron.training import EP2, MODEL, QUICK, TRAIN
 
 pytestmark = [pytest.mark.distributed, pytest.mark.megatron]
 
@@ -33,13 +33,13 @@ def test_killed_ranks_resume_to_the_same_losses(data: str, tmp_path: Path, count
     """Dropout, so that random states matter."""
     argv = [
         *MODEL, *EP2, "--data-path", data, "--train-iters", str(steps), "--hidden-dropout", "0.1",
-        "--lr-decay-iters", "80", "--cpu"
+        "--lr-decay-iters", "80", "--cpu", *QUICK
     ]
-    run_main("moe_plugin.hosts.megatron.train", [*argv, "--log-file", "whole.jsonl"], 2, tmp_path)
+    run_main(TRAIN, [*argv, "--log-file", "whole.jsonl"], 2, tmp_path)
     folder = tmp_path / "killed run"
     latest, save = folder / "latest_checkpointed_iteration.txt", [
         "--save", str(folder), "--load", str(folder), "--save-interval", str(kills.SAVE_EVERY)]
-    job = kills.Job(["-m", "moe_plugin.hosts.megatron.train", *argv, *save], folder,
+    job = kills.Job(["-m", TRAIN, *argv, *save], folder,
                     tmp_path / "out", lambda: logged(folder / "log.jsonl"),
                     lambda: int(latest.read_text()) if latest.exists() else 0, ("iter_*.part",))
     made = kills.killed_again_and_again(job, count, seed,

@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import ROOT
+from tests.hosts.megatron.training import MODEL, arguments_of
 
 pytestmark = pytest.mark.megatron
 
@@ -51,13 +52,12 @@ def test_spec_takes_a_yaml_file(tmp_path: Path) -> None:
 
 def test_native_argument_table_names_paths_of_the_tree() -> None:
     from moe_plugin.config.flags import flag_specs
-    from moe_plugin.hosts.megatron.trainer.arguments import parser
     from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
     assert set(NATIVE_ARGUMENTS) <= {spec.path for spec in flag_specs()}
-    offered = parser().format_help()
+    offered = vars(arguments_of([]))
     for native in NATIVE_ARGUMENTS.values():
-        assert native.split(",")[0] in offered
+        assert native.split(",")[0].removeprefix("--").replace("-", "_") in offered, native
 
 
 def test_configs_are_valid() -> None:
@@ -203,18 +203,15 @@ def test_spec_follows_virtual_stages() -> None:
 
 def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
     from moe_plugin.hosts.megatron.spec import script_spec
-    from moe_plugin.hosts.megatron.trainer.arguments import our_settings, parser
+    from moe_plugin.hosts.megatron.translate import settings_from_flags
+
+    def settings(*more: str) -> dict[str, object]:
+        return settings_from_flags(vars(arguments_of([*MODEL, *more])))
 
     (tmp_path / "moe.yaml").write_text("imports: json\n")
-    needed = [f"--{name}=1" for name in ("num-layers", "hidden-size", "num-attention-heads", "lr",
-                                         "seq-length", "micro-batch-size", "train-iters",
-                                         "data-path")]
-    flags = [*needed, "--moe-config", str(tmp_path / "moe.yaml")]
-    for read in (lambda: our_settings(parser().parse_args(flags)),
-                 lambda: script_spec(str(tmp_path / "moe.yaml"))):
+    config = ["--moe-config", str(tmp_path / "moe.yaml")]
+    for read in (lambda: settings(*config), lambda: script_spec(str(tmp_path / "moe.yaml"))):
         with pytest.raises(ValueError, match="imports='json'.*--moe-trust-imports"):
             read()
-    trusted = our_settings(parser().parse_args([*flags, "--moe-trust-imports"]))
-    assert trusted == {"imports": "json"}
-    named = our_settings(parser().parse_args([*needed, "--moe-import", "json"]))
-    assert named == {"imports": "json"}
+    assert settings(*config, "--moe-trust-imports") == {"imports": "json"}
+    assert settings("--moe-import", "json") == {"imports": "json"}

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.lost_rank import is_last, lose
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, trained
+from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, trained
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 WHO = "CommError: rank 0 of 2 in group 'ranks [0, 1]': "
@@ -41,12 +41,12 @@ def test_the_other_rank_says_what_it_waited_for(data: str, how: str) -> None:
 # what the last rank does not live to do: module below the host, class or None, function; what the
 # other one waits in
 PLACES = {
-    "loss": ("trainer.train", "Loop", "_loss_sums", PP2, "all_reduce(sum) of torch.float32 (2,)"),
+    "loss": ("script_report", None, "_of_last_stage", PP2, "all_gather of the loss"),
     "finite": ("compat.finite", "PreparedGradients", "_gradients", EP2,
                "all_reduce(max) of torch.float32 ()"),
-    "balance losses": ("trainer.loop", None, "auxiliary_losses", EP2,
+    "balance losses": ("script_report", None, "reduced", EP2,
                        "all_gather of the auxiliary losses' names"),
-    "statistics": ("trainer.loop", None, "layer_records", PP2,
+    "statistics": ("script_report", None, "layer_records", PP2,
                    "all_gather of the layers' records"),
     "checkpoint": ("checkpoint_files", None, "together", EP2,
                    "all_gather of the ranks' parts of a checkpoint"),
@@ -57,7 +57,7 @@ def _train_and_die(place: str, argv: list[str]) -> None:
     module, cls, name, *_ = PLACES[place]
     owner: Any = importlib.import_module(f"moe_plugin.hosts.megatron.{module}")
     if is_last():
-        setattr(getattr(owner, cls) if cls else owner, name, lambda *_: os._exit(7))
+        setattr(getattr(owner, cls) if cls else owner, name, lambda *_, **__: os._exit(7))
     trained(argv)
 
 
@@ -73,7 +73,8 @@ def test_a_rank_that_dies_between_layers_is_named_too(data: str, tmp_path: Path,
 
 
 # where the last rank fails, not the host: module, function
-FAILS = {"data": ("moe_plugin.hosts.megatron.trainer.train", "build_dataset"),
+FAILS = {"data": ("megatron.core.datasets.blended_megatron_dataset_builder",
+                  "BlendedMegatronDatasetBuilder"),
          "loading": ("megatron.core.dist_checkpointing", "load")}
 
 
@@ -86,7 +87,7 @@ def _main_and_fail(place: str, argv: list[str]) -> None:
     module, name = FAILS[place]
     if is_last():
         setattr(importlib.import_module(module), name, fail)
-    raise SystemExit(train.main(argv))
+    raise SystemExit(train.main(["--cpu", *QUICK, *argv]))
 
 
 @pytest.mark.parametrize("place", FAILS)
@@ -101,7 +102,7 @@ def test_an_error_of_one_rank_is_not_blamed_on_settings_or_data(data: str, tmp_p
     with pytest.raises(AssertionError) as error:
         on_ranks(2, _main_and_fail, place, argv)
     said = [line for line in str(error.value).splitlines()
-            if line.startswith("python -m moe_plugin.hosts.megatron.train: error: ")]
+            if line.startswith("pretrain_gpt_moe.py: error: ")]
     of_other = next(line for line in said if "error: rank 0 of 2 in group" in line)
     assert "; rank 1 of the job gave up: " in of_other and "no training samples" not in of_other
     assert all("No module named 'nothing_of_this_name'" in line for line in said), said

@@ -16,9 +16,22 @@ from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.pipeline import scheduled, schedules
 from moe_plugin.planner.pipeline.choice import choose
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, refusal, trained
+from tests.hosts.megatron.training import (
+    EP2,
+    MODEL,
+    PP2,
+    RECOMPUTE,
+    TP2,
+    Run,
+    ran,
+    refusal,
+    trained,
+)
 
 pytestmark = pytest.mark.megatron
+
+
+DENSE = ["--moe-layer-freq", "[0,0]"]
 
 
 def _native(**passes: Any) -> list[Any]:
@@ -70,101 +83,81 @@ def test_slices_need_a_schedule_that_cuts() -> None:
 
 SGD = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3", "--lr-decay-style", "constant",
        "--train-iters", "3"]
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
-             "--recompute-num-layers", "1"]
 
 
-def _steps(args: Any, config: Any, start: str = "", save: str = "",
-           schedule: list[Any] | None = None) -> dict[str, Any]:
-    """Losses, gradient norms, and after each step all gradients and weights of this stage."""
-    from moe_plugin.hosts.megatron.report import RunLog
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
-    from moe_plugin.hosts.megatron.trainer.train import seed_everything
+def steps(argv: list[str], schedule: list[Any] | None = None) -> dict[str, Any]:
+    """Losses, gradient norms, and after each step all gradients and weights of this stage.
 
-    seed_everything(args.seed)
-    tokenizer, train_set, _ = train.make_datasets(args)
-    training = model.build(args, config, arguments.our_settings(args), tokenizer.vocab_size)
-    if start:
-        checkpoint.load(start, training)
-    if save:
-        checkpoint.save(save, training, checkpoint.Progress())
-    loop = train.Loop(args, training, RunLog(None), train_set, None)
-    records: list[dict[str, Any]] = []
-    loop.log.write = records.append  # type: ignore[method-assign]
-    if schedule is not None:
-        schedule.append(loop.schedule)
+    schedule: gets what runs the passes.
+    """
     found: dict[str, Any] = {}
-    step = loop.step
 
-    def kept(batches: list[Any], rate: float) -> Any:
-        done = step(batches, rate)
-        for name, parameter in training.bare()[0].named_parameters():
+    def stepped(run: Run) -> None:
+        for name, parameter in run.model.named_parameters():
             found[f"{len(found)} {name} grad"] = parameter.main_grad.clone()
             found[f"{len(found)} {name}"] = parameter.detach().clone()
-        return done
 
-    loop.step = kept  # type: ignore[method-assign]
-    loop.run(checkpoint.Progress())
+    if schedule is not None:
+        _note(schedule)
+    run = ran(argv, stepped=stepped)
+    records = run.steps_logged
     found["losses"] = torch.tensor([r["lm_loss"] for r in records])
     found["balance"] = torch.tensor([list(r["aux_losses"].values()) for r in records])
     found["norms"] = torch.tensor([r["grad_norm"] for r in records])
     return found
 
 
-def _differences(cases: list[list[str]], save: str = "") -> list[tuple[list[str], list[float]]]:
-    """For each case: what is not bit for bit that of 1F1B, and the losses."""
-    from moe_plugin.hosts.megatron.trainer import arguments, train
+def _note(schedule: list[Any]) -> None:
+    """Append what takes the place of Megatron's passes, when it is made."""
+    from moe_plugin.hosts.megatron import pipeline
 
-    found = []
-    for number, argv in enumerate(cases):
-        by_schedule = []
-        for schedule in ("1f1b", "eager-1f1b"):
-            args = arguments.parser().parse_args([*argv, "--pipeline-schedule", schedule])
-            if number == 0 and schedule == "1f1b":
-                train.start(args)
-            else:
-                arguments.check(args, torch.distributed.get_world_size())
-            first = save if not by_schedule else ""
-            by_schedule.append(_steps(args, arguments.transformer_config(args, cpu=True),
-                                      save=first and f"{first}/{number}"))
-        native, eager = by_schedule
-        found.append(([name for name in native if not torch.equal(native[name], eager[name])],
-                      eager["losses"].tolist()))
-    return found
+    build = pipeline.forward_backward_func
+
+    def noted(*given: Any) -> Any:
+        schedule.append(build(*given))
+        return schedule[-1]
+
+    pipeline.forward_backward_func = noted
 
 
-def _one_stage(cases: list[list[str]], start: str) -> list[list[float]]:
-    from moe_plugin.hosts.megatron.trainer import arguments, train
-
-    found = []
-    for number, argv in enumerate(cases):
-        args = arguments.parser().parse_args(argv)
-        if number == 0:
-            train.start(args)
-        else:
-            arguments.check(args, 1)
-        config = arguments.transformer_config(args, cpu=True)
-        found.append(_steps(args, config, start=f"{start}/{number}")["losses"].tolist())
-    return found
+def begun(world: int, argv: list[str], folder: Path,
+          count: int = 3) -> tuple[list[str], list[float]]:
+    """Arguments that go on from one step of a run, and that run's losses of the next steps."""
+    more = ["--train-iters", str(count + 1)]
+    [found] = on_ranks(world, _losses, [*argv, *more, "--save", str(folder), "--save-interval",
+                                        "1"])
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    return [*argv, *more, "--load", str(folder)], found[1:]
 
 
-def _without(argv: list[str], name: str) -> list[str]:
+def _losses(argv: list[str]) -> list[float]:
+    return [record["lm_loss"] for record in ran(argv).steps_logged]
+
+
+def without(argv: list[str], name: str) -> list[str]:
+    """The arguments without a flag and its value."""
     at = argv.index(name)
     return argv[:at] + argv[at + 2:]
 
 
+def _eager_equals(world: int, argv: list[str], sizes: list[str]) -> list[float]:
+    """Nothing of a rank is other than under 1F1B, bit for bit; the losses."""
+    argv = [*argv, *sizes, "--pipeline-schedule"]
+    for native, eager in zip(*(on_ranks(world, steps, [*argv, name], timeout_s=500)
+                               for name in ("1f1b", "eager-1f1b")), strict=True):
+        assert [name for name in native if not torch.equal(native[name], eager[name])] == []
+    return eager["losses"].tolist()
+
+
 @pytest.mark.distributed
-def test_eager_equals_1f1b_and_one_stage(data: str, tmp_path: Path) -> None:
-    """MoE and dense, four micro-batches a step; bit for bit, gradients and weights of three steps.
-    """
+@pytest.mark.parametrize("dense", [False, True], ids=["MoE", "dense"])
+def test_eager_equals_1f1b_and_one_stage(dense: bool, data: str, tmp_path: Path) -> None:
+    """Four micro-batches a step; bit for bit, gradients and weights of three steps."""
     moe = [*MODEL, "--data-path", data, *SGD]
-    cases = [moe, _without(moe, "--num-experts")]
-    ranks = on_ranks(2, _differences, [[*argv, *PP2] for argv in cases], str(tmp_path))
-    one = on_ranks(1, _one_stage, cases, str(tmp_path))[0]
-    for number, case in enumerate(zip(*ranks, strict=True)):
-        assert all(not wrong for wrong, _ in case), case
-        assert case[0][1] == case[1][1] and case[0][1][0] - case[0][1][-1] > 0.1
-        torch.testing.assert_close(case[0][1], one[number], rtol=2e-5, atol=0)
+    argv, one = begun(1, [*moe, *DENSE] if dense else moe, tmp_path)
+    losses = _eager_equals(2, argv, PP2)
+    assert losses[0] - losses[-1] > 0.1
+    torch.testing.assert_close(losses, one, rtol=2e-5, atol=0)
 
 
 SIZES = [(1,), (1 << 20,), (3, 7), (1 << 21,), (2,)]
@@ -199,40 +192,27 @@ def _alive(argv: list[str]) -> list[int]:
 
     executor.Step.run = counted  # type: ignore[method-assign]
     trained(argv)
-    executor.Step.run = run  # type: ignore[method-assign]
     return most
 
 
-def _chosen(argv: list[str], memories: list[str]) -> list[Any]:
-    """With auto and each memory: what is not bit for bit that of 1F1B, the choice, the profile."""
-    from moe_plugin.hosts.megatron.trainer import arguments, train
-
-    found: list[Any] = []
-    for number, extra in enumerate([["--pipeline-schedule", "1f1b"], *(
-            ["--pipeline-schedule", "auto", "--pipeline-memory", memory] for memory in memories)]):
-        args = arguments.parser().parse_args([*argv, *extra])
-        if number == 0:
-            train.start(args)
-        else:
-            arguments.check(args, torch.distributed.get_world_size())
-        schedule: list[Any] = []
-        found.append((_steps(args, arguments.transformer_config(args, cpu=True),
-                             schedule=schedule), schedule))
-    (native, _), *others = found
-    return [([name for name in native if not torch.equal(native[name], auto[name])],
-             schedule.chosen.schedule, schedule.profile) for auto, [schedule] in others]
+def _chosen(argv: list[str]) -> tuple[dict[str, Any], str, Any]:
+    """What a run with auto computes, the choice, the profile."""
+    schedule: list[Any] = []
+    found = steps(argv, schedule)
+    return found, schedule[0].chosen.schedule, schedule[0].profile
 
 
 @pytest.mark.distributed
 def test_auto_measures_and_takes_what_fits(data: str) -> None:
     argv = [*MODEL, *PP2, "--data-path", data, *SGD]
-    every = on_ranks(2, _chosen, argv, ["8GiB"])
-    for [(wrong, chosen, profile)] in every:
-        assert not wrong and profile == every[0][0][2] and chosen == choose(profile).schedule
+    auto = [*argv, "--pipeline-schedule", "auto", "--pipeline-memory"]
+    every = on_ranks(2, _chosen, [*auto, "8GiB"])
+    for native, (found, chosen, profile) in zip(on_ranks(2, steps, argv), every, strict=True):
+        assert [name for name in native if not torch.equal(native[name], found[name])] == []
+        assert profile == every[0][2] and chosen == choose(profile).schedule
         assert profile.transport == "gloo" and min(profile.activation_bytes) > 2**16
         assert min([*profile.forward_s, *profile.backward_s, profile.transfer_s]) > 0
-    for message in on_ranks(2, refusal, [*argv, "--pipeline-schedule", "auto",
-                                         "--pipeline-memory", "1KiB"]):
+    for message in on_ranks(2, refusal, [*auto, "1KiB"]):
         assert "memory_bytes=1024 is too little" in message
 
 
@@ -262,12 +242,12 @@ BF16 = ["--bf16", "--use-distributed-optimizer", "--optimizer", "adam", "--lr", 
 MANY = {
     "four stages": ["--pipeline-model-parallel-size", "4", *WIDE],
     "four stages, dense, recomputation": [
-        "--pipeline-model-parallel-size", "4", *WIDE, "--moe-layer-freq", "0,0,0,0", *RECOMPUTE],
+        "--pipeline-model-parallel-size", "4", *WIDE, "--moe-layer-freq", "[0,0,0,0]", *RECOMPUTE],
     "PP2 EP2": [*PP2, *EP2, "--overlap-grad-reduce"],
     "PP2 EP2, Adam": [*PP2, *EP2, "--use-distributed-optimizer", "--overlap-grad-reduce",
                       "--overlap-param-gather", "--optimizer", "adam", "--lr", "3e-3"],
     "recomputation, unequal layers": [*PP2, *RECOMPUTE, "--calculate-per-token-loss",
-                                      "--moe-layer-freq", "0,1"],
+                                      "--moe-layer-freq", "[0,1]"],
     "TP2 PP2": [*PP2, *TP2],
     "PPMoE": [*PP2, *PPMOE],
     "PPMoE, sequence parallel": [*PP2, *PPMOE, "--sequence-parallel", *RECOMPUTE],
@@ -290,13 +270,11 @@ EIGHT = {"PPMoE, four stages": [*PP4, *PPMOE, *RECOMPUTE], "Parm, four stages": 
 def test_eager_equals_1f1b_on_four_ranks(sizes: list[str], data: str, tmp_path: Path) -> None:
     """Bit for bit; the losses of stages are also those of one rank."""
     argv = [*MODEL, "--data-path", data, *SGD]
-    alone = sizes is MANY["four stages"]
-    ranks = on_ranks(4, _differences, [[*argv, *sizes]], str(tmp_path) if alone else "",
-                     timeout_s=400)
-    assert all(not wrong for [(wrong, _)] in ranks), ranks
-    if alone:
-        one = on_ranks(1, _one_stage, [[*argv, *WIDE]], str(tmp_path))[0]
-        torch.testing.assert_close(ranks[0][0][1], one[0], rtol=2e-5, atol=0)
+    if sizes is not MANY["four stages"]:
+        _eager_equals(4, argv, sizes)
+        return
+    argv, one = begun(1, [*argv, *WIDE], tmp_path)
+    torch.testing.assert_close(_eager_equals(4, argv, sizes), one, rtol=2e-5, atol=0)
 
 
 @pytest.mark.slow
@@ -305,27 +283,8 @@ def test_eager_equals_1f1b_on_four_ranks(sizes: list[str], data: str, tmp_path: 
 def test_experts_without_an_exchange_between_nodes_under_eager_1f1b(sizes: list[str],
                                                                     data: str) -> None:
     """Four stages of two tensor-parallel ranks, which share the experts."""
-    argv = [*MODEL, "--data-path", data, *SGD, *sizes, "--global-batch-size", "16"]
-    ranks = on_ranks(8, _differences, [argv], timeout_s=500)
-    assert all(not wrong for [(wrong, _)] in ranks), ranks
-
-
-def _virtual(argv: list[str], save: str) -> list[dict[str, list[Any]]]:
-    """Losses, balance losses and gradient norms of 1F1B and, from the same weights, of the
-    interleaved schedule of two virtual stages a rank.
-    """
-    from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.hosts.megatron.trainer import arguments, train
-
-    found = []
-    for own in ([], ["--num-virtual-stages-per-pipeline-rank", "2"]):
-        core.destroy_groups()
-        args = arguments.parser().parse_args([*argv, *own])
-        train.start(args)
-        steps = _steps(args, arguments.transformer_config(args, cpu=True),
-                       start=save if own else "", save="" if own else save)
-        found.append({name: steps[name].tolist() for name in ("losses", "balance", "norms")})
-    return found
+    _eager_equals(8, [*MODEL, "--data-path", data, *SGD],
+                  [*sizes, "--global-batch-size", "16"])
 
 
 VIRTUAL = {
@@ -342,9 +301,14 @@ VIRTUAL = {
 @pytest.mark.parametrize("sizes", VIRTUAL.values(), ids=VIRTUAL.keys())
 def test_virtual_stages_equal_1f1b(sizes: list[str], data: str, tmp_path: Path) -> None:
     """SGD, so that a gradient that counts twice shows in the next loss."""
-    argv = [*MODEL, "--data-path", data, *SGD, *sizes]
-    for native, virtual in on_ranks(4, _virtual, argv, str(tmp_path), timeout_s=400):
+    argv, _ = begun(4, [*MODEL, "--data-path", data, *SGD, *sizes], tmp_path)
+    for native, virtual in zip(*(on_ranks(4, _numbers, [*argv, *more], timeout_s=400) for more in (
+            [], ["--num-virtual-stages-per-pipeline-rank", "2"])), strict=True):
         assert native["losses"][0] - native["losses"][-1] > 0.1
         for name, values in native.items():
-            torch.testing.assert_close(torch.tensor(virtual[name]), torch.tensor(values),
-                                       rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(virtual[name], values, rtol=1e-4, atol=1e-6)
+
+
+def _numbers(argv: list[str]) -> dict[str, torch.Tensor]:
+    found = steps(argv)
+    return {name: found[name] for name in ("losses", "balance", "norms")}

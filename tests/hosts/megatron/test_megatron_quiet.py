@@ -14,11 +14,11 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import run_main
-from tests.hosts.megatron.training import EP2, MODEL
+from tests.hosts.megatron.training import EP2, MODEL, QUICK, TRAIN
 from tests.hosts.stopped import own_lines, stopped
 
 pytestmark = pytest.mark.megatron
-SCRIPT = "moe_plugin.hosts.megatron.train"
+SCRIPT = TRAIN
 PROGRAM = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
            "-m", SCRIPT]
 
@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
 def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_path: Path) -> None:
     """Without known warnings; then a finished run, which says so and writes nothing."""
     save = tmp_path / "run"
-    arguments = [*MODEL, *EP2, "--data-path", data, "--cpu", "--save", str(save), "--load",
+    arguments = [*MODEL, *EP2, *QUICK, "--data-path", data, "--cpu", "--save", str(save), "--load",
                  str(save), "--save-interval", "5", "--data-cache-path", str(tmp_path),
                  "--train-iters"]
     first = run_main(SCRIPT, [*arguments, "3"], 2, tmp_path).splitlines()

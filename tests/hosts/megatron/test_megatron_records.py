@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core",
 from moe_plugin.observe.history import read_run
 from tests.hosts import ill
 from tests.hosts.megatron.ranks import on_ranks, run_main
-from tests.hosts.megatron.training import EP2, MODEL, PP2, launched, own_loop, trained
+from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, TRAIN, launched, trained
 from tests.observe import wandb_files
 
 pytestmark = pytest.mark.megatron
@@ -50,7 +50,6 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
     assert 'id="timeline-1"' in render(run)
 
 
-@own_loop
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [EP2, PP2], ids=["EP2", "PP2"])
 def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[str], data: str,
@@ -74,25 +73,20 @@ def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[s
 
 
 def _trained_ill(argv: list[str], log: str) -> None:
-    from moe_plugin.hosts.megatron.trainer import train
-    from moe_plugin.hosts.megatron.trainer.checkpoint import Progress
+    from moe_plugin.hosts.megatron import script
 
     with pytest.MonkeyPatch.context() as patch:
         rank = torch.distributed.get_rank()
-        made, step, after = ill.Ill(rank, patch), train.Loop.step, train.Loop._after_step
+        made, step = ill.Ill(rank, patch), script.Script.around_step
 
-        def taken(loop: train.Loop, *args: Any) -> Any:
-            made.begin(loop.training.bare()[0])
-            return step(loop, *args)
+        def taken(self: script.Script, given: Any, work: Any) -> Any:
+            made.begin(given["model"][0])
+            return step(self, given, work)
 
-        def jumped(loop: train.Loop) -> Any:
-            return (Progress(ill.JUMP_TO + 1, 16), True) if made.step == 2 else after(loop)
-
-        patch.setattr(train.Loop, "step", taken)
-        patch.setattr(train.Loop, "_after_step", jumped)
+        patch.setattr(script.Script, "around_step", taken)
         if rank == 0:
             logging.basicConfig(filename=log, format="%(message)s", force=True)
-        trained(argv)
+        trained([*argv, "--iterations-to-skip", *map(str, range(3, ill.JUMP_TO + 2))])
 
 
 @pytest.mark.distributed
@@ -106,16 +100,16 @@ def test_each_finding_is_in_the_log_once_in_watch_and_in_the_report(
 
 
 def _trained_well(argv: list[str], log: str) -> None:
-    from moe_plugin.hosts.megatron.trainer import train
+    from moe_plugin.hosts.megatron import script
 
     with pytest.MonkeyPatch.context() as patch:
-        made, step = ill.Well(patch), train.Loop.step
+        made, step = ill.Well(patch), script.Script.around_step
 
-        def taken(loop: train.Loop, *args: Any) -> Any:
+        def taken(self: script.Script, given: Any, work: Any) -> Any:
             made.begin()
-            return step(loop, *args)
+            return step(self, given, work)
 
-        patch.setattr(train.Loop, "step", taken)
+        patch.setattr(script.Script, "around_step", taken)
         logging.basicConfig(filename=log, format="%(message)s", force=True)
         trained(argv)
 
@@ -135,9 +129,9 @@ def test_weights_and_biases_gets_layers_and_the_training_log(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "4", "--log-interval", "2", "--cpu",
-            "--moe-stats-wandb", "moe", "--moe-stats-interval", "2"]
-    run_main("moe_plugin.hosts.megatron.train", argv, 2, tmp_path)
+    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "4", "--log-interval", "2",
+            "--cpu", *QUICK, "--moe-stats-wandb", "moe", "--moe-stats-interval", "2"]
+    run_main(TRAIN, argv, 2, tmp_path)
     found = wandb_files.rows(tmp_path)
     assert {row["moe/step"] for row in found} == {2, 4}
     for number in (1, 2):

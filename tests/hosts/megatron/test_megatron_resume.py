@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from moe_plugin.hosts.megatron.checkpoint_files import META
-from tests.hosts.megatron.training import launched, own_loop
+from tests.hosts.megatron.training import launched
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop]
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
 @pytest.fixture(scope="module")

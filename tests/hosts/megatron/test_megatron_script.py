@@ -4,7 +4,6 @@ example script, started as users start it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,12 +20,9 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from tests.hosts.megatron.ranks import ROOT
-from tests.hosts.megatron.training import SCRIPT, own_loop
+from tests.hosts.megatron.training import EP2, PP2, SCRIPT, VERSION
 
-VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
-pytestmark = [
-    pytest.mark.megatron, pytest.mark.distributed, own_loop
-]
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --min-lr 1e-2
@@ -92,86 +88,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, str]:
     return run, folder
 
 
-LAYOUTS = {
-    "1 rank": (1, ""),
-    "EP2": (2, "--expert-model-parallel-size 2"),
-    "TP2": (2, "--tensor-model-parallel-size 2"),
-    "TP2, sequence parallelism": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "PP2": (2, "--pipeline-model-parallel-size 2"),
-    "EP2, recompute of layers": (
-        2, "--expert-model-parallel-size 2 --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1"),
-    "EP2, grouped GEMM": (2, "--expert-model-parallel-size 2 --moe-grouped-gemm"),
-    "EP2, recompute of activations": (
-        2, "--expert-model-parallel-size 2 --moe-grouped-gemm --recompute-granularity selective "
-        "--recompute-modules moe_act"),
-    "TP2, recompute of experts": (
-        2, "--tensor-model-parallel-size 2 --sequence-parallel "
-        "--recompute-granularity selective --recompute-modules moe"),
-    "PP2 x EP2": (4, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_continues_in_every_layout(layout: str,
-                                                reference: tuple[Trained, str]) -> None:
-    straight, folder = reference
-    world, flags = LAYOUTS[layout]
-    run = train(world, *flags.split(), "--load", folder, *RESUME)
-    assert sorted(run.losses) == [3, 4, 5]
-    same(run, straight, range(3, 6))
-
-
-@pytest.mark.slow
-def test_virtual_stages_over_two_ranks_continue_a_run_without_them(tmp_path: Path) -> None:
-    layers = ["--num-layers", "4"]
-    straight = train(2, *layers, "--expert-model-parallel-size", "2", "--train-iters", "5",
-                     "--save", str(tmp_path), "--save-interval", "2")
-    stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1".split()
-    same(train(2, *layers, *stages, "--load", str(tmp_path), *RESUME), straight, range(3, 6))
-
-
-@pytest.mark.slow
-def test_pipeline_schedules_reach_the_script() -> None:
-    flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule"]
-    native, eager, auto = (train(2, *flags, name) for name in ("1f1b", "eager-1f1b", "auto"))
-    assert native.losses == eager.losses == auto.losses
-    slices = [*flags, "terapipe", "--pipeline-slices", "14,10,8"]
-    plain = ["--moe-aux-loss-coeff", "0"]  # a balance loss is that of a slice
-    same(train(2, *slices, *plain), train(2, *flags, "1f1b", *plain), range(1, 5))
-    done = launch(2, *FLAGS, *flags, "eager-1f1b", "--num-layers-per-virtual-pipeline-stage", "1",
-                  "--num-layers", "4")
-    assert done.returncode and "does not fit virtual stages" in done.stderr
-
-
-@pytest.mark.slow
-def test_overlapped_exchanges_train_the_same_model() -> None:
-    """In bf16, as Megatron demands, so that a step's rounding shows in the next ones."""
-    flags = ["--expert-model-parallel-size", "2", "--bf16", "--train-iters", "4",
-             "--moe-token-dispatcher-type", "alltoall"]
-    plain, overlapped = (train(2, *flags, *more)
-                         for more in ([], ["--overlap-moe-expert-parallel-comm"]))
-    assert overlapped.losses[1] == plain.losses[1]
-    for step in range(2, 5):
-        (loss, norm), (other, other_norm) = overlapped.losses[step], plain.losses[step]
-        assert loss == pytest.approx(other, rel=1e-3)
-        assert norm == pytest.approx(other_norm, rel=0.03)
-
-
-@pytest.mark.slow
-def test_distributed_optimizer_saves_and_resumes_across_layouts(
-        reference: tuple[Trained, str], tmp_path: Path) -> None:
-    straight, _ = reference
-    sharded = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
-    run = train(2, *sharded, "--train-iters", "5", "--save", str(tmp_path), "--save-interval", "2")
-    same(run, straight, range(1, 6))
-    for layout in ("EP2", "TP2, sequence parallelism", "PP2"):
-        world, flags = LAYOUTS[layout]
-        same(train(world, *sharded, *flags.split(), "--load", str(tmp_path), *RESUME), straight,
-             range(3, 6))
-
-
 @pytest.mark.slow
 def test_the_documented_command_trains() -> None:
     page = Path(ROOT, "docs", "megatron.md").read_text()
@@ -226,8 +142,7 @@ def test_spec_serves_a_script_that_asks_for_it_before_there_are_groups(
     straight, folder = reference
     script = tmp_path / "pretrain.py"
     script.write_text(CONFIG_SCRIPT)
-    world, flags = LAYOUTS["PP2 x EP2"]
-    same(train(world, *flags.split(), "--load", folder, *RESUME, script=str(script)), straight,
+    same(train(4, *PP2, *EP2, "--load", folder, *RESUME, script=str(script)), straight,
          range(3, 6))
     done = launch(1, *FLAGS, "--train-iters", "1", "--mtp-num-layers", "1",
                   "--position-embedding-type", "rope", script=str(script))
@@ -289,26 +204,3 @@ def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> 
     done = _launch_alone(str(checkout / "pretrain_gpt.py"), "--moe-top-k", "3")
     assert done.returncode == 2 and "unrecognized arguments: --moe-top-k" in done.stderr
     assert done.stderr.count("\n") == 1, "the script has a thousand lines of usage"
-
-
-@pytest.mark.slow
-def test_experts_elsewhere_evaluate_alike(tmp_path: Path) -> None:
-    from moe_plugin.checkpoint.expert_file import write_experts
-    from moe_plugin.checkpoint.formats.base import open_source
-    from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
-
-    flags = [*FLAGS, "--expert-model-parallel-size", "2", "--moe-parallel", "fixed",
-             "--train-iters", "2", "--eval-iters", "2"]
-    folder, file = str(tmp_path / "run"), tmp_path / "experts.safetensors"
-    done = launch(2, *flags, "--save", folder, "--save-interval", "2")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    with open_source(Path(folder, "iter_0000002")) as source:
-        write_experts(source, file)
-    seen = []
-    for more in ([], ["--moe-experts-on", "host", "--moe-experts-cache", "64KiB"],
-                 ["--moe-experts-on", "disk", "--moe-experts-store-path", str(file)]):
-        done = launch(2, *flags, "--load", folder, "--skip-train", *more)
-        log = done.stdout + done.stderr
-        assert done.returncode == 0, log[-6000:]
-        seen.append(re.findall(r"on (\w+) set \| lm loss value: (\S+)", log))
-    assert len(seen[0]) == 2 and seen[0] == seen[1] == seen[2]

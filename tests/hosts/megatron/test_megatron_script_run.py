@@ -17,12 +17,10 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from tests.hosts.megatron.ranks import ROOT
 from tests.hosts.megatron.test_megatron_script import FLAGS, launch, train
-from tests.hosts.megatron.training import SCRIPT, own_loop
+from tests.hosts.megatron.training import SCRIPT
 from tests.hosts.stopped import own_lines, stopped
 
-pytestmark = [
-    pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, own_loop
-]
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow]
 EP2 = ["--expert-model-parallel-size", "2", "--train-iters", "5"]
 # of published scripts: what a machine without CUDA lacks
 GPU = """--moe-permute-fusion --moe-router-fusion --moe-grouped-gemm --cross-entropy-loss-fusion
@@ -150,53 +148,3 @@ def test_the_error_of_one_rank_is_said_by_the_others(tmp_path: Path) -> None:
 
 
 # votes over all ranks, of which one answers wrongly; twins, of which one flips a bit at step 3
-ATTACKED = RUN + '''
-from tests.attacks import attack_votes
-if RANK == 1:
-    attack_votes(2)
-example.main()
-'''
-FLIPPED = RUN + '''
-import torch
-build = example.model_provider
-def flipped(module, inputs, output):
-    if example.get_args().curr_iteration < 2:
-        return output
-    wrong = output.clone()
-    wrong.detach().view(torch.int32).view(-1)[0] ^= 1
-    return wrong
-def broken(*args, **kwargs):
-    from moe_plugin.hosts.megatron.layer import PluginMoELayer
-    model = build(*args, **kwargs)
-    if RANK == 2:
-        layers = [m for m in model.modules() if isinstance(m, PluginMoELayer)]
-        layers[0].experts.register_forward_hook(flipped)
-    return model
-example.model_provider = broken
-example.main()
-'''
-
-
-def test_wrong_ranks(tmp_path: Path) -> None:
-    """Three ranks. An attack on votes changes no loss; a flipped bit is found at the next check."""
-    flags = [*FLAGS, "--global-batch-size", "12", "--train-iters", "4", "--log-file"]
-    done = launch(3, *flags, str(tmp_path / "clean.jsonl"), options=())
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    clean = by_step(tmp_path / "clean.jsonl")
-    assert sorted(clean) == [1, 2, 3, 4]
-    (tmp_path / "attacked.py").write_text(ATTACKED)
-    done = launch(3, *flags, str(tmp_path / "attacked.jsonl"), "--moe-votes", "3",
-                  script=str(tmp_path / "attacked.py"), options=())
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert "outvoted ranks: [1]" in done.stdout
-    for step, (loss, norm) in by_step(tmp_path / "attacked.jsonl").items():
-        assert clean[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
-    (tmp_path / "flipped.py").write_text(FLIPPED)
-    done = launch(3, *flags, str(tmp_path / "flipped.jsonl"), "--moe-check-twins", "2",
-                  script=str(tmp_path / "flipped.py"), options=())
-    assert done.returncode == 1
-    [said] = [line for line in done.stderr.splitlines()
-              if line.startswith("flipped.py: error: ")]
-    assert "step 4: rank 2 on " in said and "output of" in said, said
-    seen = by_step(tmp_path / "flipped.jsonl")
-    assert {step: seen[step] for step in (1, 2)} == {step: clean[step] for step in (1, 2)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ pytest.importorskip("megatron.core",
 from moe_plugin.cli.main import main as command
 from moe_plugin.hosts.megatron import script
 from moe_plugin.hosts.megatron.stage_layouts import stages_of
-from moe_plugin.hosts.megatron.trainer import arguments
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import LOOPS, MODEL, records_of
+from tests.hosts.megatron.training import MODEL, arguments_of, ran, records_of
 
 pytestmark = pytest.mark.megatron
 PP2 = ["--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights"]
@@ -29,36 +26,21 @@ SGD = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3", "--clip-grad"
        "--lr-decay-style", "constant", "--moe-aux-loss-coeff", "0"]
 
 
-def _curve(loop: str, world: int, argv: list[str], folder: Path) -> list[tuple[float, float]]:
+def _curve(world: int, argv: list[str], folder: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm by step."""
     log = folder / f"{len(list(folder.iterdir()))}.jsonl"
-    return [(row["lm_loss"], row["grad_norm"]) for row in records_of(loop, world, argv, log)
+    return [(row["lm_loss"], row["grad_norm"]) for row in records_of(world, argv, log)
             if "lm_loss" in row]
 
 
 def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
-    """This rank's loss scale at the end; from rank 0 scale and steps skipped so far, by step."""
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    scales: list[float] = []
-    record = script.Loop._record
-
-    def noted(self: Any, *args: Any) -> Any:
-        scales.append(float(self.training.optimizer.get_loss_scale()))
-        return record(self, *args)
-
-    script.Loop._record = noted  # type: ignore[method-assign]
-    with tempfile.NamedTemporaryFile("r") as log:
-        args = arguments.parser().parse_args([*argv, "--log-file", log.name])
-        script.run(args, script.start(args))
-        script.Loop._record = record  # type: ignore[method-assign]
-        return scales[-1], [(row["loss_scale"], row["skipped_steps"])
-                            for row in map(json.loads, log)]
+    """This rank's loss scale at the end; scale and steps skipped so far, by step."""
+    run = ran(argv)
+    return float(run.optimizer.get_loss_scale()), [
+        (row["loss_scale"], row["skipped_steps"]) for row in run.steps_logged]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("layouts,flags", [
     (["tp=2", "tp=1"], [[], ["--calculate-per-token-loss"]]),
     (["tp=1,ep=2", "tp=2"], [["--sequence-parallel"], []]),
@@ -66,7 +48,7 @@ def _scaled(argv: list[str]) -> tuple[float, list[tuple[float, int]]]:
                               "--overlap-grad-reduce"], ["--optimizer", "adam", "--lr", "3e-3"]]),
 ], ids=["tensor then data parallel", "expert then tensor and sequence parallel",
         "optimizer state over replicas"])
-def test_curves_equal_those_of_equal_stages(loop: str, data: str, layouts: list[str],
+def test_curves_equal_those_of_equal_stages(data: str, layouts: list[str],
                                             flags: list[list[str]], tmp_path: Path) -> None:
     """SGD shows a wrong gradient scale; clipping in force shows a wrong norm.
 
@@ -74,8 +56,8 @@ def test_curves_equal_those_of_equal_stages(loop: str, data: str, layouts: list[
     """
     own, shared = flags
     argv = [*MODEL, *PP2, "--data-path", data, "--train-iters", "6", *SGD, *shared]
-    wanted = _curve(loop, 4, argv, tmp_path)
-    got = _curve(loop, 4, [*argv, *own, "--stage-layouts", *layouts], tmp_path)
+    wanted = _curve(4, argv, tmp_path)
+    got = _curve(4, [*argv, *own, "--stage-layouts", *layouts], tmp_path)
     assert len(wanted) == 6 and wanted[0][0] - wanted[-1][0] > 0.1
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=2e-4, atol=2e-4)
 
@@ -91,7 +73,7 @@ def test_an_overflow_on_a_stage_lowers_the_loss_scale_of_all(data: str, tmp_path
     assert 0 < steps[-1][1] < 9 and all(scale == 2**22 / 2**skipped for scale, skipped in steps)
     assert {scale for scale, _ in ranks} == {steps[-1][0]}
     argv = [*argv, "--train-iters", "3", "--initial-loss-scale", "1024"]
-    wanted, got = (_curve("ours", 4, [*argv, *more], tmp_path) for more in ([], layouts))
+    wanted, got = (_curve(4, [*argv, *more], tmp_path) for more in ([], layouts))
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=5e-3, atol=0)
 
 
@@ -99,34 +81,29 @@ ADAM = ["--train-iters", "6", "--moe-aux-loss-coeff", "0"]
 FIRST, SECOND = ["--stage-layouts", "tp=2", "tp=1,ep=2"], ["--stage-layouts", "tp=1,ep=2", "tp=2"]
 
 
-def _goes_on(loop: str, data: str, folder: Path, writer: list[str],
+def _goes_on(data: str, folder: Path, writer: list[str],
              *readers: tuple[int, list[str]]) -> None:
     """What `writer`, on four ranks, saved after three of six steps, each reader (ranks, sizes)
     goes on with: losses and norms of steps 4 to 6.
     """
     argv, saved = [*MODEL, *PP2[2:], "--data-path", data, *ADAM], str(folder / "saved")
-    wanted = _curve(loop, 4, [*argv, *PP2[:2], *writer], folder)
+    wanted = _curve(4, [*argv, *PP2[:2], *writer], folder)
     saving = [*argv, *PP2[:2], *writer, "--save", saved, "--save-interval", "3",
               "--exit-interval", "3"]
-    assert _curve(loop, 4, saving, folder) == wanted[:3]
+    assert _curve(4, saving, folder) == wanted[:3]
     for world, sizes in readers:
-        got = _curve(loop, world, [*argv, *sizes, "--load", saved], folder)
+        got = _curve(world, [*argv, *sizes, "--load", saved], folder)
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted[3:]), rtol=1e-3, atol=0)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(loop: str, data: str,
+def test_a_checkpoint_of_unequal_stages_continues_in_other_layouts(data: str,
                                                                    tmp_path: Path) -> None:
-    _goes_on(loop, data, tmp_path, FIRST, (4, [*PP2[:2], *SECOND]), (1, []))
+    _goes_on(data, tmp_path, FIRST, (4, [*PP2[:2], *SECOND]), (1, []))
 
 
 def _validation(argv: list[str]) -> dict[str, Any]:
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    args = arguments.parser().parse_args(argv)
-    return script.run(args, script.start(args))
+    return next(row for row in ran(argv).records if "valid_loss" in row)
 
 
 @pytest.mark.distributed
@@ -134,18 +111,17 @@ def test_a_checkpoint_of_unequal_stages_is_shown_converted_and_evaluated(
         data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*MODEL, *PP2[2:], "--data-path", data, *ADAM, "--split", "80,20,0"]
     saved, unequal = str(tmp_path / "saved"), [*PP2[:2], *FIRST]
-    _curve("ours", 4, [*argv, *unequal, "--save", saved, "--exit-interval", "1"], tmp_path)
+    _curve(4, [*argv, *unequal, "--save", saved, "--exit-interval", "1"], tmp_path)
     assert command(["inspect", saved]) == 0
     shown = capsys.readouterr().out
     assert "stage_layouts ['tp=2,ep=1', 'tp=1,ep=2']" in shown
     assert shown.count("4 experts: ") == 2
     evaluation = [*argv, "--skip-train", "--load"]
-    # of two replicas, so many micro-batches each
     wanted = on_ranks(4, _validation, [*evaluation, saved, *unequal, "--eval-iters", "2"])[0]
     for form, more in (("megatron", []), ("megatron_native", ["--native-moe"])):
         folder = str(tmp_path / form)
         assert command(["reshard", saved, folder, "--to", form]) == 0
-        [got] = on_ranks(1, _validation, [*evaluation, folder, *more, "--eval-iters", "4"])
+        [got] = on_ranks(1, _validation, [*evaluation, folder, *more, "--eval-iters", "2"])
         assert got["valid_loss"] == pytest.approx(wanted["valid_loss"], rel=1e-5)
     again = [*evaluation, str(tmp_path / "megatron"), *unequal, "--eval-iters", "2"]
     assert on_ranks(4, _validation, again)[0] == wanted
@@ -156,16 +132,15 @@ SHARDED = ["--use-distributed-optimizer"]
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("writer", [
     [*FIRST, *SHARDED], SECOND, SHARDED, ["--expert-model-parallel-size", "2"]],
     ids=["unequal, distributed optimizer", "unequal", "equal, distributed optimizer", "equal"])
-def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], loop: str, data: str,
+def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], data: str,
                                                  tmp_path: Path) -> None:
     shared = [flag for flag in writer if flag in SHARDED]
     sizes = [[*PP2[:2], *FIRST], [*PP2[:2], *SECOND, "--sequence-parallel"],
              ["--tensor-model-parallel-size", "2", *PP2[:2]], []]
-    _goes_on(loop, data, tmp_path, writer,
+    _goes_on(data, tmp_path, writer,
              *((4 if more else 1, [*more, *shared]) for more in sizes))
 
 
@@ -182,9 +157,8 @@ def test_checkpoints_of_equal_and_unequal_stages(writer: list[str], loop: str, d
 ])
 def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> None:
     argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1", *further]
-    args = arguments.parser().parse_args(argv)
     with pytest.raises(ValueError, match=said):
-        stages_of(args, 4)
+        stages_of(arguments_of(argv), 4)
 
 
 @pytest.mark.parametrize("name,value", [
@@ -209,7 +183,7 @@ def test_checkpoints_name_the_divisor_of_the_vocabulary_that_was_given(
 
 
 def _arguments(**further: Any) -> argparse.Namespace:
-    args = arguments.parser().parse_args([
+    args = arguments_of([
         *MODEL, *PP2, "--data-path", "x", "--train-iters", "1", "--stage-layouts", "tp=2", "tp=1"])
     vars(args).update(further)
     return args
@@ -217,21 +191,20 @@ def _arguments(**further: Any) -> argparse.Namespace:
 
 def test_tied_embeddings_are_cut_alike() -> None:
     argv = [*MODEL, *PP2[:2], "--data-path", "x", "--train-iters", "1", "--stage-layouts"]
-    alike = arguments.parser().parse_args([*argv, "tp=2,ep=1", "tp=2,etp=1"])
+    alike = arguments_of([*argv, "tp=2,ep=1", "tp=2,etp=1"])
     stages = stages_of(alike, 4)
     assert stages is not None and (stages.ranks, stages.samples, stages.replicas(1)) == (2, 2, 1)
     with pytest.raises(ValueError, match="--untie-embeddings-and-output-weights"):
-        stages_of(arguments.parser().parse_args([*argv, "tp=2", "tp=1"]), 4)
+        stages_of(arguments_of([*argv, "tp=2", "tp=1"]), 4)
 
 
 def test_parsed_arguments_get_the_sizes_of_their_ranks_stage() -> None:
     from moe_plugin.hosts.megatron.script_stages import prepared
-    from moe_plugin.hosts.megatron.trainer import arguments
 
     argv = [*MODEL, *PP2, "--data-path", "x", "--train-iters", "1"]
 
     def sizes(rank: int, *more: str) -> tuple[int, ...]:
-        args = arguments.parser().parse_args([*argv, *more])
+        args = arguments_of([*argv, *more])
         vars(args).update(world_size=4, rank=rank, make_vocab_size_divisible_by=128)
         assert (prepared(args) is not None) == bool(more)
         return (args.tensor_model_parallel_size, args.expert_model_parallel_size,

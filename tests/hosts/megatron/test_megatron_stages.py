@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL
+from tests.hosts.megatron.training import EP2, MODEL, ran
 
 pytestmark = [
     pytest.mark.megatron, pytest.mark.distributed,
@@ -34,35 +34,19 @@ CASES = {
 }
 
 
-def _trained(argvs: list[list[str]]) -> list[tuple[dict[str, Any], list[Tensor], list[str]]]:
-    """For each: the last record, all parameters, and the steps of the first layer's calls."""
+def _trained(argv: list[str]) -> tuple[dict[str, Any], list[Tensor], list[str]]:
+    """The last record, all parameters, and the steps of the layers' calls."""
     from moe_plugin.hosts.megatron import stages
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
 
-    found, build_model, route = [], model.build, stages.Stages.route
-    combine = stages.Stages.combine
-    for argv in argvs:
-        built, called = [], []
+    called: list[str] = []
 
-        def kept(*args: Any, built: list[Any] = built) -> Any:
-            built.append(build_model(*args))
-            return built[0]
+    def noted(step: Any, name: str) -> Any:
+        return lambda self, *args: called.append(name) or step(self, *args)
 
-        def noted(step: Any, name: str, called: list[str] = called) -> Any:
-            return lambda self, *args: called.append(name) or step(self, *args)
-
-        model.build = kept
-        stages.Stages.route = noted(route, "route")
-        stages.Stages.combine = noted(combine, "combine")
-        args = arguments.parser().parse_args(argv)
-        train.start(args)
-        record = train.run(args)
-        parameters = [p.detach().clone() for p in built[0].bare()[0].parameters()]
-        found.append((record, parameters, called))
-        from moe_plugin.hosts.megatron.compat import core
-
-        core.destroy_groups()
-    return found
+    stages.Stages.route = noted(stages.Stages.route, "route")
+    stages.Stages.combine = noted(stages.Stages.combine, "combine")
+    run = ran(argv)
+    return run.records[-1], [p.detach().clone() for p in run.model.parameters()], called
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +56,8 @@ def test_the_overlapped_schedule_trains_the_same_model(name: str, data: str) -> 
         *MODEL, "--data-path", data, "--train-iters", "3", "--optimizer", "sgd", "--sgd-momentum",
         "0", "--lr", "0.3", "--clip-grad", "0", "--bf16", *EP2, *CASES[name]
     ]
-    for plain, overlapped in on_ranks(2, _trained, [argv, [*argv, OVERLAP]]):
+    for plain, overlapped in zip(*(on_ranks(2, _trained, [*argv, *more])
+                                   for more in ([], [OVERLAP])), strict=True):
         assert plain[2] == [] and overlapped[2].count("route") == overlapped[2].count("combine") > 0
         for key in ("lm_loss", "grad_norm"):
             assert overlapped[0][key] == pytest.approx(plain[0][key], rel=1e-3)

@@ -12,7 +12,14 @@ pytest.importorskip("megatron.core",
 
 from moe_plugin.observe.history import read_run
 from tests.hosts.megatron.ranks import on_ranks, run_main
-from tests.hosts.megatron.training import LOOPS, MODEL, command_of, records_of
+from tests.hosts.megatron.training import (
+    MODEL,
+    TRAIN,
+    arguments_of,
+    records_of,
+    refusal,
+    when_built,
+)
 
 pytestmark = pytest.mark.megatron
 UNTIED = [*MODEL, "--untie-embeddings-and-output-weights", "--train-iters", "4",
@@ -27,15 +34,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_a_model_on_the_device(kind: str, loop: str, data: str,
-                                                   tmp_path: Path) -> None:
+def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_path: Path) -> None:
     stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl"), "--moe-stats-interval",
              "2"]
     argv = [*UNTIED, *KINDS[kind], "--data-path", data]
     host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path)]
-    whole, streamed = (records_of(loop, 1, [*argv, *more], tmp_path / name) for more, name in (
+    whole, streamed = (records_of(1, [*argv, *more], tmp_path / name) for more, name in (
         ([], "whole.jsonl"), ([*host, *stats], "streamed.jsonl")))
     assert [row["iteration"] for row in whole][:6] == [1, 2, 2, 3, 4, 4]
     assert whole[0]["lm_loss"] != whole[4]["lm_loss"]
@@ -47,52 +52,31 @@ def test_losses_are_those_of_a_model_on_the_device(kind: str, loop: str, data: s
     assert sum(record.bytes for record in copies) > 0
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_resumed_run_goes_on(loop: str, data: str, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
     host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path), "--weights-memory",
             "2MiB", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     argv = [*UNTIED, *host, "--data-path", data, "--lr-decay-iters", "4"]
     saved = str(tmp_path / "saved")
-    whole, first, rest, valid = (records_of(loop, 1, [*argv, *more], tmp_path / f"{name}.jsonl")
+    whole, first, rest, valid = (records_of(1, [*argv, *more], tmp_path / f"{name}.jsonl")
                                  for name, more in {
         "whole": [],
         "first": ["--exit-interval", "2", "--save", saved, "--save-interval", "2"],
         "rest": ["--load", saved], "valid": ["--load", saved, "--skip-train"]}.items())
     assert first == whole[:3] and rest == whole[3:]
     assert [row["iteration"] for row in valid] == [2]
-    if loop == "ours":  # Megatron's goes on in the validation set
-        assert valid == whole[2:3]
-
-
-def _refused(argv: list[str], folder: str) -> list[str]:
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    found = []
-    for more in (["--save", folder], ["--optimizer", "sgd"], ["--norm-epsilon", "0.1"],
-                 ["--add-qkv-bias"], ["--optimizer", "sgd", "--skip-train"]):
-        args = arguments.parser().parse_args([*argv, *more])
-        if not found:
-            script.start(args)
-        else:
-            args.load, args.train_iters = folder, 2
-        arguments.check(args, 1)
-        try:
-            script.run(args)
-            found.append("")
-        except ValueError as error:
-            found.append(str(error))
-    return found
 
 
 def test_a_checkpoint_of_other_settings_is_named(data: str, tmp_path: Path) -> None:
-    host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path)]
-    [found] = on_ranks(1, _refused, [
-        *UNTIED, *host, "--data-path", data, "--train-iters", "1"], str(tmp_path / "saved"))
-    said = ["", "has optimizer='AdamW', this run has optimizer='SGD'", "",
-            "has add_qkv_bias=False, this run", ""]
-    for message, part in zip(found, said, strict=True):
-        assert part in message and bool(part) == bool(message), found
+    saved = str(tmp_path / "saved")
+    argv = [*UNTIED, "--weights-on", "host", "--moe-activation-path", str(tmp_path),
+            "--data-path", data, "--train-iters"]
+    assert on_ranks(1, refusal, [*argv, "1", "--save", saved]) == [""]
+    for more, said in ((["--optimizer", "sgd"], "has optimizer='AdamW', this run has optimizer="
+                        "'SGD'"), (["--norm-epsilon", "0.1"], ""),
+                       (["--add-qkv-bias"], "has add_qkv_bias=False, this run"),
+                       (["--optimizer", "sgd", "--skip-train"], "")):
+        [found] = on_ranks(1, refusal, [*argv, "2", *more, "--load", saved])
+        assert said in found and bool(said) == bool(found), found
 
 
 def test_dropout_is_repeated_in_backward(data: str, tmp_path: Path) -> None:
@@ -110,16 +94,10 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from moe_plugin.hosts.megatron.trainer import arguments, model
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    args = arguments.parser().parse_args(argv)
-    script.start(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True),
-                           arguments.our_settings(args), 257)
+    chunk = when_built(argv, lambda run: run.chunks[0])
 
     def drawn(part: int) -> torch.Tensor:
-        with training.chunks[0].trainer.randomness(0, part):
+        with chunk.trainer.randomness(0, part):
             own = torch.rand(8)
             with get_cuda_rng_tracker().fork():
                 return torch.cat([own, torch.rand(8)])
@@ -132,12 +110,12 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
 
 def _refused_by_name(names: list[str]) -> list[str]:
     from moe_plugin.hosts.megatron.streamed import build
-    from moe_plugin.hosts.megatron.trainer import arguments
 
     found = []
     for name in names:
-        args = arguments.parser().parse_args([*UNTIED, "--data-path", "x", "--train-iters", "1",
-                                              "--weights-on", "host"])
+        args = arguments_of([*UNTIED, "--data-path", "x", "--train-iters", "1",
+                             "--weights-on", "host"])
+        args.gradient_accumulation_fusion = False
         setattr(args, name, True)
         try:
             build(None, args, {"offload.weights": "host"})  # type: ignore[arg-type]
@@ -155,7 +133,6 @@ def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(("more", "message"), [
     ([], "tied embeddings.*--untie-embeddings-and-output-weights"),
     (["--bf16"], "--bf16 or --fp16 in Megatron: train in float32"),
@@ -166,12 +143,12 @@ def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
     (["--weights-memory", "64KiB"], "limit=65536 bytes is smaller than two segments"),
     (["--load", "here"], "was not written with --weights-on host"),
 ])
-def test_what_does_not_fit_is_refused(more: list[str], message: str, loop: str, data: str,
-                                      tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(more: list[str], message: str, data: str, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "iter_0000002").mkdir(parents=True)
     (tmp_path / "here" / "latest_checkpointed_iteration.txt").write_text("2")
     argv = [*(UNTIED if more else MODEL), "--data-path", data, "--weights-on", "host", *more,
             "--train-iters", "2"]
-    log = run_main(*command_of(loop, argv), 1, tmp_path, fails=True)
+    log = run_main(TRAIN, ["--cpu", *argv], 1, tmp_path, fails=True)
     assert re.search("error: .*" + message, log), log

@@ -33,7 +33,7 @@ from tests.hosts.megatron.layers import (
     whole_gradients,
 )
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, PP2, TP2, trained
+from tests.hosts.megatron.training import MODEL, PP2, RECOMPUTE, TP2, trained
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -202,7 +202,6 @@ def test_equals_native(case: Case) -> None:
 
 FLAGS = [*MODEL, "--calculate-per-token-loss", "--moe-aux-loss-coeff", "2", "--moe-z-loss-coeff",
          "0.5", "--optimizer", "sgd", "--sgd-momentum", "0"]
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def _steps(argv: list[str]) -> tuple[float, float]:
@@ -220,5 +219,5 @@ def test_steps_over_stages_and_ranks_equal_those_of_one(router: list[str], data:
     on_ranks(1, _steps, [*argv, "--train-iters", "1", "--save", str(tmp_path)])
     argv = [*argv, "--train-iters", "3", "--load", str(tmp_path)]
     [want] = on_ranks(1, _steps, argv)
-    for rank in on_ranks(4, _steps, [*argv, *TP2, *PP2, *RECOMPUTE.split()]):
+    for rank in on_ranks(4, _steps, [*argv, *TP2, *PP2, *RECOMPUTE]):
         assert rank == pytest.approx(want, rel=1e-4)

@@ -18,6 +18,7 @@ import transformers
 from moe_plugin.cli.main import main
 from tests.checkpoint.hf_models import logits, tiny, tokens
 from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import Run, when_built
 
 pytestmark = pytest.mark.megatron
 MODEL = [
@@ -26,56 +27,52 @@ MODEL = [
     "--data-path", "none", "--group-query-attention", "--num-query-groups", "2", "--swiglu",
     "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope",
     "--moe-router-dtype", "fp32", "--hidden-dropout", "0", "--attention-dropout", "0",
-    "--untie-embeddings-and-output-weights"
+    "--untie-embeddings-and-output-weights", "--vocab-size", "127"  # and an end of document
 ]
-# settings of the model of transformers, arguments of Megatron, fields of its TransformerConfig
-CASES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+# settings of the model of transformers, arguments of Megatron
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mixtral": (
-        {"sliding_window": None}, ["--num-experts", "6", "--moe-ffn-hidden-size", "40"], {}),
+        {"sliding_window": None}, ["--num-experts", "6", "--moe-ffn-hidden-size", "40"]),
     "qwen3_moe": (
         {"tie_word_embeddings": False, "rms_norm_eps": 1e-5},
-        ["--num-experts", "8", "--moe-ffn-hidden-size", "24", "--moe-router-topk", "3"],
-        {"qk_layernorm": True, "kv_channels": 12}),
+        ["--num-experts", "8", "--moe-ffn-hidden-size", "24", "--moe-router-topk", "3",
+         "--qk-layernorm", "--kv-channels", "12"]),
 }
 
 
-def _in_megatron(argv: list[str], fields: dict[str, Any], folder: str, out: str | None,
-                 ids: Tensor) -> list[Tensor]:
+def _in_megatron(argv: list[str], folder: str, out: str | None, ids: Tensor) -> list[Tensor]:
     """Logits of the loaded checkpoint; with `out`, also those after a step of SGD, of which a
     checkpoint is written there.
     """
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model
-    from moe_plugin.hosts.megatron.trainer import train as script
+    def work(run: Run) -> list[Tensor]:
+        from moe_plugin.hosts.megatron.compat.settings import training_module
 
-    args = arguments.parser().parse_args(argv)
-    script.start(args)
-    config = arguments.transformer_config(args, cpu=True)
-    for name, value in fields.items():
-        setattr(config, name, value)
-    training = model.build(args, config, arguments.our_settings(args), 128)
-    checkpoint.load(folder, training)
-    positions, chunk = torch.arange(ids.shape[1]).expand_as(ids), training.chunks[0]
-    found = [chunk(ids, positions, None)]
-    if out is not None:
-        chunk.zero_grad_buffer()
-        found[0].square().mean().backward()
-        chunk.finish_grad_sync()
-        training.optimizer.step()
-        checkpoint.save(out, training, checkpoint.Progress(1, 1))
-        found.append(chunk(ids, positions, None))
-    return [logits.detach() for logits in found]
+        positions, chunk = torch.arange(ids.shape[1]).expand_as(ids), run.chunks[0]
+        found = [chunk(ids, positions, None)]
+        if out is not None:
+            chunk.zero_grad_buffer()
+            found[0].square().mean().backward()
+            chunk.finish_grad_sync()
+            run.optimizer.step()
+            training_module("checkpointing").save_checkpoint(
+                1, run.chunks, run.optimizer, run.scheduler, 0)
+            found.append(chunk(ids, positions, None))
+        return [logits.detach() for logits in found]
+
+    saves = [] if out is None else ["--save", out]
+    return when_built([*argv, "--load", folder, *saves], work)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", CASES)
 def test_logits_are_equal_in_both_directions(kind: str, tmp_path: Path) -> None:
-    settings, more, fields = CASES[kind]
+    settings, more = CASES[kind]
     theirs = tiny(kind, vocab_size=128, rope_theta=10000.0, **settings)
     theirs.save_pretrained(tmp_path / "hf")
     there, trained, back = (str(tmp_path / name) for name in ("there", "trained", "back"))
     assert main(["reshard", str(tmp_path / "hf"), there, "--to", "megatron"]) == 0
     ids = tokens(theirs)
-    [(first, second)] = on_ranks(1, _in_megatron, [*MODEL, *more], fields, there, trained, ids)
+    [(first, second)] = on_ranks(1, _in_megatron, [*MODEL, *more], there, trained, ids)
     close(first, logits(theirs, ids))
     assert not torch.allclose(second, first, rtol=1e-3)
     assert main(["reshard", trained, back, "--to", "hf", "--model-only"]) == 0
@@ -94,7 +91,7 @@ def test_a_dense_checkpoint_of_megatron_becomes_experts(tmp_path: Path) -> None:
                  "2"]) == 0
     argv = [*MODEL, "--num-experts", "6", "--moe-ffn-hidden-size", "24", "--moe-router-topk", "4"]
     ids = tokens(dense)
-    [(found,)] = on_ranks(1, _in_megatron, argv, {}, moe, None, ids)
+    [(found,)] = on_ranks(1, _in_megatron, argv, moe, None, ids)
     close(found, logits(dense, ids))
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2
+from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 AUTO = ["--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samples", "1"]
@@ -23,27 +23,16 @@ AUTO = ["--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samp
 
 def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
     """Train; (what each layer here knew before its first step, what after its last, losses)."""
-    from moe_plugin.hosts.megatron.report import RunLog
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+    before: dict[int, Any] = {}
 
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    tokenizer, train_set, _ = train.make_datasets(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True),
-                           arguments.our_settings(args), tokenizer.vocab_size)
-    progress = checkpoint.load(args.load, training) if args.load else checkpoint.Progress()
-
-    def known() -> dict[int, Any]:
+    def known(run: Run) -> dict[int, Any]:
         return {
             layer.layer_number: layer.moe.layouts.tuner and layer.moe.layouts.tuner.tuner.state()
-            for layer in training.moe_layers()
+            for layer in run.moe_layers()
         }
 
-    before, records = known(), []
-    loop = train.Loop(args, training, RunLog(None), train_set, None)
-    loop.log.write = records.append  # type: ignore[method-assign]
-    loop.run(progress)
-    return before, known(), [record["lm_loss"] for record in records]
+    run = ran(argv, lambda run: before.update(known(run)))
+    return before, known(run), [record["lm_loss"] for record in run.steps_logged]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ pytest.importorskip("megatron.core",
 
 from tests.attacks import attack_votes
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, refusal
+from tests.hosts.megatron.training import EP2, MODEL, Run, ran, refusal
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 VOTES = ["--moe-votes", "3"]
@@ -37,102 +36,71 @@ def _train(argv: list[str], attacker: int | None = None,
 
     flips: a rank, and the step from which on one bit of its experts' results is wrong.
     """
-    from moe_plugin.hosts.megatron.trainer import arguments, model, train
     from moe_plugin.resilience.twins import WrongResultError
-    from moe_plugin.resilience.vote import Ballots
 
-    args = arguments.parser().parse_args(argv)
-    seen: list[tuple[list[float], float | None]] = []
-    build, step, winners = model.build, train.Loop.step, Ballots.winners
+    seen: list[tuple[float, float | None]] = []
 
     def flipped(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        assert flips is not None
         if len(seen) + 1 < flips[1]:
             return output
         wrong = output.clone()
         wrong.detach().view(torch.int32).view(-1)[0] ^= 1
         return wrong
 
-    def broken(*given: Any) -> Any:
-        training = build(*given)
+    def built(run: Run) -> None:
         if flips is not None and dist.get_rank() == flips[0]:
-            training.moe_layers()[0].experts.register_forward_hook(flipped)
-        return training
+            run.moe_layers()[0].experts.register_forward_hook(flipped)
 
-    def watched(loop: Any, *given: Any) -> Any:
-        loss_2, norm = step(loop, *given)
-        seen.append((loss_2.tolist(), norm))
-        return loss_2, norm
-
-    model.build, train.Loop.step = broken, watched
     if attacker == dist.get_rank():
         attack_votes(2)
     error: Any = None
+    run = Run()
     try:
-        train.start(args)
-        train.run(args)
+        ran(argv, built, lambda run: seen.append((0.0, None)), run)
     except WrongResultError as found:
         error = (found.step, found.ranks, found.where)
-    finally:
-        model.build, train.Loop.step, Ballots.winners = build, step, winners
-    return {"seen": seen, "error": error}
+    return {"seen": [(row["lm_loss"], row["grad_norm"]) for row in run.steps_logged],
+            "error": error}
 
 
-def _trained(argv: list[str]) -> dict[str, dict[str, Any]]:
-    """All runs of four ranks."""
-    from megatron.core import parallel_state
-
-    runs: dict[str, dict[str, Any]] = {}
-    for name, more, given in (
-            ("clean", [], {}), ("attacked", VOTES, {"attacker": 1}),
-            ("median", [*VOTES, "--moe-vote-aggregate", "median"], {"attacker": 3}),
-            ("flipped", ["--moe-check-twins", "2"], {"flips": (2, 3)})):
-        runs[name] = _train([*argv, *more], **given)
-        parallel_state.destroy_model_parallel()
-    return runs
-
-
-def test_wrong_ranks(data: str, tmp_path: Path) -> None:
+def test_wrong_ranks(data: str) -> None:
     """Four ranks. Attacks and checks change no loss; a flipped bit is found within two steps."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--hidden-dropout", "0.1",
-            "--log-file", str(tmp_path / "log.jsonl")]
-    for runs in on_ranks(4, _trained, argv):
-        clean = runs["clean"]["seen"]
-        assert len(clean) == 4 and runs["attacked"]["error"] is None
-        for (mine_2, mine), (theirs_2, theirs) in zip(runs["attacked"]["seen"], clean, strict=True):
-            assert mine_2 == pytest.approx(theirs_2, rel=1e-5)
-            assert mine == pytest.approx(theirs, rel=1e-4)
-        median = runs["median"]["seen"]
-        assert median[0][0] == pytest.approx(clean[0][0], rel=1e-6)
-        assert median[-1][0][0] < 0.97 * median[0][0][0]
-        step, ranks, where = runs["flipped"]["error"]
+    argv = [*MODEL, "--data-path", data, "--train-iters", "4", "--hidden-dropout", "0.1"]
+    every = zip(*(on_ranks(4, _train, [*argv, *more], *given) for more, *given in (
+        ([],), (VOTES, 1), ([*VOTES, "--moe-vote-aggregate", "median"], 3),
+        (["--moe-check-twins", "2"], None, (2, 3)))), strict=True)
+    for clean, attacked, median, flipped in every:
+        assert len(clean["seen"]) == 4 and attacked["error"] is None
+        for (loss, norm), (wanted, wanted_norm) in zip(attacked["seen"], clean["seen"],
+                                                       strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-5)
+            assert norm == pytest.approx(wanted_norm, rel=1e-4)
+        losses = [loss for loss, _ in median["seen"]]
+        assert losses[0] == pytest.approx(clean["seen"][0][0], rel=1e-6)
+        assert losses[-1] < 0.97 * losses[0]
+        step, ranks, where = flipped["error"]
         assert (step, ranks) == (4, (2,)) and "output" in where
-        assert runs["flipped"]["seen"][:2] == clean[:2] and len(runs["flipped"]["seen"]) == 3
+        assert flipped["seen"][:2] == clean["seen"][:2] and len(flipped["seen"]) == 3
 
 
-def _refusals(argv: list[str]) -> list[str]:
-    from megatron.core import parallel_state
-
-    found = []
-    for more in (["--moe-votes", "4"], VOTES, [*VOTES, *EP2],
-                 [*VOTES, "--use-distributed-optimizer"],
-                 [*VOTES, "--moe-router", "sigmoid_bias"],
-                 [*VOTES, "--moe-router-enable-expert-bias", "--moe-router-score-function",
-                  "sigmoid"],
-                 [*VOTES, "--tensor-model-parallel-size", "2"],
-                 ["--moe-check-twins", "2", *EP2],
-                 ["--moe-check-twins", "2", "--pipeline-model-parallel-size", "2"]):
-        found.append(refusal([*argv, *more]))
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-    return found
+UNGUARDED = [
+    (["--moe-votes", "4"], "odd and >= 3"), (VOTES, "copies=3 must be <= 2 workers"),
+    ([*VOTES, *EP2], "use 1, so that every rank has all"),
+    ([*VOTES, "--use-distributed-optimizer"],
+     "what one rank updates for all cannot be voted on"),
+    ([*VOTES, "--moe-router", "sigmoid_bias"], "these are not voted on"),
+    ([*VOTES, "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"],
+     "follow loads that every rank reports"),
+    ([*VOTES, "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size"),
+    (["--moe-check-twins", "2", *EP2], "no two of 2 ranks store the same experts"),
+    (["--moe-check-twins", "2", "--pipeline-model-parallel-size", "2"],
+     "--pipeline-model-parallel-size"),
+]
 
 
-def test_what_cannot_be_guarded_is_refused(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "1"]
-    wanted = ["odd and >= 3", "copies=3 must be <= 2 workers", "use 1, so that every rank has all",
-              "what one rank updates for all cannot be voted on", "these are not voted on",
-              "follow loads that every rank reports", "--tensor-model-parallel-size",
-              "no two of 2 ranks store the same experts", "--pipeline-model-parallel-size"]
-    for found in on_ranks(2, _refusals, argv):
-        for text, part in zip(found, wanted, strict=True):
-            assert part in text, (part, text)
+@pytest.mark.parametrize(("more", "said"), UNGUARDED)
+def test_what_cannot_be_guarded_is_refused(more: list[str], said: str, data: str) -> None:
+    argv = [*MODEL, "--data-path", data, "--train-iters", "1", *more]
+    for found in on_ranks(2, refusal, argv):
+        assert said in found

@@ -1,30 +1,25 @@
-"""Runs of the training script, or of Megatron's own loop, in a rank of a test, and what they leave
-behind.
-"""
+"""Runs on Megatron's own loop, in a rank of a test or by command, and what they leave behind."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import importlib.metadata
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 
 from tests.hosts.megatron.ranks import ROOT, run_main
 
-HAS_TRAINING = (importlib.util.find_spec("megatron") is not None
-                and importlib.util.find_spec("megatron.training") is not None)
-own_loop = pytest.mark.skipif(
-    not HAS_TRAINING, reason="needs megatron.training, which megatron-core 0.17 and newer hold: "
-    "bash scripts/test_megatron_versions.sh 0.19.2")
-# what a test of both loops is parametrized with: ours, and Megatron's by the launcher
-LOOPS = ["ours", pytest.param("megatron", marks=[pytest.mark.slow, own_loop])]
-SCRIPT = str(Path(ROOT, "scripts", "pretrain_gpt_moe.py"))
-AS_SCRIPT = """--max-position-embeddings 32 --vocab-size 512 --num-workers 0 --attention-backend
-unfused --use-cpu-initialization --dist-ckpt-optim-fully-reshardable --split 100,0,0
---eval-iters 0""".split()
+VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
+TRAIN = "moe_plugin.hosts.megatron.train"
+SCRIPT = str(Path(ROOT, "moe_plugin", "hosts", "megatron", "examples", "pretrain_gpt_moe.py"))
+QUICK = ["--num-workers", "0"]  # no processes that read data
 
 MODEL = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
@@ -36,47 +31,138 @@ MODEL = [
 EP2 = ["--expert-model-parallel-size", "2"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
-# the same model on Megatron's own loop
-OWN = [*MODEL, "--max-position-embeddings", "32", "--vocab-size", "257", "--num-workers", "0",
-       "--eval-iters", "0", "--save-interval", "100"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
+             "--recompute-num-layers", "1"]
 
 
 def launched(argv: list[str], world: int, cwd: Path, fails: bool = False) -> str:
-    """Train on Megatron's own loop by our launcher, with `OWN` and these; what ranks printed."""
-    return run_main("moe_plugin.hosts.megatron.launch", ["--moe-cpu", SCRIPT, *OWN, *argv], world,
-                    cwd, fails=fails)
+    """Train by our command, with `MODEL` and these; what ranks printed."""
+    return run_main(TRAIN, ["--cpu", *QUICK, *MODEL, *argv], world, cwd, fails=fails)
+
+
+@dataclass
+class Run:
+    """A run on Megatron's own loop in this process.
+
+    Attributes:
+        records: what it logged, also rounds of validation. chunks: of the model, wrapped.
+        steps: made in this process.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[Any] = field(default_factory=list)
+    optimizer: Any = None
+    scheduler: Any = None
+    features: Any = None
+    steps: int = 0
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The first chunk, without wrappers."""
+        from moe_plugin.hosts.megatron.passes import bare
+
+        return bare(self.chunks[0])
+
+    def moe_layers(self) -> list[Any]:
+        """Our layers on this rank."""
+        return [m for chunk in self.chunks for m in chunk.modules()
+                if type(m).__name__ == "PluginMoELayer"]
+
+    def feature(self, kind: type) -> Any:
+        """The run's feature of this kind; None: there is none."""
+        return self.features.find(kind)
+
+    @property
+    def steps_logged(self) -> list[dict[str, Any]]:
+        """Records without those of validations."""
+        return [record for record in self.records if "lm_loss" in record]
+
+
+def ran(argv: list[str], built: Callable[[Run], None] = lambda run: None,
+        stepped: Callable[[Run], None] = lambda run: None, run: Run | None = None) -> Run:
+    """Train with these arguments on Megatron's own loop, in this process, once in its life.
+
+    Args:
+        built: called when the model is there. stepped: after each step.
+        run: takes what is seen, also where the run ends by an error.
+    """
+    from moe_plugin.hosts.megatron import launch, report, script
+
+    found = Run() if run is None else run
+    connect, around_step, write = (script.Script.connect, script.Script.around_step,
+                                   report.RunLog.write)
+
+    def connected(self: Any, *parts: Any) -> None:
+        connect(self, *parts)
+        found.chunks, found.optimizer, found.scheduler = parts
+        found.features = self.run
+        built(found)
+
+    def step(self: Any, *given: Any) -> Any:
+        done = around_step(self, *given)
+        found.steps += 1
+        stepped(found)
+        return done
+
+    def written(self: Any, record: dict[str, Any]) -> None:
+        found.records.append(record)
+        write(self, record)
+
+    sys.modules.pop("moe_plugin.hosts.megatron.spec", None)  # it follows the arguments
+    with mock.patch.multiple(script.Script, connect=connected, around_step=step), \
+            mock.patch.object(report.RunLog, "write", written):
+        launch.run(SCRIPT, [*QUICK, *argv], on_cpu=True)
+    return found
 
 
 def trained(argv: list[str]) -> dict[str, Any]:
     """Train with these arguments; the last record."""
-    from moe_plugin.hosts.megatron.trainer import arguments
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    args = arguments.parser().parse_args(argv)
-    script.start(args)
-    return script.run(args)
+    return ran(argv).records[-1]
 
 
 def refusal(argv: list[str]) -> str:
     """What training with these arguments refuses; empty if it trains."""
     try:
-        trained(argv)
+        ran(argv)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def command_of(loop: str, argv: list[str]) -> tuple[str, list[str]]:
-    """Module and arguments of a command that trains."""
-    if loop == "ours":
-        return "moe_plugin.hosts.megatron.train", argv
-    return "moe_plugin.hosts.megatron.launch", ["--moe-cpu", "--moe-verbose", SCRIPT, *AS_SCRIPT,
-                                                *argv]
+class _Enough(Exception):
+    """The run goes no further."""
 
 
-def records_of(loop: str, world: int, argv: list[str], log: Path) -> list[dict[str, Any]]:
+def when_built(argv: list[str], work: Callable[[Run], Any]) -> Any:
+    """What `work` gives of a run whose model is built and loaded; it trains no step."""
+    given = list[Any]()
+
+    def built(run: Run) -> None:
+        given.append(work(run))
+        raise _Enough
+
+    try:
+        ran(argv, built)
+    except _Enough:
+        return given[0]
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    """Megatron's arguments of a run of one process with these, parsed and not checked."""
+    from megatron.training import arguments
+
+    from moe_plugin.hosts.megatron import launch
+    from moe_plugin.hosts.megatron.examples import pretrain_gpt_moe
+
+    parser = argparse.ArgumentParser("pretrain_gpt_moe.py", allow_abbrev=False)
+    with mock.patch.object(sys, "argv", ["pretrain_gpt_moe.py", *argv]):
+        provide = launch.chained(pretrain_gpt_moe.own_defaults)
+        return provide(arguments.add_megatron_arguments(parser)).parse_args()
+
+
+def records_of(world: int, argv: list[str], log: Path) -> list[dict[str, Any]]:
     """What a run with these arguments logs, without times; log: a file that is not there."""
-    run_main(*command_of(loop, [*argv, "--log-file", str(log)]), world, log.parent)
+    run_main(TRAIN, ["--cpu", *QUICK, *argv, "--log-file", str(log)], world, log.parent)
     return [{name: value for name, value in json.loads(line).items()
              if name not in ("seconds", "tokens_per_s")} for line in log.read_text().splitlines()]
 
@@ -84,21 +170,17 @@ def records_of(loop: str, world: int, argv: list[str], log: Path) -> list[dict[s
 def losses_of(path: str) -> dict[int, float]:
     """Loss by iteration of a log."""
     with open(path, encoding="utf-8") as stream:
-        return {record["iteration"]: record["lm_loss"] for record in map(json.loads, stream)}
+        records = map(json.loads, stream)
+        return {one["iteration"]: one["lm_loss"] for one in records if "lm_loss" in one}
 
 
 def logits(argv: list[str], root: str, tokens_BT: torch.Tensor) -> torch.Tensor:
     """[B, T, V] of the model of these arguments with the checkpoint under `root`."""
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model
-    from moe_plugin.hosts.megatron.trainer import train as script
-
-    args = arguments.parser().parse_args(argv)
-    script.start(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True),
-                           arguments.our_settings(args), 257)
-    checkpoint.load(root, training)
     length = tokens_BT.shape[1]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    positions = torch.arange(length).expand_as(tokens_BT)
-    with torch.no_grad():
-        return training.bare()[0].eval()(tokens_BT, positions, mask)
+
+    def forward(run: Run) -> torch.Tensor:
+        with torch.no_grad():
+            return run.model.eval()(tokens_BT, torch.arange(length).expand_as(tokens_BT), mask)
+
+    return when_built([*argv, "--load", root], forward)

@@ -43,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     if why_not():
         pytest.skip(why_not())
     from moe_plugin.hosts.megatron.trainer import checkpoint, model, train  # noqa: F401
-    from moe_plugin.hosts.megatron.trainer.data import documents, write_indexed
+    from moe_plugin.hosts.megatron.data import documents, write_indexed
 
     folder = tmp_path_factory.mktemp("data")
     (folder / "corpus.txt").write_text(text.documents(50))

@@ -1,0 +1,192 @@
+"""Train a GPT model with MoE layers by Megatron's own training loop, `megatron.training.pretrain`.
+
+An example to start your own script from. It needs megatron-core 0.17 or newer, or a Megatron-LM
+checkout on PYTHONPATH, and imports nothing of moe_plugin: the layers come in through `--spec`
+(by default ours), our further flags through the launcher.
+
+    torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
+        --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
+        --micro-batch-size 4 --train-iters 10000 --lr 5e-4 --bf16 --num-experts 64 \
+        --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 \
+        --expert-model-parallel-size 8 --disable-bias-linear --data-path data/corpus \
+        --eval-interval 1000 --save runs/first --load runs/first --save-interval 1000
+
+Without a GPU it trains on CPU. `--mock-data` in place of `--data-path` makes up tokens. `python -m
+moe_plugin.hosts.megatron.data` turns a text into such data (bytes and an end of document: 257
+tokens); for data of another tokenizer give its `--tokenizer-type`, or only its `--vocab-size`.
+"""
+
+import inspect
+from functools import partial
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import arguments, get_args, get_tokenizer, pretrain
+from megatron.training.utils import get_blend_and_blend_per_split
+
+
+def own_defaults(parser):
+    """Other defaults of Megatron's arguments, some of which follow what is given. A checkpoint goes
+    on at other sizes and with another --train-iters. A step whose loss is not finite does not end
+    the run: the launcher skips it.
+    """
+    parser.set_defaults(tokenizer_type="NullTokenizer", log_interval=10, eval_interval=None,
+                        eval_iters=None, spec=["moe_plugin.hosts.megatron.spec", "moe_layer"],
+                        override_opt_param_scheduler=True, dist_ckpt_optim_fully_reshardable=True,
+                        check_for_nan_in_loss_and_grad=False, moe_token_dispatcher_type="alltoall")
+    parse = parser.parse_known_args
+
+    def parse_known_args(*given, **named):
+        args, unknown = parse(*given, **named)
+        following = what_follows(args)
+        parser.set_defaults(**following)
+        for name, value in following.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        return args, unknown
+
+    parser.parse_known_args = parse_known_args
+    return parser
+
+
+def what_follows(args):
+    """Defaults by what is given: evaluation where it is asked for, a checkpoint at the end, sizes
+    of the data.
+    """
+    evaluates = args.eval_interval or args.skip_train
+    return {"eval_interval": 1000, "eval_iters": 10 if evaluates else 0,
+            "save_interval": args.train_iters or 10**9,
+            "max_position_embeddings": args.seq_length,
+            "vocab_size": 257 if args.tokenizer_type == "NullTokenizer" else None}
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
+                   pg_collection=None):
+    """The part of the model that this pipeline stage has, with the layers that `--spec` names."""
+    args = get_args()
+    config = config or arguments.core_transformer_config_from_args(args)
+    layers = import_module(args.spec)
+    prediction = None
+    if args.mtp_num_layers:
+        prediction = get_gpt_mtp_block_spec(
+            config, layers, use_transformer_engine=args.transformer_impl == "transformer_engine",
+            vp_stage=vp_stage)
+    return GPTModel(
+        config, layers, vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings, pre_process=pre_process,
+        post_process=post_process, parallel_output=True,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base, mtp_block_spec=prediction, vp_stage=vp_stage,
+        pg_collection=pg_collection)
+
+
+def datasets(samples, vp_stage=None):
+    """The datasets for training, validation and test with `samples` sequences each.
+
+    Every rank reads them, so that all pipeline stages know a batch's tokens: routers such as `hash`
+    need them in the middle stages, too.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    documents = getattr(args, "dataloader_inter_document_masking", False)
+    if documents and (args.context_parallel_size > 1 or (
+            args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1)):
+        raise ValueError("this example splits no documents and sends one sequence from stage to "
+                         "stage: --dataloader-inter-document-masking needs --context-parallel-size "
+                         "1, and with pipeline stages --micro-batch-size 1")
+    config = GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=blend,
+        blend_per_split=blend_per_split, split=args.split, tokenizer=get_tokenizer(),
+        path_to_cache=args.data_cache_path, reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask, eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        **({"inter_document_masking": True} if documents else {}))
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
+
+
+datasets.is_distributed = True  # read on every rank, not on the first of each tensor-parallel group
+
+
+def lm_loss(loss_mask, losses):
+    """(sum of the tokens' losses, their number, what is logged).
+
+    The balance losses of the MoE layers are not here: each layer adds its own, weighted by
+    `--moe-aux-loss-coeff` and `--moe-losses`, to the gradient through Megatron's scaler, in the
+    pipeline stage that has it. They are logged by name.
+    """
+    mask = loss_mask.view(-1).float()
+    total, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def part_of_sequence(name, value):
+    """This context-parallel rank's part of a tensor of a batch, as Megatron cuts sequences: one of
+    2 N pieces, and the one as far from the end.
+    """
+    parts = get_args().context_parallel_size
+    if parts == 1:
+        return value
+    axis, part = 2 if name == "attention_mask" else 1, mpu.get_context_parallel_rank()
+    pieces = value.chunk(2 * parts, axis)
+    return torch.cat([pieces[part], pieces[-1 - part]], axis)
+
+
+def packed(batch):
+    """(the batch as one long sequence, where its documents begin): what a dataset gives under
+    `--dataloader-inter-document-masking` (megatron-core 0.19), for attention within documents.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import flatten_batch_for_packed_sequences
+
+    length = batch["tokens"].shape[1]
+    batch = flatten_batch_for_packed_sequences(batch)
+    starts, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+    return batch, PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest,
+        max_seqlen_kv=longest, tokens_per_sample=length)
+
+
+def forward_step(batches, model, return_schedule_plan=False):
+    """One micro-batch through this pipeline stage: (losses or activations, the loss function).
+
+    return_schedule_plan: Megatron asks for a plan to compute them in their place, under
+    `--overlap-moe-expert-parallel-comm`.
+    """
+    batch, documents = {
+        name: value.cuda(non_blocking=True) for name, value in next(batches).items()
+        if isinstance(value, torch.Tensor)
+    }, {}
+    if "cu_seqlens" in batch:
+        batch, documents["packed_seq_params"] = packed(batch)
+    else:
+        batch = {name: part_of_sequence(name, value) for name, value in batch.items()}
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"),
+                 labels=batch["labels"], loss_mask=batch["loss_mask"], **documents)
+    return output, partial(lm_loss, batch["loss_mask"])
+
+
+def main():
+    """Parse the arguments and train."""
+    steps = {"model_provider": model_provider, "model_type": ModelType.encoder_or_decoder,
+             "forward_step_func": forward_step}
+    if "cfg_container" not in inspect.signature(pretrain).parameters:  # before megatron-core 0.18
+        pretrain(datasets, extra_args_provider=own_defaults, **steps)
+        return
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    args = arguments.parse_and_validate_args(extra_args_provider=own_defaults)
+    pretrain(pretrain_cfg_container_from_args(args), datasets, **steps)
+
+
+if __name__ == "__main__":
+    main()
