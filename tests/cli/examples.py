@@ -35,9 +35,6 @@ FAIRSEQ_SMALL = (
     "--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 "
     "--decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --tokens-per-sample 32 --batch-size 2 "
     "--max-update 2 --optimizer adam --lr 0.001 --cpu --distributed-backend gloo --num-workers 0")
-MEGATRON_SMALL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
-    "--train-iters 2 --expert-model-parallel-size 2 --cpu")
 SCRIPT_SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
     "--train-iters 2 --expert-model-parallel-size 2 --num-workers 0 --eval-iters 0 "
@@ -208,16 +205,11 @@ class Shell:
 
     def megatron_train(self, words: list[str]) -> None:
         """`python -m moe_plugin.hosts.megatron.train`, on two ranks."""
-        if not self.runs:
-            pytest.importorskip("megatron.core", reason="needs megatron-core")
-            from moe_plugin.hosts.megatron.trainer import arguments
-
-            parser = arguments.parser()
-            for action in parser._actions:
-                action.required = action.required and self.whole
-            parser.parse_args(words)
-            return
-        self._megatron("train", words, MEGATRON_SMALL)
+        pytest.importorskip("megatron.core", reason="needs megatron-core")
+        if self.runs:
+            self._megatron("train", words, SCRIPT_SMALL)
+        else:
+            megatron_flags.read([word for word in words if word != "--cpu"])
 
     def _megatron(self, module: str, words: list[str], small: str) -> None:
         pytest.importorskip("megatron.core", reason="needs megatron-core")

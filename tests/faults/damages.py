@@ -185,19 +185,17 @@ def _fairseq(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
 
 
 def _megatron(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+    from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
+    from tests.hosts.megatron.training import when_built
 
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    tokenizer, *_ = train.make_datasets(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True),
-                           arguments.our_settings(args), tokenizer.vocab_size)
+    run = when_built([word for word in argv if word != "--cpu"], lambda run: run)
+    checkpointing = training_module("checkpointing")
 
     def loaded(path: Path) -> tuple[int, Mapping[str, Tensor]]:
-        progress = checkpoint.load(str(path), training)
-        tensors = [x for each in training.bare() for x in each.state_dict().values()
-                   if torch.is_tensor(x)]
-        return progress.iteration, {str(index): x for index, x in enumerate(tensors)}
+        script_arguments()["load"] = str(path)
+        step, _ = checkpointing.load_checkpoint(run.chunks, run.optimizer, run.scheduler)
+        tensors = [x for x in run.model.state_dict().values() if torch.is_tensor(x)]
+        return step, {str(index): x for index, x in enumerate(tensors)}
 
     steps = sorted(int(path.name[5:]) for path in folder.glob("iter_???????"))
     return loaded, steps

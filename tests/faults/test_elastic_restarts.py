@@ -160,8 +160,9 @@ class Megatron(Plain):
 
         words = [sys.executable, *(SLOW if slow else []), "-m", "moe_plugin.hosts.megatron.train",
                  *MODEL, "--num-experts", "12", "--global-batch-size", "12", "--micro-batch-size",
-                 "1", "--cpu", "--data-path", self._data, "--train-iters", str(steps),
-                 "--lr-decay-iters", str(STEPS + 1), "--save",  # no step's rate is 0
+                 "1", "--cpu", "--num-workers", "0", "--data-path", self._data,
+                 "--train-iters", str(steps), "--lr-decay-iters", str(STEPS + 1),  # no rate is 0
+                 "--save",
                  str(folder), "--load", str(folder), "--save-interval", str(EVERY), "--moe-timeout",
                  "60"]
         return ["--no-python", "bash", "-c",

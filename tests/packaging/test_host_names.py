@@ -29,8 +29,9 @@ VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")
 
 
 def outside() -> Iterator[Path]:
-    """Our files that are not part of a `compat`."""
-    return (path for path in sorted(ROOT.rglob("*.py")) if "compat" not in path.parts)
+    """Our files that are not part of a `compat`, nor a script like those of a host's users."""
+    return (path for path in sorted(ROOT.rglob("*.py"))
+            if not {"compat", "examples"}.intersection(path.parts))
 
 
 def unstable(code: str) -> list[str]:

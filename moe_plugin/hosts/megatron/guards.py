@@ -1,4 +1,4 @@
-"""Checks of what ranks compute, in both loops: twins that compute one micro-batch, and votes on the
+"""Checks of what ranks compute: twins that compute one micro-batch, and votes on the
 gradients of a step.
 """
 

@@ -27,13 +27,6 @@ from moe_plugin.run import Run, StepFacts
 logger = logging.getLogger("moe_plugin.megatron")
 
 
-def auxiliary_losses(microbatches: int) -> dict[str, list[float]]:
-    """Megatron's log of auxiliary losses, reduced; empties the log. See `reduced`."""
-    found = reduced(core.logged_losses(), microbatches)
-    core.set_logged_losses({})
-    return found
-
-
 def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
     """Auxiliary losses by name and layer over all ranks, the mean over micro-batches.
 

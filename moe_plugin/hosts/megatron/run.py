@@ -1,6 +1,4 @@
-"""What Megatron tells the run features of its model (`moe_plugin.run`): in its own training script,
-and in the trainer of this package.
-"""
+"""What Megatron's training script tells the run features of its model (`moe_plugin.run`)."""
 
 from __future__ import annotations
 

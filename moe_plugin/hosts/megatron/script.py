@@ -69,8 +69,7 @@ def check_seam(settings: PipelineConfig) -> None:
     if settings.schedule != "1f1b" and _SEAM not in vars(training_module("training")):
         raise ValueError(
             f"pipeline.schedule={settings.schedule!r} must be '1f1b' with this Megatron, whose "
-            f"megatron.training.training does not take its passes from {_SEAM}; use python -m "
-            "moe_plugin.hosts.megatron.train, or leave it out")
+            f"megatron.training.training does not take its passes from {_SEAM}; leave it out")
 
 
 class Script:
@@ -212,7 +211,7 @@ class Script:
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
         with _named("evaluation"):
             done = evaluate()
-        self.run.after_evaluation(script_arguments().get("curr_iteration", 0))
+        self.run.after_evaluation(self.report.done if self.report is not None else 0)
         losses = done[0] if done else None
         if isinstance(losses, Mapping):  # None: the time is up
             self.report.after_evaluation(losses)

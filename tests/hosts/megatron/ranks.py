@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.distributed import free_port
 from tests.preloaded import ROOT, Server
 
-__all__ = ["ROOT", "on_ranks", "run_main"]
+__all__ = ["ROOT", "command", "on_ranks", "run_main"]
 server = Server("tests.hosts.megatron.ranks_preload")
 
 
@@ -41,12 +41,13 @@ def run_main(module: str, argv: list[str], world: int, cwd: Path, *, fails: bool
     """
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
                    "OMP_NUM_THREADS": "1"}
-    done = server.run(world, _main, module, argv, environment=environment, cwd=cwd)
+    done = server.run(world, command, module, argv, environment=environment, cwd=cwd)
     assert bool(done.code) == fails, done.log[-8000:]
     return done.log
 
 
-def _main(module: str, argv: list[str]) -> None:
+def command(module: str, argv: list[str]) -> None:
+    """`python -m module argv` in this process, a rank of the server."""
     # it follows the arguments of the script that imports it
     sys.modules.pop("moe_plugin.hosts.megatron.spec", None)
     raise SystemExit(importlib.import_module(module).main(argv))

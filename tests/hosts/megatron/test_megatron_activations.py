@@ -39,7 +39,8 @@ def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path
     argv = [*MODEL, "--num-layers", "4", "--data-path", data, "--train-iters", "4",
             "--hidden-dropout", "0.1", "--attention-dropout", "0.1", *sizes]
     moved = ["--moe-activation-path", str(tmp_path), "--moe-activation-smallest", "0"]
-    stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl")]
+    stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl"),
+             "--moe-stats-interval", "1"]
     ways = [[], ["--moe-activations", "recompute"], ["--moe-activations", "swap", *moved, *stats],
             ["--moe-activations", "auto", "--moe-activation-memory", "400KiB",
              "--moe-activation-profile", profile, *moved],

@@ -84,8 +84,8 @@ def test_twenty_steps_equal_native(world: int, sizes: list[str], data: str) -> N
 BAD = {
     "no data": (["--data-path", "/nowhere/corpus"],
                 ("/nowhere/corpus.bin is missing", "moe_plugin.hosts.megatron.data")),
-    "sizes": (["--tensor-model-parallel-size", "3"], ("world size (1)", "(3x1x1)")),
-    "batch": (["--global-batch-size", "7"], ("7", "divisible", "2")),
+    "sizes": (["--tensor-model-parallel-size", "3"], ("world size (1)", "total_model_size=3")),
+    "batch": (["--global-batch-size", "7"], ("batch_size (7) must be divisible by",)),
     "yaml": (["--moe-config", __file__], ("is not YAML",)),
     "no yaml": (["--moe-config", "/nowhere.yaml"], ("/nowhere.yaml", "cannot be read")),
     "flag": (["--moe-capacity-factor", "wide"], ("--moe-capacity-factor 'wide'",)),
@@ -145,7 +145,7 @@ def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
     log = str(tmp_path / "stats.jsonl")
     argv = [
         *MODEL, "--data-path", data, "--train-iters", "2", "--moe-config",
-        str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log
+        str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log, "--moe-stats-interval", "1"
     ]
     [(record, warnings)] = on_ranks(1, _train_with_warnings, argv)
     # half of the slots: one warning for both steps, with what to change

@@ -121,11 +121,17 @@ def trained(argv: list[str]) -> dict[str, Any]:
 
 
 def refusal(argv: list[str]) -> str:
-    """What training with these arguments refuses; empty if it trains."""
+    """What a user reads of training with these arguments that does not begin; empty if it trains.
+    """
+    from moe_plugin.hosts.megatron.endings import of_a_script
+
     try:
         ran(argv)
-    except ValueError as error:
-        return str(error)
+    except Exception as error:
+        said = of_a_script(error)
+        if said is None:
+            raise
+        return said
     return ""
 
 

@@ -79,8 +79,9 @@ def megatron(argv: Sequence[str], log: str) -> None:
     _INHERITED.append((dict(vars(parallel_state)), core.logged_losses()))
     core.forget_losses()
 
+    sys.modules.pop("moe_plugin.hosts.megatron.spec", None)  # it follows the arguments
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
-    status = train.main(list(argv))
+    status = train.main(["--moe-verbose", *argv])
     if status:  # with what it said last
         said = Path(f"{log}{os.environ['RANK']}").read_text(encoding="utf-8").splitlines()
         raise SystemExit(f"{status}: {said[-1] if said else ''}")
@@ -205,18 +206,10 @@ class Group:
 
 def megatron_group(argv: Sequence[str], log: str) -> Group:
     """Train, and look into the first MoE layer on this rank."""
-    from moe_plugin.hosts.megatron.report import RunLog
-    from moe_plugin.hosts.megatron.trainer import arguments, checkpoint, model, train
+    from tests.hosts.megatron.training import ran
 
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
-    args = arguments.parser().parse_args(argv)
-    train.start(args)
-    tokenizer, train_set, _ = train.make_datasets(args)
-    training = model.build(args, arguments.transformer_config(args, cpu=True),
-                           arguments.our_settings(args), tokenizer.vocab_size)
-    loop = train.Loop(args, training, RunLog(None), train_set, None)
-    losses: dict[int, float] = {}
-    loop.log.write = lambda record: losses.update({record["iteration"]: record["lm_loss"]})  # type: ignore[method-assign]
-    loop.run(checkpoint.Progress())
-    comm = training.moe_layers()[0].moe.comm
+    run = ran([word for word in argv if word != "--cpu"])
+    comm = run.moe_layers()[0].moe.comm
+    losses = {record["iteration"]: record["lm_loss"] for record in run.steps_logged}
     return Group(tuple(comm.ranks), comm.topology.nodes, dict(comm.counters.exchanges), losses)

@@ -27,7 +27,7 @@ MODEL = (
     "--global-batch-size 8 --lr 3e-3 --num-experts 4 "
     "--moe-ffn-hidden-size 48 --disable-bias-linear --moe-aux-loss-coeff 0.01 --moe-router-dtype "
     "fp32 --log-interval 1 --hidden-dropout 0 "
-    "--attention-dropout 0 --lr-decay-style constant --cpu").split()
+    "--attention-dropout 0 --lr-decay-style constant --num-workers 0 --cpu").split()
 FIXED = ["--moe-parallel", "fixed"]  # the defaults choose: auto over several nodes
 EP4, EP2 = ["--expert-model-parallel-size", "4"], ["--expert-model-parallel-size", "2"]
 TP2, ETP2, ETP1 = (["--tensor-model-parallel-size", "2",
@@ -42,9 +42,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     if why_not():
         pytest.skip(why_not())
-    from moe_plugin.hosts.megatron.trainer import checkpoint, model, train  # noqa: F401
+    import megatron.core.tokenizers.text  # noqa: F401 - which imports transformers
+
+    from moe_plugin.hosts.megatron import spec  # noqa: F401
+    from moe_plugin.hosts.megatron.compat.settings import training_module
     from moe_plugin.hosts.megatron.data import documents, write_indexed
 
+    training_module("training")
     folder = tmp_path_factory.mktemp("data")
     (folder / "corpus.txt").write_text(text.documents(50))
     write_indexed(documents(str(folder / "corpus.txt")), str(folder / "corpus"))

@@ -32,7 +32,7 @@ def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
     """Let `norm` be the gradients' norm, and an overflow on one rank one on all.
 
     0.19 asks all ranks of a group for parameters of multi-token prediction, which have a norm of
-    their own; our training script has none.
+    their own; such models have no stages of unequal layout.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
@@ -151,11 +151,6 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def load_optimizer(optimizer: Any, state: Any) -> None:
-    """`optimizer.load_state_dict(state)`, and the torch Adam's step number with it."""
-    _load(optimizer, state, type(optimizer).load_state_dict)
-
-
 def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
     _complete_groups(optimizer, state)
     with _step_out_of_sight(optimizer):
@@ -213,8 +208,8 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 
 
 def mend_loading_of_all_optimizers() -> None:
-    """`prepare_optimizer_for_load` and `load_optimizer` in every distributed optimizer, for scripts
-    that load checkpoints themselves; stays for the life of the process.
+    """`prepare_optimizer_for_load` and a loading that keeps torch Adam's step number, in every
+    distributed optimizer; stays for the life of the process.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 

@@ -36,7 +36,7 @@ LIMIT_MIB = {"plain": 424, "megatron": 832}
 MEGATRON = ["--num-attention-heads", "8", "--num-experts", str(EXPERTS), "--moe-router-topk", "2",
             "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear", "--moe-fused-adam",
             "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--lr", "1e-3",
-            "--attention-dropout", "0", "--log-interval", "1"]
+            "--attention-dropout", "0", "--log-interval", "1", "--num-workers", "0"]
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 

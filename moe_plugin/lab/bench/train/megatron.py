@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron.trainer import arguments
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import FUSED_ADAM, Settings, layout_of, tuners_settled
 from moe_plugin.lab.bench.train.steps import Side, batch
 
 DISPATCHERS = ("alltoall", "allgather")
-_FIXED = ("--train-iters 1 --lr 1e-3 --lr-decay-style constant --data-path none --cpu "
-          "--hidden-dropout 0 --attention-dropout 0 --disable-bias-linear --moe-router-dtype fp32 "
-          "--moe-aux-loss-coeff 0.01 --num-attention-heads 4").split()
+SEED, VOCABULARY = 1234, 384  # bytes, padded as Megatron does
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
@@ -30,101 +27,167 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
         ours: settings of our layer by the side's name.
         others: Megatron's own layer and a dense one, too.
     """
-    from moe_plugin.hosts.megatron.trainer import train
+    from megatron.core import parallel_state
 
-    args = _arguments(shape, ranks)
-    train.start(args)
+    from moe_plugin.hosts.megatron.compat import core, cpu
+    from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
+
+    cpu.enable(force=True)
+    core.quiet_unknown_mlp()
+    mend_config_warning()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    config = _config(shape, ranks)
     source = _Source(shape, text, rank, ranks)
     first, sides = None, []
     for name, settings in ours.items():
-        fused = _changed(args, moe_fused_adam=FUSED_ADAM in settings)
-        made = _make(fused, {name: value for name, value in settings.items() if name != FUSED_ADAM})
+        made = _make(shape, config, {name: value for name, value in settings.items()
+                                     if name != FUSED_ADAM}, FUSED_ADAM in settings)
         first = first or made
-        sides.append(_side(name, "ours", made, fused, source))
+        sides.append(_side(name, "ours", made, source))
         _copy_weights(first, made)
     if not others:
         return sides
     for name in DISPATCHERS:
-        native = _changed(args, native_moe=True, moe_token_dispatcher_type=name)
-        made = _make(native, {})
-        sides.append(_side(f"Megatron, {name}", "native", made, native, source))
+        made = _make(shape, replace(config, moe_token_dispatcher_type=name))
+        sides.append(_side(f"Megatron, {name}", "native", made, source))
         _copy_weights(first, made)
-    dense = _changed(args, num_experts=None, ffn_hidden_size=shape.inner * shape.top_k)
-    made = _make(dense, {})
+    dense = replace(config, num_moe_experts=None, expert_model_parallel_size=1,
+                    ffn_hidden_size=shape.inner * shape.top_k)
+    made = _make(shape, dense)
     _copy_weights(first, made)
-    return [*sides, _side("dense", "dense", made, dense, source)]
+    return [*sides, _side("dense", "dense", made, source)]
 
 
-def _arguments(shape: TrainShape, ranks: int) -> argparse.Namespace:
-    values = {
-        "num-layers": shape.layers, "hidden-size": shape.width, "seq-length": shape.length,
-        "micro-batch-size": shape.sentences(ranks), "num-experts": shape.experts,
-        "moe-ffn-hidden-size": shape.inner, "moe-router-topk": shape.top_k,
-        "expert-model-parallel-size": ranks
-    }
-    given = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    # Megatron normalises the weights of a single choice to 1 unless it scores before choosing
-    single = ["--moe-router-pre-softmax"] if shape.top_k == 1 else []
-    return arguments.parser().parse_args([*_FIXED, *given, *single])
+def _config(shape: TrainShape, ranks: int) -> Any:
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=shape.layers, hidden_size=shape.width, num_attention_heads=4,
+        num_moe_experts=shape.experts, moe_ffn_hidden_size=shape.inner,
+        moe_router_topk=shape.top_k, expert_model_parallel_size=ranks, add_bias_linear=False,
+        # Megatron normalises the weights of a single choice to 1 unless it scores before choosing
+        moe_router_pre_softmax=shape.top_k == 1, moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.01, moe_router_dtype="fp32", hidden_dropout=0.0,
+        attention_dropout=0.0, use_cpu_initialization=True, gradient_accumulation_fusion=False)
 
 
-def _changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(args), **values})
+@dataclass
+class _Made:
+    """A model, its optimizer and its run."""
+
+    config: Any
+    chunk: Any
+    optimizer: Any
+    run: Any
+
+    def moe_layers(self) -> list[Any]:
+        from moe_plugin.hosts.megatron.layer import PluginMoELayer
+
+        return [m for m in self.chunk.modules() if isinstance(m, PluginMoELayer)]
 
 
-def _make(args: argparse.Namespace, settings: Settings) -> Any:
-    from moe_plugin.hosts.megatron.trainer import model
-    from moe_plugin.hosts.megatron.trainer.data import BYTE_VOCABULARY
-    from moe_plugin.hosts.megatron.trainer.train import seed_everything
+def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
+          fused: bool = False) -> _Made:
+    """settings: of our layer; None: the spec's own."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    seed_everything(args.seed)
-    config = arguments.transformer_config(args, cpu=True)
-    return model.build(args, config, dict(settings), BYTE_VOCABULARY)
+    from moe_plugin.comm.host_collectives import comm_of
+    from moe_plugin.hosts.megatron.compat import core, names
+    from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
+    from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
+    from moe_plugin.hosts.megatron.run import MegatronStart, router_steps
+    from moe_plugin.hosts.megatron.spec import swap_moe
+    from moe_plugin.resilience.finite import FiniteSteps
+    from moe_plugin.resilience.overflow import RowsFit
+    from moe_plugin.run import Run
+
+    torch.manual_seed(SEED)
+    model_parallel_cuda_manual_seed(SEED)
+    torch.manual_seed(SEED)  # on CPU both share one generator
+    spec = core.gpt_block_spec(config, False)
+    model = names.GPTModel(
+        config, spec if settings is None else swap_moe(spec, dict(settings)),
+        vocab_size=VOCABULARY, max_sequence_length=shape.length, parallel_output=True,
+        share_embeddings_and_output_weights=True)
+    chunk = names.DistributedDataParallel(
+        config=config, ddp_config=names.DistributedDataParallelConfig(), module=model)
+    chunk.broadcast_params()
+    optimizer = names.get_megatron_optimizer(
+        names.OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.01, clip_grad=1.0,
+                              params_dtype=torch.float32), [chunk])
+    use_fused_adam(optimizer, fused)
+    config.finalize_model_grads_func = names.finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    run = Run([RowsFit([chunk], comm_of(), MegatronStart), FiniteSteps(), router_steps([chunk])])
+    PreparedGradients(optimizer, lambda: run)
+    made = _Made(config, chunk, optimizer, run)
+    for layer in made.moe_layers():
+        layer.run_ends_steps = True
+    return made
 
 
 class _Source:
-    """Batches by number."""
+    """Batches by number: tokens and labels, [B, T]."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int) -> None:
         self.text, self.rank, self.length = text, rank, shape.length
         self.sentences = shape.sentences(ranks)
+        self.positions_BT = torch.arange(self.length).expand(self.sentences, -1)
+        self.mask = torch.ones(1, 1, self.length, self.length, dtype=torch.bool).triu(1)
 
-    def __call__(self, number: int) -> Any:
-        from moe_plugin.hosts.megatron.trainer.data import Batch
-
+    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
         bytes_BT = batch(self.text, number, self.sentences, self.length, self.rank)
-        positions_BT = torch.arange(self.length).expand(self.sentences, -1)
-        return Batch(bytes_BT[:, :-1], bytes_BT[:, 1:],
-                     torch.ones(self.sentences, self.length), positions_BT)
+        return bytes_BT[:, :-1], bytes_BT[:, 1:]
 
 
-def _side(name: str, kind: str, made: Any, args: argparse.Namespace, source: _Source) -> Side:
+def _side(name: str, kind: str, made: _Made, source: _Source) -> Side:
+    from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
     from moe_plugin.hosts.megatron.compat.optimizer import parts
-    from moe_plugin.hosts.megatron.trainer.loop import Loop
+    from moe_plugin.run import StepFacts, StepInput
 
-    loop = Loop(args, made, None, None, None)
+    passes, done = get_forward_backward_func(), [0]
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        tokens_BT, labels_BT = next(batches)
+        losses_BT = model(tokens_BT, source.positions_BT, source.mask, labels=labels_BT)
+        return losses_BT, lambda each_BT: (each_BT.float().mean(),
+                                           {"lm loss": each_BT.detach().float().mean()})
+
+    def once(given: Any) -> Any:
+        made.chunk.zero_grad_buffer()
+        made.optimizer.zero_grad()
+        logged = passes(forward_step_func=forward_step, data_iterator=iter([given]),
+                        model=made.chunk, num_microbatches=1, seq_length=source.length,
+                        micro_batch_size=source.sentences, forward_only=False)
+        made.run.after_passes()
+        return logged
 
     def step(number: int) -> float:
-        loss_2, _ = loop.step([iter([source(number)])], args.lr)
-        return float(loss_2[0] / loss_2[1])
+        given = source(number)
+        done[0] += 1
+        with made.run.around_step(StepInput(done[0], lambda: given, lambda _: torch.zeros(()))):
+            logged = made.run.compute(lambda: once(given))
+            made.optimizer.step()
+        made.run.after_step(StepFacts(done[0]))
+        return float(logged[0]["lm loss"])
 
     layers = [layer.moe for layer in made.moe_layers()]
     optimizers = [part.optimizer for part in parts(made.optimizer) if part.optimizer is not None]
     return Side(name, kind, step, optimizers, tuners_settled(layers), lambda: layout_of(layers))
 
 
-def _copy_weights(source: Any, target: Any) -> None:
+def _copy_weights(source: _Made | None, target: _Made) -> None:
     """Equal weights: parameters of one name, and experts, whose names differ."""
-    if source is target:
+    if source is None or source is target:
         return
-    for mine, theirs in zip(source.bare(), target.bare(), strict=True):
-        known = dict(mine.named_parameters())
-        for name, parameter in theirs.named_parameters():
-            if name in known and known[name].shape == parameter.shape:
-                copy(parameter, known[name])
-        native = [m for m in theirs.modules() if _is_native(m)]
-        for layer, other in zip(source.moe_layers(), native, strict=bool(native)):
-            _copy_experts(layer, other)
+    mine, theirs = source.chunk.module, target.chunk.module
+    known = dict(mine.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if name in known and known[name].shape == parameter.shape:
+            copy(parameter, known[name])
+    native = [m for m in theirs.modules() if _is_native(m)]
+    for layer, other in zip(source.moe_layers(), native, strict=bool(native)):
+        _copy_experts(layer, other)
 
 
 def _is_native(module: nn.Module) -> bool:

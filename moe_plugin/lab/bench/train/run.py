@@ -118,7 +118,7 @@ def _import_host(host: str) -> None:
         from moe_plugin.hosts.megatron.compat import cpu
 
         cpu.enable(force=True)
-        from moe_plugin.hosts.megatron.trainer import train  # noqa: F401
+        from moe_plugin.hosts.megatron import spec  # noqa: F401
     else:
         from moe_plugin.hosts.fairseq import registered  # noqa: F401
 

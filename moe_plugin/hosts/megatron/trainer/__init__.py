@@ -1,1 +1,0 @@
-"""Our training loop around megatron-core: `python -m moe_plugin.hosts.megatron.train`."""
