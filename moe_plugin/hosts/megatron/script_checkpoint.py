@@ -27,6 +27,7 @@ from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import script_foreign
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.optimizer import prepare_optimizer_for_load
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.model_settings import check_settings
 
@@ -101,6 +102,8 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         arguments = script_arguments()
+        if (optimizer := given.arguments.get("optimizer")) is not None:
+            prepare_optimizer_for_load(optimizer)
         with _newest_whole(arguments, arguments.get(given.arguments["load_arg"]),
                            given.arguments.get("opt_param_scheduler")):
             return load(*args, **kwargs)
