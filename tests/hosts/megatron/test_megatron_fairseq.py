@@ -32,7 +32,7 @@ MODEL_FLAGS = [
     "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size",
     "48", "--seq-length", str(LENGTH), "--micro-batch-size", "2", "--global-batch-size", "8",
     "--hidden-dropout", "0", "--attention-dropout", "0", "--log-interval", "1"]
-RUN = ["--train-iters", "1", "--lr", "1e-3", "--data-path", "none"]
+RUN = ["--train-iters", "1", "--lr", "1e-3", "--mock-data"]
 EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "48", "--moe-router-dtype", "fp32"]
 SHAPE: dict[str, Any] = {
     "activation_fn": "gelu", "decoder_embed_dim": 32, "decoder_input_dim": 32,

@@ -27,7 +27,7 @@ ARGUMENTS = [
     "--position-embedding-type", "rope", "--rotary-base", "1000000", "--normalization", "RMSNorm",
     "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--num-experts",
     "4", "--moe-ffn-hidden-size", "48", "--moe-router-dtype", "fp32", "--micro-batch-size", "1",
-    "--train-iters", "1", "--lr", "1e-3", "--data-path", "none"]
+    "--train-iters", "1", "--lr", "1e-3", "--mock-data"]
 
 
 def _written(source: Any, path: Path) -> Path:
@@ -57,6 +57,6 @@ def test_mixtral_has_the_same_logits_in_megatron_and_comes_back(data: str,
         back = _written(convert(source, "hf"), tmp_path / "back")
     again = transformers.MixtralForCausalLM.from_pretrained(back).eval()
     assert torch.equal(again(tokens_BT).logits, wanted)
-    [message] = on_ranks(1, refusal, [*ARGUMENTS[:-1], data, "--add-qkv-bias", "--load",
+    [message] = on_ranks(1, refusal, [*ARGUMENTS[:-1], "--data-path", data, "--add-qkv-bias", "--load",
                                        str(root)])
     assert "add_qkv_bias=False" in message

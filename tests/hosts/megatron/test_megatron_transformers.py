@@ -24,7 +24,7 @@ pytestmark = pytest.mark.megatron
 MODEL = [
     "--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
     "--micro-batch-size", "1", "--lr", "0.1", "--optimizer", "sgd", "--train-iters", "1",
-    "--data-path", "none", "--group-query-attention", "--num-query-groups", "2", "--swiglu",
+    "--mock-data", "--group-query-attention", "--num-query-groups", "2", "--swiglu",
     "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope",
     "--moe-router-dtype", "fp32", "--hidden-dropout", "0", "--attention-dropout", "0",
     "--untie-embeddings-and-output-weights", "--vocab-size", "127"  # and an end of document
