@@ -57,6 +57,6 @@ def test_mixtral_has_the_same_logits_in_megatron_and_comes_back(data: str,
         back = _written(convert(source, "hf"), tmp_path / "back")
     again = transformers.MixtralForCausalLM.from_pretrained(back).eval()
     assert torch.equal(again(tokens_BT).logits, wanted)
-    [message] = on_ranks(1, refusal, [*ARGUMENTS[:-1], "--data-path", data, "--add-qkv-bias", "--load",
-                                       str(root)])
+    [message] = on_ranks(1, refusal, [*ARGUMENTS[:-1], "--data-path", data, "--add-qkv-bias",
+                                       "--load", str(root)])
     assert "add_qkv_bias=False" in message
