@@ -120,14 +120,16 @@ def test_what_is_not_known_is_said_with_what_is(monkeypatch: pytest.MonkeyPatch,
 def test_defaults_follow_what_is_given() -> None:
     """No evaluation where none is asked for; a checkpoint at the end; sizes of the data."""
     names = ("eval_iters", "eval_interval", "save_interval", "max_position_embeddings",
-             "vocab_size")
+             "vocab_size", "make_vocab_size_divisible_by")
     found = {name: [getattr(arguments_of(argv), name) for argv in (
         [*MODEL, "--train-iters", "7"],
         [*MODEL, "--eval-interval", "5", "--vocab-size", "90", "--save-interval", "3"],
-        [*MODEL, "--tokenizer-type", "GPT2BPETokenizer", "--skip-train"])] for name in names}
+        [*MODEL, "--tokenizer-type", "GPT2BPETokenizer", "--skip-train",
+         "--tensor-model-parallel-size", "6"])] for name in names}
     assert found == {"eval_iters": [0, 10, 10], "eval_interval": [1000, 5, 1000],
                      "save_interval": [7, 3, 10**9], "max_position_embeddings": [32] * 3,
-                     "vocab_size": [257, 90, None]}
+                     "vocab_size": [257, 90, None],
+                     "make_vocab_size_divisible_by": [128, 128, 64]}
 
 
 def test_other_learned_positions_than_saved_are_refused() -> None:

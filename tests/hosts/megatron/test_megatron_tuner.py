@@ -117,12 +117,13 @@ def _megatrons_own_load(folder: str) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from moe_plugin.hosts.megatron.compat.writers import save
+    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
 
+    end_writers_of_all_saves()
     initialise_parallel(Case(ep=2))
     fixed, tuned, predicted = (build(Case(ep=2), True, {"parallel.mode": mode})
                                for mode in ("fixed", "auto", "predicted"))
-    save(fixed.sharded_state_dict("mlp."), folder)
+    dist_checkpointing.save(fixed.sharded_state_dict("mlp."), folder)
     dist_checkpointing.load(predicted.sharded_state_dict("mlp."), folder)  # needs no permission
     with torch.no_grad():
         tuned.experts.w_in_LDF.zero_()
@@ -143,11 +144,12 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     """
     from megatron.core import dist_checkpointing
 
-    from moe_plugin.hosts.megatron.compat.writers import save
+    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
     load_without_missing()
     load_without_missing()  # once is enough
+    end_writers_of_all_saves()
     initialise_parallel(Case(ep=2))
     first, again, other = (build(Case(ep=2), True, {"parallel.mode": "predicted"})
                            for _ in range(3))
@@ -156,7 +158,7 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     layers = ((first, again, "predicted"), (fixed, other, "fixed"))
     for source, target, name in layers:
         Path(folder, name).mkdir(exist_ok=True)
-        save({"model": source.sharded_state_dict("mlp.")}, f"{folder}/{name}")
+        dist_checkpointing.save({"model": source.sharded_state_dict("mlp.")}, f"{folder}/{name}")
         found = dist_checkpointing.load({"model": target.sharded_state_dict("mlp.")},
                                         f"{folder}/{name}")["model"]
         target.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -284,16 +283,6 @@ def set_logged_losses(values: dict[str, Tensor]) -> None:
     """Set the log's sums; zero for a name without a value."""
     for name, entry in logged_losses().items():
         entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))
-
-
-def quiet_unknown_mlp() -> None:
-    """Silence Megatron's warning of an MLP class that it does not list.
-
-    Up to 0.17 a transformer layer warns of a subclass of `MoELayer`, too.
-    """
-    name = "megatron.core.transformer.transformer_layer"
-    logging.getLogger(name).addFilter(
-        lambda record: not record.getMessage().startswith("Unknown MLP type"))
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:

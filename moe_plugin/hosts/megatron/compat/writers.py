@@ -50,13 +50,8 @@ def writers_end_with_us() -> Iterator[None]:
         setattr(filesystem_async, _QUEUE, kept)
 
 
-def save(*args: Any, **kwargs: Any) -> Any:
-    """`dist_checkpointing.save` whose writers end with this process; takes and returns the same."""
-    return _ending(dist_checkpointing.save)(*args, **kwargs)
-
-
 def end_writers_of_all_saves() -> None:
-    """The same in scripts that call Megatron's own function; stays for the life of the process.
+    """Let the writers of `dist_checkpointing.save` end with this process; stays for its life.
 
     Saves that are not waited for (`--async-save`) stay as they are.
     """

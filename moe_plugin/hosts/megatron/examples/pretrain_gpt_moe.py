@@ -17,6 +17,7 @@ tokens); for data of another tokenizer give its `--tokenizer-type`, or only its 
 """
 
 import inspect
+import math
 from functools import partial
 
 import torch
@@ -37,7 +38,8 @@ def own_defaults(parser):
     the run: the launcher skips it.
     """
     parser.set_defaults(tokenizer_type="NullTokenizer", log_interval=10, eval_interval=None,
-                        eval_iters=None, spec=["moe_plugin.hosts.megatron.spec", "moe_layer"],
+                        eval_iters=None, make_vocab_size_divisible_by=None,
+                        spec=["moe_plugin.hosts.megatron.spec", "moe_layer"],
                         override_opt_param_scheduler=True, dist_ckpt_optim_fully_reshardable=True,
                         check_for_nan_in_loss_and_grad=False, moe_token_dispatcher_type="alltoall")
     parse = parser.parse_known_args
@@ -59,10 +61,12 @@ def what_follows(args):
     """Defaults by what is given: evaluation where it is asked for, a checkpoint at the end, sizes
     of the data.
     """
-    evaluates = args.eval_interval or args.skip_train
+    evaluates, tensor = args.eval_interval or args.skip_train, args.tensor_model_parallel_size
     return {"eval_interval": 1000, "eval_iters": 10 if evaluates else 0,
             "save_interval": args.train_iters or 10**9,
             "max_position_embeddings": args.seq_length,
+            # times the tensor-parallel ranks: the same vocabulary for any usual number of them
+            "make_vocab_size_divisible_by": math.lcm(128, tensor) // tensor,
             "vocab_size": 257 if args.tokenizer_type == "NullTokenizer" else None}
 
 

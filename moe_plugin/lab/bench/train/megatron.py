@@ -29,11 +29,10 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     """
     from megatron.core import parallel_state
 
-    from moe_plugin.hosts.megatron.compat import core, cpu
+    from moe_plugin.hosts.megatron.compat import cpu
     from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
 
     cpu.enable(force=True)
-    core.quiet_unknown_mlp()
     mend_config_warning()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     config = _config(shape, ranks)
