@@ -25,7 +25,7 @@ _OF_ARGUMENTS = (
 # those that say which tensors there are, and those that change what is computed with them
 _TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
             "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate")
+            "moe_shared_expert_gate", "num_experts")
 _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embedding_type",
              "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
              "moe_router_topk_scaling_factor", "squared_relu")
