@@ -27,6 +27,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.regular_files import make_folder
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
 
@@ -293,6 +294,8 @@ def _refuse_unfit() -> None:
     guard_of(args, settings_from_flags(arguments))
     ensemble.ensemble_of(args)
     replicas.check(args)
+    if getattr(args, "save", None) and "://" not in args.save:
+        make_folder(args.save)
     given = getattr(args, "data_path", None) or ()
     # one data set of Megatron's: scripts may take other paths, and several
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from moe_plugin.messages import first_process
+from moe_plugin.regular_files import make_folder
 
 logger = logging.getLogger("moe_plugin.megatron")
 _LIBRARIES = "megatron", "torch"
@@ -57,7 +58,7 @@ class RunOutput:
         kept, folder = self._file.getvalue(), args.get("save")
         suffix = f".rank{self._rank}.log" if self._rank else ".log"
         if folder:
-            os.makedirs(folder, exist_ok=True)
+            make_folder(folder)
             self._file = open(os.path.join(folder, f"run{suffix}"), "a", encoding="utf-8")  # noqa: SIM115
         else:
             self._file = tempfile.NamedTemporaryFile(  # noqa: SIM115

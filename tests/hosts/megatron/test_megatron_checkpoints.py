@@ -5,6 +5,7 @@ without trust, on full disks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -420,7 +421,12 @@ def _save_without_space(argv: list[str], by_torch: bool) -> str:
     error: BaseException = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if by_torch:  # which is no `Exception`
         error = CheckpointException("write", {1: (error, traceback.StackSummary())})
-    with mock.patch.object(dist_checkpointing, "save", side_effect=error):
+
+    @functools.wraps(dist_checkpointing.save)
+    def save(*_: Any, **__: Any) -> None:
+        raise error
+
+    with mock.patch.object(dist_checkpointing, "save", save):
         return refusal(argv)
 
 
