@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.distributed import free_port
 from tests.preloaded import ROOT, Server
 
-__all__ = ["ROOT", "command", "on_ranks", "run_main"]
+__all__ = ["ROOT", "command", "on_ranks", "run_main", "server"]
 server = Server("tests.hosts.megatron.ranks_preload")
 
 

@@ -4,8 +4,12 @@ ours.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging.handlers
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +21,7 @@ from tests.hosts.megatron.training import (
     MODEL,
     Run,
     arguments_of,
+    parsed,
     refusal,
     trained,
     when_built,
@@ -100,21 +105,25 @@ def test_values_that_do_not_fit_are_named(extra: list[str], parts: tuple[str, ..
     assert all(part in message for part in parts), message
 
 
-def test_what_is_not_known_is_said_with_what_is(monkeypatch: pytest.MonkeyPatch,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def _unknown(local: str | None) -> tuple[object, str]:
+    """Status and words of a process of rank 1 with a misspelled flag; local: its rank on the node.
+    """
+    os.environ["RANK"] = "1"
+    os.environ.pop("LOCAL_RANK")
+    os.environ.update({} if local is None else {"LOCAL_RANK": local})
+    words = io.StringIO()
+    with contextlib.redirect_stderr(words), mock.patch("time.sleep"), \
+            pytest.raises(SystemExit) as ended:  # the others wait for the rank that says it
+        parsed([*MODEL, "--moe-router-load-balancing-typ", "aux_loss"])
+    return ended.value.code, words.getvalue()
+
+
+@pytest.mark.parametrize(("local", "said"), [(None, True), ("0", True), ("1", False)])
+def test_what_is_not_known_is_said_with_what_is(local: str | None, said: bool) -> None:
     """In one line, though there are a thousand arguments, and once on a node."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr("time.sleep", lambda _: None)  # for the rank that says it
-    for rank, said in ((None, True), ("0", True), ("1", False)):
-        if rank is not None:
-            monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            arguments_of([*MODEL, "--moe-router-load-balancing-typ", "aux_loss"])
-        shown = capsys.readouterr().err
-        assert ended.value.code == 2 and bool(shown) is said
-        assert not said or shown.count("\n") == 1, shown
-        assert not said or "did you mean --moe-router-load-balancing-type" in shown, shown
+    [(status, shown)] = on_ranks(1, _unknown, local)
+    assert status == 2 and shown.count("\n") == int(said)
+    assert said == ("did you mean --moe-router-load-balancing-type" in shown), shown
 
 
 def test_defaults_follow_what_is_given() -> None:

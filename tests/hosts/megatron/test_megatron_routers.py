@@ -156,12 +156,12 @@ def _counted_steps(case: Case) -> list[int]:
     from moe_plugin.hosts.megatron import script_features
     from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.run import Run, StepFacts
-    from tests.hosts.megatron.training import MODEL, arguments_of
+    from tests.hosts.megatron.training import MODEL, parsed
 
     initialise_parallel(case)
     core.microbatches_a_step = lambda: 2
     alone, with_run = _layer(case, "dense_to_sparse"), _layer(case, "dense_to_sparse")
-    given = vars(arguments_of([*MODEL, "--train-iters", "2"]))
+    given = vars(parsed([*MODEL, "--train-iters", "2"]))
     script_features.script_arguments = lambda: given
     run = Run(script_features.features_of([torch.nn.ModuleList([with_run])], None, None, {})[0])
     for number in (1, 2):

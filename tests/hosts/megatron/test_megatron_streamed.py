@@ -15,7 +15,7 @@ from tests.hosts.megatron.ranks import on_ranks, run_main
 from tests.hosts.megatron.training import (
     MODEL,
     TRAIN,
-    arguments_of,
+    parsed,
     records_of,
     refusal,
     when_built,
@@ -113,8 +113,8 @@ def _refused_by_name(names: list[str]) -> list[str]:
 
     found = []
     for name in names:
-        args = arguments_of([*UNTIED, "--data-path", "x", "--train-iters", "1",
-                             "--weights-on", "host"])
+        args = parsed([*UNTIED, "--data-path", "x", "--train-iters", "1",
+                       "--weights-on", "host"])
         args.gradient_accumulation_fusion = False
         setattr(args, name, True)
         try:

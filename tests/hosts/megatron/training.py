@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.hosts.megatron.ranks import ROOT, run_main
+from tests.hosts.megatron.ranks import ROOT, run_main, server
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 own_loop = pytest.mark.skipif(
@@ -160,16 +160,26 @@ def when_built(argv: list[str], work: Callable[[Run], Any]) -> Any:
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    """Megatron's arguments of a run of one process with these, parsed and not checked."""
-    from megatron.training import arguments
+    """Megatron's arguments of a run of one process with these, not checked; parsed in a rank."""
+    done = server.run(1, _plain_arguments, argv)
+    assert done.code == 0, done.log[-4000:]
+    return argparse.Namespace(**done.results[0])
 
+
+def _plain_arguments(argv: list[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(parsed(argv)).items()
+            if isinstance(value, (bool, int, float, str, list, type(None)))}
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The same in this process, a rank."""
     from moe_plugin.hosts.megatron import launch
+    from moe_plugin.hosts.megatron.compat.settings import training_module
     from moe_plugin.hosts.megatron.examples import pretrain_gpt_moe
 
     parser = argparse.ArgumentParser("pretrain_gpt_moe.py", allow_abbrev=False)
-    with mock.patch.object(sys, "argv", ["pretrain_gpt_moe.py", *argv]):
-        provide = launch.chained(pretrain_gpt_moe.own_defaults)
-        return provide(arguments.add_megatron_arguments(parser)).parse_args()
+    parser = training_module("arguments").add_megatron_arguments(parser)
+    return launch.chained(pretrain_gpt_moe.own_defaults)(parser).parse_args(argv)
 
 
 def records_of(world: int, argv: list[str], log: Path) -> list[dict[str, Any]]:
