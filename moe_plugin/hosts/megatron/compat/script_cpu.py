@@ -34,10 +34,10 @@ WITHOUT_ENGINE = {
     "transformer_impl": "local", "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True, "masked_softmax_fusion": False, "apply_rope_fusion": False
 }
-# what has no kernel, or no backend, on CPU
+# what has no kernel, or no backend, on CPU; first weights that do not depend on how they are cut
 DEFAULTS = {
     **WITHOUT_ENGINE, "distributed_backend": "gloo", "bias_gelu_fusion": False,
-    "bias_dropout_fusion": False
+    "bias_dropout_fusion": False, "use_cpu_initialization": True
 }
 # what scripts written for GPUs choose among implementations of the same computation: by argument,
 # the choices that need a GPU or a package for one, and what a run on CPU takes
