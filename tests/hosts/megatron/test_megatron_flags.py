@@ -90,7 +90,7 @@ WRONG = {
                                ("moe_aux_loss_coeff=[0.01, 0.001]", "must be 1", "'aux_loss'")),
     "a coefficient too few": (["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss",
                                "--moe-aux-loss-coeff", "0.01"],
-                              ("moe_aux_loss_coeff", "must be", "'seq_aux_loss'")),
+                              ("moe_aux_loss_coeff", "moe_router_load_balancing_type")),
     "a type twice": (["--moe-router-load-balancing-type", "aux_loss", "aux_loss",
                       "--moe-aux-loss-coeff", "0.01", "0.001"],
                      ("moe_router_load_balancing_type=['aux_loss', 'aux_loss']", "sum")),
