@@ -48,6 +48,9 @@ def observe_script() -> Script:
         ("evaluate_and_print_results", script.around_results),
         ("save_checkpoint", script.around_save)):
         replace_training(name, _seam(around))
+    for name, what in (("_initialize_distributed", "making of process groups"),
+                       ("build_train_valid_test_data_iterators", "reading of data")):
+        replace_training(name, functools.partial(_in_collectives, what))
     replace_training("get_model", script.around_model)
     replace_training("dummy_train_step", lambda native: script.read_over)
     replace_training("build_pretraining_data_loader", script.around_loader)
@@ -273,6 +276,17 @@ def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
         return call
 
     return replaced
+
+
+def _in_collectives(what: str, native: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of Megatron's, whose collectives have a name in errors."""
+
+    @functools.wraps(native)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _named(what):
+            return native(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ an error that names rank, group and collective.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from pathlib import Path
@@ -81,12 +82,15 @@ FAILS = {"data": ("megatron.core.datasets.blended_megatron_dataset_builder",
 def _main_and_fail(place: str, argv: list[str]) -> None:
     from moe_plugin.hosts.megatron import train
 
+    module, name = FAILS[place]
+    owner = importlib.import_module(module)
+
+    @functools.wraps(getattr(owner, name))
     def fail(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'nothing_of_this_name'")
 
-    module, name = FAILS[place]
     if is_last():
-        setattr(importlib.import_module(module), name, fail)
+        setattr(owner, name, fail)
     raise SystemExit(train.main(["--cpu", *QUICK, *argv]))
 
 
@@ -128,4 +132,4 @@ def _groups_of_a_lost_rank(argv: list[str]) -> str:
 def test_a_lost_connection_is_not_blamed_on_parallel_sizes(data: str) -> None:
     [said] = on_ranks(1, _groups_of_a_lost_rank, [*MODEL, "--data-path", data, "--train-iters",
                                                   "1"])
-    assert "the making of Megatron's process groups failed: " in said
+    assert "a collective of Megatron's making of process groups failed: " in said
