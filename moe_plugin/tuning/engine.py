@@ -137,12 +137,16 @@ class Tuner(Generic[Bucket, Choice]):
             the preferred first; the same on all ranks.
         settings: see `TunerSettings`.
         memory: results of earlier processes; see `known`.
+        always: candidates that are timed wherever they are possible, however slow predictions say
+            they are.
     """
 
     def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
                  settings: TunerSettings = TunerSettings(),
-                 memory: Memory[Bucket] | None = None) -> None:
+                 memory: Memory[Bucket] | None = None,
+                 always: Callable[[], Sequence[Choice]] = tuple) -> None:
         self.candidates, self.settings, self.memory = candidates, settings, memory
+        self.always = always
         self.entries: dict[Bucket, _Entry[Choice]] = {}
         self.calls = self.explored = 0
         self._used: set[Choice] = set()  # in this process; the first call may cost more
@@ -271,6 +275,7 @@ class Tuner(Generic[Bucket, Choice]):
         entry.tried = [c for c in ranked[:rules.tries] if (expected[c] or 0.0) <= bound]
         if entry.settled not in entry.tried:
             entry.tried[-1:] = [entry.settled]
+        entry.tried += [c for c in self.always() if c in expected and c not in entry.tried]
         # round robin: a disturbance does not hit the calls of one candidate alone
         entry.trials = deque(entry.tried * (rules.warm_up + rules.samples))
         entry.awaited, entry.idle, entry.times, entry.recent = len(entry.trials), 0, {}, []

@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,8 @@ class LayoutTuner(OwnsReplayLogs):
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
             self.candidates,
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
-                          within=within, prune=PRUNE))
+                          within=within, prune=PRUNE),
+            always=self.plain)
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # as agreed last, where rows may be sent once
         self.runs: deque[_Run] = deque()
@@ -212,6 +213,12 @@ class LayoutTuner(OwnsReplayLogs):
                              collectives=partial(self.comm.collectives.seconds, self.comm))
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes]
         return {c.choice: c.seconds for c in fitting or costs[:1]}
+
+    def plain(self) -> list[LayoutChoice]:
+        """The configured layout in each way to send: what predictions pass over wrongly where the
+        processors are what waits, so that no choice is slower than the layout that was there.
+        """
+        return [replace(self.layouts.fixed, send=send) for send in self.sends()]
 
     def shape(self, bucket: Bucket) -> LayerShape:
         """The layer under the load of a bucket."""

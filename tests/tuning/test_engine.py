@@ -82,6 +82,14 @@ def test_candidates_predicted_far_slower_are_not_tried() -> None:
     assert {(c.r, c.d) for c in chosen} == {(1, 1)}
 
 
+def test_what_is_always_timed_is_found_however_slow_it_is_predicted() -> None:
+    plain, gone = CHOICES[-1], "no candidate"
+    t = Tuner(lambda bucket: {c: 1.0 + i for i, c in enumerate(CHOICES)},
+              TunerSettings(tries=2), always=lambda: [plain, gone])
+    _, chosen = drive(t, lambda c, _: 0.5 if c == plain else 1.0, 30)
+    assert chosen[-1] == plain and set(chosen) == {*CHOICES[:2], plain}
+
+
 def test_a_gain_within_the_hysteresis_changes_nothing() -> None:
     truth = {c: 1.0 if i == 0 else 0.98 for i, c in enumerate(CHOICES)}
     t = tuner(hysteresis=0.03)
