@@ -23,5 +23,5 @@ exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -
     --save "$out" --load "$out" --save-interval 100 --log-interval 10 \
     --position-embedding-type rope --max-position-embeddings 131072 \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 8 --train-iters 200 --lr 2e-3 \
-    --lr-warmup-iters 20 --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear \
+    --lr-warmup-fraction 0.1 --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear \
     --hidden-dropout 0 --attention-dropout 0 --expert-model-parallel-size "$ranks" "$@"
