@@ -4,6 +4,7 @@ with Megatron's own layers.
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,11 @@ from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.whole import Whole, steps, whole
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+pytestmark = [
+    pytest.mark.megatron, pytest.mark.distributed,
+    pytest.mark.skipif(importlib.metadata.version("megatron-core") < "0.19",
+                       reason="compared with the layouts of megatron-core 0.19 and newer")
+]
 FREQUENCY = [0, 1, 1, 0]
 BALANCE: dict[str, Any] = {
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1,
@@ -42,18 +47,20 @@ STAGES = {"num_layers_in_first_pipeline_stage": 1, "pipeline_dtype": torch.float
 TWO = {
     "CP2": Whole(cp=2), "CP2 EP2": Whole(cp=2, ep=2),
     "first stage of one layer": Whole(pp=2, native=STAGES),
-    "virtual stages": Whole(pp=2, vpp=2),
-    "layout": Whole(pp=2, native={"pipeline_model_parallel_layout": "E|t*4L"}),
     "layout, virtual stages": Whole(pp=2, vpp=2, native={
         "pipeline_model_parallel_layout": "Et|tt||tL"}),
 }
 FOUR = {
     "CP2 TP2 EP4": Whole(cp=2, tp=2, ep=4, sequence_parallel=True),
     "CP2 PP2": Whole(cp=2, pp=2, native=STAGES),
+    "PP2, virtual stages, CP2": Whole(pp=2, vpp=2, cp=2),
+    "PP2, stage without layers": Whole(pp=2, cp=2, native={
+        "pipeline_model_parallel_layout": "E|t*4L"}),
 }
 
 
-@pytest.mark.parametrize("world,cases", [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize("world,cases", [
+    (2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)], ids=["two ranks", "four ranks"])
 def test_gradients_equal_those_of_one_rank(world: int, cases: dict[str, Whole]) -> None:
     every = [(replace(case, native={**BALANCE, **case.native}), {}) for case in cases.values()]
     ranks = on_ranks(world, steps, every)
@@ -81,8 +88,9 @@ def _delayed(compute: dict[str, Any], ddp: dict[str, Any]) -> tuple[list[dict[st
 
 
 @pytest.mark.parametrize("compute,ddp,later", [
-    (KERNELS, {}, 16), (KERNELS, {"overlap_grad_reduce": True}, 16), ({}, {}, 0)],
-    ids=["kernels", "kernels, overlapped reduction", "computed at once"])
+    (KERNELS, {"overlap_grad_reduce": True}, 16),
+    pytest.param({}, {}, 0, marks=pytest.mark.slow)],
+    ids=["kernels, overlapped reduction", "computed at once"])
 def test_delayed_weight_gradients_are_the_same(compute: dict[str, Any], ddp: dict[str, Any],
                                                later: int) -> None:
     """Those of the experts of 4 layers and 4 micro-batches; reduced when they are there."""
@@ -144,28 +152,89 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert packed.shape == (11, 1, 16)
 
 
-def _refused(case: Case, packed: bool) -> str:
+REFUSED: dict[str, tuple[dict[str, Any], bool]] = {
+    "window_size=(4, 0) with context_parallel_size=2": ({"window_size": (4, 0)}, False),
+    "packed sequences with context_parallel_size=2 need Transformer Engine": ({}, True),
+    "attention_mask [1, 1, 8, 8] must be [batch, 1, 8, 16]": ({}, False)}
+
+
+def _refused() -> list[str]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    initialise_parallel(case)
-    x = torch.randn(8, 1, 2, 8)
-    mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-    try:
-        DotProductAttention(config=case.config(), layer_number=1,
-                            attn_mask_type=AttnMaskType.causal, attention_type="self")(
-            x, x, x, mask, packed_seq_params=PackedSeqParams(qkv_format="thd") if packed else None)
-    except ValueError as error:
-        return str(error)
-    return ""
+    found, x, mask = [], torch.randn(8, 1, 2, 8), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    for native, packed in REFUSED.values():
+        case = Case(cp=2, native=native)
+        initialise_parallel(case)
+        with pytest.raises(ValueError) as refused:
+            DotProductAttention(config=case.config(), layer_number=1,
+                                attn_mask_type=AttnMaskType.causal, attention_type="self")(
+                x, x, x, mask,
+                packed_seq_params=PackedSeqParams(qkv_format="thd") if packed else None)
+        found.append(str(refused.value))
+    return found
 
 
-@pytest.mark.parametrize("native,packed,message", [
-    ({"window_size": (4, 0)}, False, "window_size=(4, 0) with context_parallel_size=2"),
-    ({}, True, "packed sequences with context_parallel_size=2 need Transformer Engine"),
-    ({}, False, "attention_mask [1, 1, 8, 8] must be [batch, 1, 8, 16]")])
-def test_what_attention_over_parts_cannot_have_is_refused(native: dict[str, Any], packed: bool,
-                                                          message: str) -> None:
-    for said in on_ranks(2, _refused, Case(cp=2, native=native), packed):
-        assert said.startswith(message)
+def test_what_attention_over_parts_cannot_have_is_refused() -> None:
+    for messages in on_ranks(2, _refused):
+        for message, start in zip(messages, REFUSED, strict=True):
+            assert message.startswith(start)
+
+
+def _messages() -> list[str]:
+    from argparse import Namespace
+
+    from moe_plugin.hosts.megatron import parameters, translate
+    from moe_plugin.hosts.megatron.pipeline.base import refuse_virtual
+    from moe_plugin.hosts.megatron.stage_layouts import stages_of
+
+    unequal = Namespace(
+        stage_layouts=["tp=1", "tp=1"], pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et|tL", tensor_model_parallel_size=1,
+        expert_model_parallel_size=1, expert_tensor_parallel_size=None, context_parallel_size=1,
+        untie_embeddings_and_output_weights=True, sequence_parallel=False, micro_batch_size=1)
+
+    def wrapped(name: str) -> None:
+        translate.script_arguments = lambda: {name: True}
+        translate.refuse_unsupported(Case().config())
+
+    sharded = torch.nn.Linear(2, 2)
+    sharded.weight.__fsdp_param__ = True
+    found = []
+    for call in (lambda: refuse_virtual("eager-1f1b", 2), lambda: refuse_virtual("terapipe", 2),
+                 lambda: stages_of(unequal, 2), lambda: wrapped("use_megatron_fsdp"),
+                 lambda: wrapped("hybrid_context_parallel"),
+                 lambda: parameters.wait_for(sharded)):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    for schedule, stages in (("auto", 2), ("1f1b", 2), ("terapipe", None)):
+        refuse_virtual(schedule, stages)
+    return found
+
+
+def test_layouts_that_nothing_follows_are_refused_by_name() -> None:
+    [messages] = on_ranks(1, _messages)
+    for message, start in zip(messages, (
+            "pipeline.schedule='eager-1f1b' does not fit virtual stages",
+            "pipeline.schedule='terapipe' does not fit virtual stages",
+            "pipeline_model_parallel_layout=Et|tL with stages of unequal layout: must be left out",
+            "use_megatron_fsdp=True is not supported",
+            "hybrid_context_parallel=True is not supported",
+            "Megatron-FSDP around moe-plugin's MoE layer is not supported"), strict=True):
+        assert message.startswith(start)
+
+
+def _entered_twice() -> bool:
+    context = torch.cuda.stream(torch.cuda.Stream())
+    with context:
+        pass
+    with context:
+        return True
+
+
+def test_a_stream_without_a_gpu_is_entered_as_often_as_one_likes() -> None:
+    """As Megatron does with several instances of the distributed optimizer."""
+    assert on_ranks(1, _entered_twice) == [True]

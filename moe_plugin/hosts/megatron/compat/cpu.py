@@ -144,11 +144,8 @@ def _streams() -> None:
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _always(None), _always(None)
     Tensor.record_stream = _always(None)  # type: ignore[method-assign]
 
-    @contextlib.contextmanager
-    def stream(_stream: Any) -> Iterator[None]:
-        yield
-
-    cuda.stream = stream
+    # Megatron enters one such context twice, for several instances of the distributed optimizer
+    cuda.stream = lambda _stream: contextlib.nullcontext()
 
 
 @_patch(
