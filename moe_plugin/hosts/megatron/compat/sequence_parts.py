@@ -76,7 +76,8 @@ def _say_once(parts: int) -> None:
 
 
 def _group(attention: Any) -> Any:
-    own = getattr(attention.pg_collection, "cp", None)
+    # versions up to 0.15 keep no groups
+    own = getattr(getattr(attention, "pg_collection", None), "cp", None)
     return ps.get_context_parallel_group() if own is None else own
 
 
