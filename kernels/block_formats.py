@@ -1,13 +1,17 @@
-"""The block-scaled formats of matrix units, MXFP8 and NVFP4: values as codes and scales.
+"""The block-scaled formats of matrix units, MXFP8, NVFP4 and blocks of 128: values as codes and
+scales.
 
 A block is consecutive values along the sum of a product. MXFP8 (Open Compute Project,
 Microscaling Formats 1.0, 2023): e4m3 codes, 32 values share a power of two (e8m0). NVFP4 (NVIDIA,
 Pretraining Large Language Models with NVFP4, 2025): e2m1 codes, 16 values share an e4m3 scale, and
-a tensor shares a float32 scale.
+a tensor shares a float32 scale. FP8 blockwise (Transformer Engine's `Float8BlockScaling`): e4m3
+codes, 128 values of a row, or 128 x 128 of a weight, share a power of two. In the two fp8 formats
+gradients may have e5m2 codes (Transformer Engine: `Format.HYBRID`).
 
 Of the scales that the formats allow, these are taken:
-* MXFP8: the least power of two with which no value of the block saturates, as in NVIDIA's recipe
-  (torchao: RCEIL); the specification's own rule saturates up to 1/8 of the largest value.
+* MXFP8 and blockwise: the least power of two with which no value of the block saturates, as in
+  Transformer Engine (torchao: RCEIL); the specification's own rule for MXFP8 saturates up to 1/8 of
+  the largest value.
 * NVFP4: the tensor's scale is a power of two, too, the least with which no block's scale saturates;
   a block's scale is rounded to nearest. So a block is rounded alike whatever else the tensor holds,
   as long as its largest value is above 2^-13 of the tensor's. Below, its scale has fewer bits the
@@ -18,7 +22,9 @@ Every value of either format is exact in bfloat16.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,27 +42,24 @@ class Blocks:
     """A tensor [..., N] in a block-scaled format.
 
     Attributes:
-        codes: MXFP8: e4m3 [..., B * 32]; NVFP4: uint8 [..., B * 8], two codes a byte, the first in
-            the low bits. B = ceil(N / block); after N zeros.
-        scales: [..., B]; MXFP8: uint8, the bits of e8m0 (torch 2.6 has no such dtype); NVFP4: e4m3.
-        tensor: NVFP4: float32 of the leading axes but the last ([] of a matrix); None: MXFP8.
+        codes: fp8: e4m3 or e5m2 [..., B * block]; NVFP4: uint8 [..., B * 8], two codes a byte, the
+            first in the low bits. B = ceil(N / block); after N zeros.
+        scales: [..., B]; fp8: uint8, the bits of e8m0 (torch 2.6 has no such dtype); NVFP4: e4m3.
+        tensor: NVFP4: float32 of the leading axes but the last ([] of a matrix); None: fp8.
         width: N.
+        block: values that share a scale: 32 in MXFP8, 16 in NVFP4, 128.
     """
 
     codes: Tensor
     scales: Tensor
     tensor: Tensor | None
     width: int
+    block: int
 
     @property
     def device(self) -> torch.device:
         """Of all its tensors."""
         return self.codes.device
-
-    @property
-    def block(self) -> int:
-        """Values that share a scale."""
-        return 32 if self.tensor is None else 16
 
     def rows(self, index_R: Tensor) -> Blocks:
         """Those rows of a matrix; -1: zeros."""
@@ -75,17 +78,30 @@ class Blocks:
         return made.flatten(-2)[..., :self.width].to(dtype).contiguous()
 
 
-def quantize_mxfp8(x: Tensor) -> Blocks:
-    """x [..., N], floating point, in MXFP8.
+def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m3fn,
+                    square: bool = False) -> Blocks:
+    """x [..., N], floating point, in fp8 codes whose blocks share a power of two.
 
-    Error of a finite value x of a block whose largest is b, 2^-117 <= b: at most 2^-4 |x| + 2^-17 b
-    (e4m3 keeps four bits down to 2^-6 scales, and b is above 224 scales). Values that are not
-    finite become NaN.
+    Args:
+        block: values along the last axis that share a scale.
+        codes: e4m3 or e5m2.
+        square: of x [..., M, N]: `block` by `block` values of a matrix share it.
+
+    Error of a finite value x of a block whose largest is b, 2^-110 <= b: at most 2^-4 |x| + 2^-17 b
+    (e4m3 keeps four bits down to 2^-6 scales, and b is above 224 scales); e5m2: 2^-3 |x| + 2^-31 b.
+    Values that are not finite become NaN.
     """
-    blocks, finite, largest = _blocks(x, 32)
-    scales = _least_power(largest, E4M3_LARGEST)
-    codes = torch.where(finite, blocks / _power(scales)[..., None], torch.nan)
-    return Blocks(codes.to(torch.float8_e4m3fn).flatten(-2), scales, None, x.shape[-1])
+    blocks, finite, largest = _blocks(x, block)
+    if square:
+        largest = _of_squares(largest, block)
+    scales = _least_power(largest, torch.finfo(codes).max)
+    made = torch.where(finite, blocks / _power(scales)[..., None], torch.nan)
+    return Blocks(made.to(codes).flatten(-2), scales, None, x.shape[-1], block)
+
+
+def quantize_mxfp8(x: Tensor) -> Blocks:
+    """x [..., N] in MXFP8, see `quantize_powers`."""
+    return quantize_powers(x, 32)
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
@@ -103,10 +119,44 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     scales = torch.where(finite.all(-1), largest / E2M1_LARGEST, torch.nan).to(torch.float8_e4m3fn)
     by = scales.float()[..., None]
     blocks = torch.where(finite & (by > 0), blocks / tensor[..., None, None, None] / by, 0)
-    return Blocks(_to_e2m1(blocks.flatten(-2)), scales, tensor, x.shape[-1])
+    return Blocks(_to_e2m1(blocks.flatten(-2)), scales, tensor, x.shape[-1], 16)
 
 
-QUANTIZERS = {"mxfp8": quantize_mxfp8, "nvfp4": quantize_nvfp4}
+@dataclass(frozen=True)
+class BlockFormat:
+    """How the operands of a product are rounded, each [..., N] along its sum.
+
+    Attributes:
+        rows: of a forward pass, also where they are operands of weight gradients.
+        grads: gradients of rows.
+        weights: [L, O, I], of either direction.
+        step: rows of an expert are filled up to a multiple of it in weight gradients.
+    """
+
+    rows: Callable[[Tensor], Blocks]
+    grads: Callable[[Tensor], Blocks]
+    weights: Callable[[Tensor], Blocks]
+    step: int
+
+
+_E5M2 = functools.partial(quantize_powers, codes=torch.float8_e5m2)
+_mxfp8 = BlockFormat(quantize_mxfp8, quantize_mxfp8, quantize_mxfp8, 32)
+_rows_128 = functools.partial(quantize_powers, block=128)
+_blockwise = BlockFormat(_rows_128, _rows_128, functools.partial(_rows_128, square=True), 128)
+FORMATS: dict[str, BlockFormat] = {
+    "mxfp8": _mxfp8,
+    "mxfp8_hybrid": replace(_mxfp8, grads=functools.partial(_E5M2, block=32)),
+    "fp8_blockwise": _blockwise,
+    "fp8_blockwise_hybrid": replace(_blockwise, grads=functools.partial(_E5M2, block=128)),
+    "nvfp4": BlockFormat(quantize_nvfp4, quantize_nvfp4, quantize_nvfp4, 32),
+}
+
+
+def _of_squares(largest: Tensor, block: int) -> Tensor:
+    """Of each row and block of columns [..., M, B] the largest in its `block` rows, too."""
+    rows = largest.shape[-2]
+    padded = F.pad(largest, (0, 0, 0, -rows % block)).unflatten(-2, (-1, block))
+    return padded.amax(-2, keepdim=True).expand_as(padded).flatten(-3, -2)[..., :rows, :]
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Products in MXFP8 and NVFP4: forward, input gradients and weight gradients, each of operands
-whose blocks lie along its own sum.
+"""Products in MXFP8, NVFP4 and fp8 with blocks of 128: forward, input gradients and weight
+gradients, each of operands whose blocks lie along its own sum.
 
 On GPUs for which torch has them they are `torch.nn.functional.scaled_grouped_mm`; elsewhere they
 are emulated: the values that the codes stand for are multiplied in the layer's dtype (float16: in
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.block_formats import QUANTIZERS, Blocks
+from moe_plugin.kernels.block_formats import FORMATS, BlockFormat, Blocks
 from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad, rows_of
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
@@ -23,8 +23,6 @@ from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
 from moe_plugin.row_counts import DeviceCounts
 
 logger = logging.getLogger(__name__)
-
-ROWS = 32  # rows of a group are filled up to a multiple in weight gradients: no block spans two
 
 
 @op
@@ -55,7 +53,7 @@ def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: Row
 
     Args:
         x_blocks, grad_blocks: of [I, R] and [O, R]: blocks of rows.
-        groups: each of a multiple of 32 rows, at least 32.
+        groups: each of a multiple of `BlockFormat.step` rows, at least as many: no block spans two.
     """
     wide = _wide(dtype)
     x_RI, grad_RO = (each.values(wide).t().contiguous() for each in (x_blocks, grad_blocks))
@@ -70,8 +68,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @functools.cache
 def _say_emulated(device: torch.device, why: str | None) -> None:
     """Once for each device and reason."""
-    logger.warning("experts.precision=mxfp8 or nvfp4 is emulated on %s, slower than ieee: "
-                   "torch.nn.functional.scaled_grouped_mm: %s", device, why)
+    logger.warning("experts.precision=mxfp8, nvfp4 or fp8_blockwise is emulated on %s, slower than "
+                   "ieee: torch.nn.functional.scaled_grouped_mm: %s", device, why)
 
 
 class BlockWeight(RoundedWeight):
@@ -90,27 +88,39 @@ class BlockWeight(RoundedWeight):
 
 @dataclass(frozen=True)
 class BlockProducts(RoundedProducts):
-    """Products in one of `QUANTIZERS`, by name."""
+    """Products in one of `FORMATS`, by name."""
 
     name: str
 
+    @property
+    def form(self) -> BlockFormat:
+        """How operands are rounded."""
+        return FORMATS[self.name]
+
     def weight(self, w_LIO: Tensor, backward: bool) -> BlockWeight:
         """See `RoundedProducts`."""
-        quantize = QUANTIZERS[self.name]
+        quantize = self.form.weights
         return BlockWeight(quantize(w_LIO.transpose(1, 2)), quantize(w_LIO) if backward else None)
 
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
         """See `RoundedProducts`. Filler, and tokens without a row, count for no scale."""
-        used = None  # of x; in MXFP8 no scale is of more than one row
-        if self.name == "nvfp4" and isinstance(groups.counts, DeviceCounts):
+        return self.form.rows(self._used(x, groups, token_R))
+
+    def grads(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
+        """See `RoundedProducts`, and `rows`."""
+        return self.form.grads(self._used(x, groups, token_R))
+
+    def _used(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Tensor:
+        if self.name != "nvfp4":  # else no scale is of more than one row
+            return x
+        used = None  # of x
+        if isinstance(groups.counts, DeviceCounts):
             used = torch.arange(groups.total, device=x.device) < groups.ends_L[-1:]
-        if self.name == "nvfp4" and token_R is not None:
+        if token_R is not None:
             real_R = token_R >= 0 if used is None else used & (token_R >= 0)
             used = real_R.new_zeros(x.shape[0] + 1).index_fill_(
                 0, torch.where(real_R, token_R, x.shape[0]), True)[:-1]
-        if used is not None:
-            x = torch.where(used[:, None], x, 0)
-        return QUANTIZERS[self.name](x)
+        return x if used is None else torch.where(used[:, None], x, 0)
 
     def product(self, rows: Blocks, groups: RowGroups, weight: BlockWeight, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -123,16 +133,17 @@ class BlockProducts(RoundedProducts):
         """See `RoundedProducts`; the rows of x are rounded once."""
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
-        filled, row_P = groups.filled(ROWS)
+        form = self.form
+        filled, row_P = groups.filled(form.step)
 
-        def along_rows(rows: Tensor, token_R: Tensor | None) -> Blocks:
+        def along_rows(rows: Tensor, token_R: Tensor | None) -> Tensor:
             row = row_P if token_R is None else torch.where(
                 row_P < 0, -1, token_R[row_P.clamp(min=0)])
-            return QUANTIZERS[self.name](rows_of(rows, row).t())
+            return rows_of(rows, row).t()
 
-        x_blocks = along_rows(x, x_token_R)
-        return tuple(expert_weight_grad_blocks(x_blocks, along_rows(g, grad_token_R), filled,
-                                               x.dtype) for g in grads)
+        x_blocks = form.rows(along_rows(x, x_token_R))
+        return tuple(expert_weight_grad_blocks(
+            x_blocks, form.grads(along_rows(g, grad_token_R)), filled, x.dtype) for g in grads)
 
 
-BLOCK_PRODUCTS = {name: BlockProducts(name) for name in QUANTIZERS}
+BLOCK_PRODUCTS = {name: BlockProducts(name) for name in FORMATS}

@@ -1,4 +1,4 @@
-"""Products whose operands are rounded first: what fp8, MXFP8 and NVFP4 share.
+"""Products whose operands are rounded first: what fp8 and the block formats share.
 
 A format rounds rows and weights and multiplies them; `RoundedProducts` makes of it the operations
 of `expert_matmul` over rows. Weights are rounded once for the products of a forward pass, its
@@ -42,6 +42,10 @@ class RoundedProducts:
         """Rows or tokens [., I] in the format."""
         raise NotImplementedError
 
+    def grads(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Any:
+        """Gradients of rows or tokens in the format, as `rows`."""
+        return self.rows(x, groups, token_R)
+
     def product(self, rows: Any, groups: RowGroups, weight: Any, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
         """rows w + b by group, [R, O] in `dtype`; both operands as made above."""
@@ -67,11 +71,16 @@ class RoundedProducts:
         """`expert_matmul` of rounded operands."""
         return self._times(self.rows(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
+    def back(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
+             token_R: Tensor | None, precision: str) -> Tensor:
+        """`expert_matmul` of rounded operands, of which x is a gradient."""
+        return self._times(self.grads(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
+
     def sum(self, x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
             precision: str) -> Tensor:
         """`expert_matmul_sum` of rounded operands."""
-        return self.plain(x_RI, groups, w_LIO, None, None, precision).add_(
-            self.plain(y_RI, groups, v_LIO, None, None, precision))
+        return self.back(x_RI, groups, w_LIO, None, None, precision).add_(
+            self.back(y_RI, groups, v_LIO, None, None, precision))
 
     def act(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
             token_R: Tensor | None, activation: str, precision: str) -> tuple[Tensor, Tensor]:
@@ -93,7 +102,7 @@ class RoundedProducts:
                      activation: str,
                      precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """`expert_matmul_act_backward` of rounded operands."""
-        u_RF = self.plain(grad, groups, w_LFD.transpose(1, 2), None, token_R, precision)
+        u_RF = self.back(grad, groups, w_LFD.transpose(1, 2), None, token_R, precision)
         return back_through_activation(u_RF, h_RF, gate_RF, scale_R, activation)
 
 

@@ -163,28 +163,41 @@ def least_power(largest: Tensor, top: float) -> Tensor:
     return torch.where(largest > 0, 2 ** (largest / top).log2().ceil(), 1.0)
 
 
-def round_blocks(x: Tensor, precision: str) -> Tensor:
-    """To values of MXFP8 or NVFP4, in blocks along the last axis; x [N] or [M, N] is one tensor."""
-    size = 32 if precision == "mxfp8" else 16
+def round_blocks(x: Tensor, precision: str, of: str = "rows") -> Tensor:
+    """To values of a block format, in blocks along the last axis; x [N] or [M, N] is one tensor.
+
+    of: "rows", "grads" or "weights", which formats for fp8 round in different ways.
+    """
     if not x.numel():
         return x
-    blocks = F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    if precision != "nvfp4":
+        codes = torch.float8_e5m2 if (of == "grads" and precision.endswith("hybrid")) else (
+            torch.float8_e4m3fn)
+        if not precision.startswith("fp8_blockwise"):
+            return round_powers(x, (1, 32), codes)
+        return round_powers(x, (128 if of == "weights" else 1, 128), codes)
+    blocks = F.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
     largest = blocks.abs().amax(-1, keepdim=True)
-    if precision == "mxfp8":
-        scale = least_power(largest, 448)
-        made = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
-    else:
-        tensor = least_power(x.abs().max(), 448 * 6)
-        scale = (largest / tensor / 6).float().to(torch.float8_e4m3fn).double() * tensor
-        ratio = torch.where(scale > 0, blocks / scale, 0)
-        nearest = E2M1[(ratio.abs()[..., None] - E2M1).abs().argmin(-1)]
-        made = nearest * ratio.sign() * scale
-    return made.flatten(-2)[..., :x.shape[-1]]
+    tensor = least_power(x.abs().max(), 448 * 6)
+    scale = (largest / tensor / 6).float().to(torch.float8_e4m3fn).double() * tensor
+    ratio = torch.where(scale > 0, blocks / scale, 0)
+    nearest = E2M1[(ratio.abs()[..., None] - E2M1).abs().argmin(-1)]
+    return (nearest * ratio.sign() * scale).flatten(-2)[..., :x.shape[-1]]
+
+
+def round_powers(x: Tensor, block: tuple[int, int], codes: torch.dtype) -> Tensor:
+    """x [N] or [M, N] to codes times a power of two for each block of rows and columns."""
+    made = torch.atleast_2d(x).clone()
+    for rows in made.split(block[0], 0):
+        for part in rows.split(block[1], 1):
+            scale = least_power(part.abs().max(), torch.finfo(codes).max)
+            part.copy_((part / scale).float().to(codes).double() * scale)
+    return made.view(x.shape)
 
 
 class RoundedProduct(torch.autograd.Function):
     """x [I] @ w [I, O], rounded as docs/precision.md says: each operand, but those of w's gradient
-    (in MXFP8 and NVFP4 blocks of these are of rows, whose order is the layout's).
+    (in block formats blocks of these are of rows, whose order is the layout's).
     """
 
     @staticmethod
@@ -193,7 +206,7 @@ class RoundedProduct(torch.autograd.Function):
         ctx.precision = precision
         if precision == "fp8":
             return round_fp8(x) @ round_fp8(w)
-        return round_blocks(x, precision) @ round_blocks(w.T, precision).T
+        return round_blocks(x, precision) @ round_blocks(w.T, precision, "weights").T
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -201,7 +214,8 @@ class RoundedProduct(torch.autograd.Function):
         if ctx.precision == "fp8":
             grad_x = round_fp8(grad) @ round_fp8(w).T
         else:
-            grad_x = round_blocks(grad, ctx.precision) @ round_blocks(w, ctx.precision).T
+            grad_x = round_blocks(grad, ctx.precision, "grads") @ round_blocks(
+                w, ctx.precision, "weights").T
         return grad_x, torch.outer(x, grad), None
 
 

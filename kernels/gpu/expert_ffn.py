@@ -47,14 +47,15 @@ class _Products:
     """The products over rows as they are; signatures as in `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
+    back: Callable[..., Tensor]
     sum: Callable[..., Tensor]
     act: Callable[..., tuple[Tensor, Tensor]]
     gated: Callable[..., tuple[Tensor, Tensor, Tensor]]
     act_backward: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
 
 
-_EXACT = _Products(expert_matmul, expert_matmul_sum, expert_matmul_act, expert_matmul_gated,
-                   expert_matmul_act_backward)
+_EXACT = _Products(expert_matmul, expert_matmul, expert_matmul_sum, expert_matmul_act,
+                   expert_matmul_gated, expert_matmul_act_backward)
 _ROUNDED: dict[str, RoundedProducts] = {"fp8": FP8, **BLOCK_PRODUCTS}
 
 
@@ -402,7 +403,7 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
             w_gate: Tensor | None, position_TK: Tensor | None, precision: str) -> Tensor:
     w_in = w_in.transpose(1, 2)
     if w_gate is None or g_gate is None:
-        rows_RD = _products(precision).plain(g_h, groups, w_in, None, None, precision)
+        rows_RD = _products(precision).back(g_h, groups, w_in, None, None, precision)
     else:
         rows_RD = _products(precision).sum(g_h, g_gate, groups, w_in, w_gate.transpose(1, 2),
                                            precision)

@@ -44,17 +44,21 @@ def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: 
                    token_R: Tensor | None, dtype: torch.dtype) -> str | None:
     """Why `expert_matmul_blocks` is not torch's product for these arguments; None where it is."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
-        dtype, w_blocks.width, w_blocks.codes.shape[1])
+        dtype, (x_blocks, w_blocks), w_blocks.width, w_blocks.codes.shape[1])
 
 
 def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                         dtype: torch.dtype) -> str | None:
     """The same of `expert_weight_grad_blocks`."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
-        dtype, x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
+        dtype, (x_blocks, grad_blocks), x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
 
 
-def _not_so(dtype: torch.dtype, *widths: int) -> str | None:
+def _not_so(dtype: torch.dtype, operands: tuple[Blocks, Blocks], *widths: int) -> str | None:
+    if any(each.block > 32 for each in operands):
+        return "blocks of 128: it has 32 and 16"
+    if any(each.codes.dtype == torch.float8_e5m2 for each in operands):
+        return "e5m2 codes: only e4m3 is asked for here"
     if dtype != torch.bfloat16:
         return f"dtype {dtype}: results are bfloat16"
     return None if all(w % STEP == 0 for w in widths) else (

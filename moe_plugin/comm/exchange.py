@@ -38,6 +38,13 @@ class Exchange(ABC):
                  recv: Sequence[int] | None = None) -> Tensor:
         """Exchange rows of `x` along dimension 0, see `Comm.all_to_all`. All ranks call it."""
 
+    @property
+    def back(self) -> Exchange:
+        """By which rows come back from their experts, and gradients of those that this one sends
+        there; whose `back` is this one. Itself where both ways are alike.
+        """
+        return self
+
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
         """What runs for this call. Called in program order on all ranks, so it may be collective.

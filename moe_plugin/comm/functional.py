@@ -34,15 +34,15 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # under create_graph the gradient is itself differentiated
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _AllToAll.apply(grad, None, ctx.comm, ctx.algorithm, ctx.recv,
+            return _AllToAll.apply(grad, None, ctx.comm, ctx.algorithm.back, ctx.recv,
                                    ctx.send), None, None, None, None, None
-        return ctx.algorithm(ctx.comm, grad.contiguous(), ctx.recv,
-                             ctx.send), None, None, None, None, None
+        return ctx.algorithm.back(ctx.comm, grad.contiguous(), ctx.recv,
+                                  ctx.send), None, None, None, None, None
 
 
 def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] | None = None,
                recv: Sequence[int] | None = None, anchor: Tensor | None = None) -> Tensor:
-    """All-to-all along dimension 0; its gradient is the reverse exchange.
+    """All-to-all along dimension 0; its gradient is the reverse exchange, by `algorithm.back`.
 
     Args:
         x: [sum(send), ...].

@@ -30,6 +30,16 @@ class Route:
     def __init__(self, comm: Comm, algorithm: Exchange) -> None:
         self.comm, self.algorithm = comm, algorithm
         self.key = key_of(self)
+        self._back: Route | None = None
+
+    @property
+    def back(self) -> Route:
+        """The way back, see `Exchange.back`; the same object where both ways are alike."""
+        if self._back is None:
+            there = self.algorithm.back
+            self._back = self if there is self.algorithm else Route(self.comm, there)
+            self._back._back = self
+        return self._back
 
     def __reduce__(self) -> tuple[type[Route], tuple[Comm, Exchange]]:
         return Route, (self.comm, self.algorithm)
@@ -59,7 +69,8 @@ def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return all_to_all(grad, None, ctx.route, ctx.recv, ctx.send), None, None, None, None
+    route = owner_of(ctx.route).back.key
+    return all_to_all(grad, None, route, ctx.recv, ctx.send), None, None, None, None
 
 
 all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)

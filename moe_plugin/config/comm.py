@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from moe_plugin.config.options import MOST_SECONDS, SettingsSection, option
 
+WIRES = ("none", "bf16", "fp16", "fp8", "mxfp8")
+
 
 @dataclass(kw_only=True)
 class CommConfig(SettingsSection):
@@ -40,9 +42,13 @@ class CommConfig(SettingsSection):
         flag="network")
     wire: str = option(
         "none",
-        "dtype of rows between ranks, where it is smaller than theirs: bf16, fp16 or fp8 (error "
-        "bounds: docs/precision.md)",
-        choices=("none", "bf16", "fp16", "fp8"), flag="wire")
+        "dtype of rows between ranks, where it is smaller than theirs: bf16, fp16, fp8 or mxfp8 "
+        "(error bounds: docs/precision.md)",
+        choices=WIRES, flag="wire")
+    wire_back: str = option(
+        "same",
+        "the same for results on their way back from the experts, and the gradients of what went "
+        "there; same: as comm.wire", choices=("same", *WIRES), flag="wire-back")
     watchdog_s: float = option(
         0.0,
         "> 0: seconds between heartbeats, so that the error of a failed exchange names the "

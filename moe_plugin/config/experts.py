@@ -11,7 +11,7 @@ from moe_plugin.config.options import MOST_WIDTH, SettingsSection, option
 MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop")
 
 # precisions whose products round both operands; they take the kernels whatever is named
-ROUNDED = ("fp8", "mxfp8", "nvfp4")
+ROUNDED = ("fp8", "fp8_blockwise", "fp8_blockwise_hybrid", "mxfp8", "mxfp8_hybrid", "nvfp4")
 
 
 @dataclass(kw_only=True)
@@ -47,8 +47,10 @@ class ExpertsConfig(SettingsSection):
         "tf32 (float32 values with 11 bits on a GPU's matrix units), fp8 (every operand rounded to "
         "e4m3 with a scale for 128 values, weight gradients not; off by about 4 % of a product's "
         "norm), mxfp8 (e4m3 with a power of two for 32 values along each sum, weight gradients "
-        "too; about 4 %), or nvfp4 (e2m1 with an e4m3 scale for 16 values, weight gradients too; "
-        "about 13 %); these three take compute=kernels themselves",
+        "too; about 4 %), fp8_blockwise (the same for 128 values, or 128 x 128 of a weight), "
+        "either with _hybrid (gradients in e5m2; about 6 %), or nvfp4 (e2m1 with an e4m3 scale for "
+        "16 values, weight gradients too; about 13 %); all but the first two take compute=kernels "
+        "themselves",
         choices=("ieee", "tf32", *ROUNDED), flag="expert-precision")
     shared_hidden_dim: int = option(0, "inner width of an expert that every token visits; 0: none",
                                     flag="shared-expert-hidden-dim")

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import graph_ops
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.exchange import Exchange
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.comm.graph_ops import Route
 from moe_plugin.comm.handles import Series
@@ -45,9 +47,11 @@ class PipelinedExchange:
                  overlap: Overlap, reverse: bool = False) -> None:
         there = [_Sizes(p.recv, p.send, p.local) if reverse else _Sizes(p.send, p.recv, p.local)
                  for p in pieces]
-        self.forward = _Direction(placement, there, overlap.forward, even)
-        self.backward = _Direction(placement, [_Sizes(p.recv, p.send, p.local) for p in there],
-                                   overlap.backward or overlap.forward, even, last_first=True)
+        algorithm = placement.algorithm.back if reverse else placement.algorithm
+        self.forward = _Direction(placement.comm, algorithm, there, overlap.forward, even)
+        self.backward = _Direction(
+            placement.comm, algorithm.back, [_Sizes(p.recv, p.send, p.local) for p in there],
+            overlap.backward or overlap.forward, even, last_first=True)
 
     def post(self, number: int, rows_ND: Tensor, anchor: Tensor | None) -> Tensor:
         """Hand over a piece [N, D], which may start to travel; a scalar token for `take`.
@@ -75,9 +79,9 @@ class _Direction:
     last_first: the order in which they are put in.
     """
 
-    def __init__(self, placement: Placement, pieces: Sequence[_Sizes], groups: int, even: bool,
-                 last_first: bool = False) -> None:
-        self.placement, self.pieces, self.even = placement, pieces, even
+    def __init__(self, comm: Comm, algorithm: Exchange, pieces: Sequence[_Sizes], groups: int,
+                 even: bool, last_first: bool = False) -> None:
+        self.comm, self.algorithm, self.pieces, self.even = comm, algorithm, pieces, even
         # a piece that stays on its rank needs no exchange: its rows are there before any arrive
         travelling = [number for number, piece in enumerate(pieces) if not piece.local]
         size = -(-len(travelling) // groups)
@@ -111,8 +115,7 @@ class _Direction:
         if self.series is None:
             sends = [_sum([self.pieces[n].send for n in group]) for group in self.members]
             recvs = [_sum([self.pieces[n].recv for n in group]) for group in self.members]
-            self.series = Series(self.placement.comm, self.placement.algorithm, sends, recvs,
-                                 self.even)
+            self.series = Series(self.comm, self.algorithm, sends, recvs, self.even)
         buffer = _by_rank([self.waiting.pop(n) for n in members],
                           [self.pieces[n].send for n in members])
         self.series.put(self.group_of[number], buffer)
@@ -229,8 +232,8 @@ class ExchangeDispatcher(Dispatcher):
         background = self.overlap.background and not torch.compiler.is_compiling()
         if len(plan.pieces) == 1 and not background:
             piece = plan.pieces[0]
-            rows_RD = self._exchange(self.own_part(rows_ND), piece.send, piece.recv, plan.even,
-                                     anchor)
+            rows_RD = self._exchange(self.route, self.own_part(rows_ND), piece.send, piece.recv,
+                                     plan.even, anchor)
             return Sent([piece.work(rows_RD, self.maps_rows)], anchor)
         arriving = self._in_background(rows_ND, plan, anchor)
         if len(plan.pieces) == 1:
@@ -243,8 +246,9 @@ class ExchangeDispatcher(Dispatcher):
             rows_ND = torch.cat([self.all_parts(rows) for rows in sent.returned()])
         else:
             [piece], [result] = plan.pieces, sent.results
-            rows_ND = self.all_parts(self._exchange(piece.results(result, self.maps_rows),
-                                                    piece.recv, piece.send, plan.even, sent.anchor))
+            rows_ND = self.all_parts(self._exchange(
+                self.route.back, piece.results(result, self.maps_rows), piece.recv, piece.send,
+                plan.even, sent.anchor))
         return self.weigh(rows_ND, plan)
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
@@ -280,9 +284,9 @@ class ExchangeDispatcher(Dispatcher):
         """The inverse of `own_part`, on the rows that came back."""
         return rows_ND
 
-    def _exchange(self, rows: Tensor, send: list[int], recv: list[int], even: bool,
+    def _exchange(self, route: Route, rows: Tensor, send: list[int], recv: list[int], even: bool,
                   anchor: Tensor | None) -> Tensor:
         splits = (None, None) if even else (send, recv)
         if torch.compiler.is_compiling():
-            return graph_ops.all_to_all(rows, anchor, self.route.key, *splits)
-        return all_to_all(rows, self.placement.comm, self.placement.algorithm, *splits, anchor)
+            return graph_ops.all_to_all(rows, anchor, route.key, *splits)
+        return all_to_all(rows, route.comm, route.algorithm, *splits, anchor)

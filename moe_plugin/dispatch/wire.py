@@ -6,26 +6,33 @@ of that row whose largest is b, with 2^-110 <= b <= m < 2^127, one exchange chan
     bf16   2^-8 |x|
     fp16   2^-11 |x| + 2^-39 m
     fp8    2^-4 |x| + 2^-18 b
+    mxfp8  2^-4 |x| + 2^-17 b, in blocks of 32
 
 fp16 scales rows by a power of two, so that nothing overflows, and adds one byte per row. fp8 (e4m3)
-scales blocks (`kernels.quantize_fp8`, in Triton on a GPU) and adds four bytes per block. A row with
-an infinity or a NaN stays not finite, so that loss scaling still sees it. Gradients travel in the
-same format.
+scales blocks (`kernels.quantize_fp8`, in Triton on a GPU), four bytes per block; mxfp8 (e4m3)
+scales blocks by a power of two, one byte each: an expert in MXFP8 reads what arrives without a
+further error. A row with an infinity or a NaN stays not finite, so that loss scaling still sees it.
+
+Rows to experts, and the gradients of their results, travel in one format; results, and the
+gradients of those rows, in the same or another one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.kernels import dequantize_fp8, quantize_fp8
+from moe_plugin.kernels.block_formats import Blocks, quantize_mxfp8
 from moe_plugin.kernels.fp8 import BLOCK
 
 
@@ -49,19 +56,34 @@ class WireFormat(Exchange):
     """An all-to-all whose rows travel in another format.
 
     Integers, tensors of one number a row, and rows that would not be smaller pass unchanged.
+
+    Attributes:
+        name, other: formats of this way and of the way back, or none.
     """
 
     algorithm: Exchange
     name: str
+    other: str
 
     @property
     def in_background(self) -> bool:
         """Whether the wrapped all-to-all may run in the background."""
         return self.algorithm.in_background
 
+    @functools.cached_property
+    def back(self) -> Exchange:
+        """See `Exchange`: one object, so that both ways are one pair."""
+        if self.other == self.name:
+            return self
+        found = replace(self, name=self.other, other=self.name)
+        found.__dict__["back"] = self
+        return found
+
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
         """See `Exchange`. Rows of `x` come back in its dtype, rounded to the format."""
+        if self.name == "none":
+            return self.algorithm(comm, x, send, recv)
         form = FORMATS[self.name]
         if not x.is_floating_point() or x.dim() < 2 or not _saves(form, x):
             return self.algorithm(comm, x, send, recv)
@@ -112,21 +134,37 @@ def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor
     return dequantize_fp8(codes.flatten(1), scales_RB, BLOCK, dtype).view(codes.shape)
 
 
+def _codes_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3 codes like x, e8m0 scales [R, blocks])."""
+    made = quantize_mxfp8(x.detach().flatten(1))
+    # as bytes: copies of fp8 are slow or missing on some devices
+    codes = made.codes.view(torch.uint8)[:, :made.width].contiguous()
+    return codes.view(made.codes.dtype).view(x.shape), made.scales
+
+
+def _from_powers(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = codes.view(torch.uint8).flatten(1)
+    padded = F.pad(flat, (0, 32 * scales_RB.shape[1] - flat.shape[1])).view(codes.dtype)
+    return Blocks(padded, scales_RB, None, flat.shape[1], 32).values(dtype).view(codes.shape)
+
+
 FORMATS: dict[str, RowFormat] = {
     "bf16": RowFormat(lambda x: (x.to(torch.bfloat16),), lambda rows, dtype: rows.to(dtype),
                    lambda n: 2 * n),
     "fp16": RowFormat(_scaled_rows, _unscaled_rows, lambda n: 2 * n + 1),
     "fp8": RowFormat(_blocks, _from_blocks, lambda n: n + 4 * -(-n // BLOCK)),
+    "mxfp8": RowFormat(_codes_and_powers, _from_powers, lambda n: n + -(-n // 32)),
 }
 
 
-def with_wire(algorithm: Exchange, name: str) -> Exchange:
-    """The algorithm in a wire format: `none`, `bf16`, `fp16` or `fp8`.
+def with_wire(algorithm: Exchange, name: str, back: str = "same") -> Exchange:
+    """The algorithm in a wire format: `none` or one of `FORMATS`.
 
+    back: the format of the way back, or `same`.
     Raises: ValueError: another name.
     """
-    if name == "none":
-        return algorithm
-    if name not in FORMATS:
-        raise ValueError(f"unknown wire format {name!r}; known: none, {', '.join(FORMATS)}")
-    return WireFormat(algorithm, name)
+    back = name if back == "same" else back
+    for each in (name, back):
+        if each not in ("none", *FORMATS):
+            raise ValueError(f"unknown wire format {each!r}; known: none, {', '.join(FORMATS)}")
+    return algorithm if name == back == "none" else WireFormat(algorithm, name, back)

@@ -410,4 +410,4 @@ class Layouts:
         comm = self.config.comm
         if name == comm.all_to_all:
             return self.place.algorithm
-        return with_wire(algorithms.get(name), comm.wire)
+        return with_wire(algorithms.get(name), comm.wire, comm.wire_back)

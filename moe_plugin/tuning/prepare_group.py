@@ -75,7 +75,8 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
 
 
 def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
-    return with_wire(algorithms.get(exchange_name(comm, config, measures)), config.wire)
+    return with_wire(algorithms.get(exchange_name(comm, config, measures)), config.wire,
+                     config.wire_back)
 
 
 def _announce(comm: Comm, name: str) -> None:

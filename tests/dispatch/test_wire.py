@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, Traffic, algorithms, run_simulated
 from moe_plugin.comm.functional import all_to_all
+from moe_plugin.config import from_dict
 from moe_plugin.dispatch.wire import FORMATS, with_wire
 from moe_plugin.kernels import kernels
 from moe_plugin.kernels.fp8 import BLOCK
@@ -21,15 +24,16 @@ pytestmark = pytest.mark.fast
 WORLD = 4
 PAIRS = Topology.uniform(WORLD, 2)
 
-# times |x|, times the largest magnitude of x's row (fp8: of its block of 128)
-BOUNDS = {"bf16": (2**-8, 0.0), "fp16": (2**-11, 2**-39), "fp8": (2**-4, 2**-18)}
+# times |x|, times the largest magnitude of x's row (fp8, mxfp8: of its block of 128 or 32)
+BOUNDS = {"bf16": (2**-8, 0.0), "fp16": (2**-11, 2**-39), "fp8": (2**-4, 2**-18),
+          "mxfp8": (2**-4, 2**-17)}
 
 
 def allowed(name: str, x: torch.Tensor) -> torch.Tensor:
     """The stated bound, element by element."""
     relative, absolute = BOUNDS[name]
     size = x.double().abs()
-    blocks = size.split(BLOCK if name == "fp8" else size.shape[1], dim=1)
+    blocks = size.split({"fp8": BLOCK, "mxfp8": 32}.get(name, size.shape[1]), dim=1)
     return relative * size + absolute * torch.cat(
         [b.amax(1, keepdim=True).expand(b.shape) for b in blocks], dim=1)
 
@@ -44,7 +48,7 @@ def test_every_wire_format_has_a_bound() -> None:
     assert set(BOUNDS) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8"])
+@pytest.mark.parametrize("name", ["fp16", "fp8", "mxfp8"])
 @given(exponents=st.lists(st.integers(-80, 100), min_size=1, max_size=5), width=st.integers(1, 300),
        seed=st.integers(0, 999))
 @settings(deadline=None, max_examples=60)
@@ -118,10 +122,10 @@ def test_rows_through_a_wire_format(name: str, wire: str) -> None:
 
 
 def test_bytes_on_the_wire() -> None:
-    """64 floats of 4 bytes become 2 bytes each, or 1; and a scale of one byte a row (fp16) or four
-    bytes a block (fp8).
+    """64 floats of 4 bytes become 2 bytes each, or 1; and a scale of one byte a row (fp16), four
+    bytes a block (fp8) or one (mxfp8).
     """
-    for wire, per_row in [("none", 256), ("bf16", 128), ("fp16", 129), ("fp8", 68)]:
+    for wire, per_row in [("none", 256), ("bf16", 128), ("fp16", 129), ("fp8", 68), ("mxfp8", 66)]:
         traffic = Traffic()
         exchange = with_wire(algorithms.get("linear"), wire)
         run_simulated(2, partial(exchange, x=torch.ones(6, 64)), traffic=traffic)
@@ -142,6 +146,42 @@ def test_fp8_travels_only_where_it_is_smaller(dtype: torch.dtype, width: int,
     assert (sum(traffic.bytes.values()) < sum(plain.bytes.values())) == smaller
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_each_way_has_its_own_format(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows to experts and gradients of their results in one format, whose rows are those that it
+    is given; the others as they are.
+    """
+    seen: list[torch.Tensor] = []
+    form = FORMATS["mxfp8"]
+    monkeypatch.setitem(FORMATS, "mxfp8", replace(
+        form, encode=lambda x: seen.append(x.clone()) or form.encode(x)))
+    config = from_dict({
+        "model_dim": 32, "num_experts": 4, "router": {"top_k": 1},
+        "comm": {"wire": "mxfp8", "wire_back": "none"}, "parallel": {"d": pieces, "r": 1}})
+    x_TD, direction_TD = (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed))
+                          for seed in range(2))
+
+    def rank(comm: Comm) -> torch.Tensor:
+        torch.manual_seed(2)
+        layer = MoELayer(config, comm)
+        y_TD = layer(x_TD.clone().requires_grad_()).output
+        comm.barrier()
+        forward = list(seen)
+        comm.barrier()
+        seen.clear()
+        comm.barrier()
+        y_TD.backward(direction_TD)
+        return torch.cat(forward)
+
+    forward_RD = run_simulated(2, rank)[0]
+    backward_RD = torch.cat(seen)
+    assert forward_RD.shape == backward_RD.shape == (12, 32)
+    assert all((row == x_TD).all(1).any() for row in forward_RD)
+    towards = torch.nn.functional.cosine_similarity(
+        backward_RD[:, None], direction_TD[None], dim=-1)
+    torch.testing.assert_close(towards.amax(1), torch.ones(12))
+
+
 @pytest.mark.parametrize("wire", sorted(FORMATS))
 def test_what_is_not_finite_stays_so(wire: str) -> None:
     def rank(comm: Comm) -> torch.Tensor:
@@ -155,5 +195,5 @@ def test_what_is_not_finite_stays_so(wire: str) -> None:
 
 def test_unknown_wire_format() -> None:
     with pytest.raises(ValueError,
-                       match="unknown wire format 'int4'; known: none, bf16, fp16, fp8"):
+                       match="unknown wire format 'int4'; known: none, bf16, fp16, fp8, mxfp8"):
         with_wire(algorithms.get("linear"), "int4")

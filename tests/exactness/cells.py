@@ -154,10 +154,10 @@ def fp8_cells(dispatch: str) -> list[Cell]:
 
 
 def block_cells(dispatch: str) -> list[Cell]:
-    """Some of them in MXFP8 and some in NVFP4: what differs is in the products alone."""
-    cells = fp8_cells(dispatch)
-    return [{**cell, "precision": precision} for first, precision in enumerate(("mxfp8", "nvfp4"))
-            for cell in cells[first::16]]
+    """Some of them in each block format: what differs is in the products alone."""
+    cells, names = fp8_cells(dispatch), ("mxfp8", "nvfp4", "fp8_blockwise_hybrid")
+    return [{**cell, "precision": precision} for first, precision in enumerate(names)
+            for cell in cells[first::24]]
 
 
 # ranks, experts, shards: alone, together, cut

@@ -1,5 +1,5 @@
-"""MXFP8 and NVFP4: the formats value by value, the products' stated errors, and torch's product by
-a stand-in with its interface.
+"""MXFP8, NVFP4 and fp8 blockwise: the formats value by value, the products' stated errors, and
+torch's product by a stand-in with its interface.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_plugin.cli.doctor import registries
 from moe_plugin.kernels import RowGroups, kernels, strategies
-from moe_plugin.kernels.block_formats import QUANTIZERS, quantize_mxfp8, quantize_nvfp4
-from moe_plugin.kernels.block_products import BLOCK_PRODUCTS, ROWS
+from moe_plugin.kernels.block_formats import FORMATS, quantize_mxfp8, quantize_nvfp4
+from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
 from moe_plugin.kernels.expert_ffn import OPERANDS
 from moe_plugin.kernels.gpu import scaled_grouped
 from moe_plugin.records import RowCounts
@@ -28,32 +28,36 @@ from tests.oracle import round_blocks
 
 pytestmark = pytest.mark.fast
 
-NAMES = sorted(QUANTIZERS)
+NAMES = sorted(FORMATS)
+ROWS = [name for name in NAMES if not name.endswith("hybrid")]  # the same rows as without it
+TORCHS = ["mxfp8", "nvfp4"]
 CPU = torch.device("cpu")
+Round = Callable[[Tensor, str], Tensor]  # values, and what they are of: see `round_blocks`
 # of the norm, on normal values: a product, a layer's output and each of its gradients
-OFF = {"mxfp8": (0.05, 0.12), "nvfp4": (0.16, 0.4)}
+OFF = {"mxfp8": (0.05, 0.12), "mxfp8_hybrid": (0.07, 0.17), "nvfp4": (0.16, 0.4),
+       "fp8_blockwise": (0.05, 0.12), "fp8_blockwise_hybrid": (0.07, 0.17)}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROWS)
 def test_values_are_those_of_the_definition(name: str) -> None:
     """Rows of widths that end inside a block, of very different sizes, and of zeros."""
     for width in (1, 31, 32, 100):
         x = draw(40, width, seed=width) * torch.logspace(-2, 2, 40)[:, None]
         x[3] = 0
-        got = QUANTIZERS[name](x).values(torch.float64)
+        got = FORMATS[name].rows(x).values(torch.float64)
         torch.testing.assert_close(got, round_blocks(x.double(), name), rtol=1e-12, atol=0)
-        bound = (2**-4 + 2**-10, 2**-17) if name == "mxfp8" else (2**-2, 2**-4)
-        block = 32 if name == "mxfp8" else 16
+        bound = (2**-2, 2**-4) if name == "nvfp4" else (2**-4 + 2**-10, 2**-17)
+        block = {"mxfp8": 32, "nvfp4": 16, "fp8_blockwise": 128}[name]
         largest = torch.cat([each.abs().amax(1, keepdim=True).expand_as(each)
                              for each in x.split(block, 1)], 1)
         # and where a block is next to nothing in its tensor, steps of that
         least = 2**-17 * x.abs().max()
         assert bool(((got - x).abs() <= bound[0] * x.abs() + bound[1] * largest + least).all())
-        assert torch.equal(got, QUANTIZERS[name](x).values(torch.bfloat16).double())
+        assert torch.equal(got, FORMATS[name].rows(x).values(torch.bfloat16).double())
 
 
 def test_codes_and_scales_of_mxfp8() -> None:
@@ -65,6 +69,22 @@ def test_codes_and_scales_of_mxfp8() -> None:
     made = quantize_mxfp8(x)
     assert made.scales.flatten().tolist() == [127, 128, 127 - 108]
     assert made.codes[:, :3].float().tolist() == [[448, -224, 1], [224, 0.5, 0], [256, 0, 0]]
+
+
+def test_weights_in_squares_and_gradients_in_e5m2() -> None:
+    """Of two experts, and widths that end inside a square; e5m2 keeps three bits."""
+    form, w = FORMATS["fp8_blockwise_hybrid"], draw(2, 300, 140) * torch.logspace(-2, 2, 140)
+    got = form.weights(w)
+    assert got.scales.shape == (2, 300, 2)
+    torch.testing.assert_close(got.values(torch.float64), torch.stack(
+        [round_blocks(each.double(), "fp8_blockwise", "weights") for each in w]), rtol=0, atol=0)
+    for name in ("mxfp8_hybrid", "fp8_blockwise_hybrid"):
+        made, grad = FORMATS[name].grads(w[0]), w[0].double()
+        assert made.codes.dtype == torch.float8_e5m2
+        torch.testing.assert_close(made.values(torch.float64), round_blocks(grad, name, "grads"),
+                                   rtol=0, atol=0)
+        assert torch.equal(made.values(torch.float64), made.values(torch.bfloat16).double())
+        assert bool(((made.values(torch.float64) - grad).abs() <= 2**-3 * grad.abs()).all())
 
 
 def test_codes_and_scales_of_nvfp4() -> None:
@@ -80,19 +100,20 @@ def test_codes_and_scales_of_nvfp4() -> None:
         0, 1, 1, 2, 2, 4, 4, 6]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so_and_counts_for_no_scale(name: str, wrong: float) -> None:
     x = draw(4, 64)
     spoiled = x.clone()
     spoiled[1, 5] = wrong
-    got, want = (QUANTIZERS[name](each).values(torch.float32) for each in (spoiled, x))
+    got, want = (FORMATS[name].rows(each).values(torch.float32) for each in (spoiled, x))
     assert bool(got[1, 5].isnan())
     assert torch.equal(got[[0, 2, 3]], want[[0, 2, 3]])
-    assert torch.equal(got[1, 32:], want[1, 32:])
+    block = FORMATS[name].rows(x).block
+    assert torch.equal(got[1, block:], want[1, block:])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("most", [1, 1.31, 1.32])  # NVFP4's scale of the tensor changes at 1.3125
 def test_a_row_of_blocks_above_2_to_minus_13_of_the_tensor_is_rounded_alike(
         name: str, most: float) -> None:
@@ -100,17 +121,17 @@ def test_a_row_of_blocks_above_2_to_minus_13_of_the_tensor_is_rounded_alike(
     blocks = draw(15, 4, 16)
     rows = (blocks / blocks.abs().amax(2, keepdim=True)).flatten(1)
     x = most * rows * torch.tensor([2.0**-20, *(2.0**-n for n in range(13, -1, -1))])[:, None]
-    whole = QUANTIZERS[name](x).values(torch.float32)
+    whole = FORMATS[name].rows(x).values(torch.float32)
     for row in range(name == "nvfp4", 15):
-        assert torch.equal(QUANTIZERS[name](x[row:row + 1]).values(torch.float32)[0], whole[row])
-    assert bool(whole[0].any()) == (name == "mxfp8")
+        assert torch.equal(FORMATS[name].rows(x[row:row + 1]).values(torch.float32)[0], whole[row])
+    assert bool(whole[0].any()) == (name != "nvfp4")
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_groups_are_filled_up_to_whole_blocks(on_device: bool) -> None:
     lengths, rows = [5, 0, 64, 33], 102 + 6 * on_device
     counts = DeviceCounts(torch.tensor(lengths), rows) if on_device else RowCounts(lengths)
-    filled, row_P = RowGroups(counts, CPU).filled(ROWS)
+    filled, row_P = RowGroups(counts, CPU).filled(32)
     want, start = [], 0
     for length in lengths:
         size = max(32, -(-length // 32) * 32)
@@ -123,18 +144,20 @@ def test_groups_are_filled_up_to_whole_blocks(on_device: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_off_by_no_more_than_stated(name: str) -> None:
     """Forward, input gradient, weight gradient, on normal values; and it is that format."""
-    for what, (got, want) in three_products(name, torch.float32, lambda x: x).items():
+    exact: Round = lambda x, of: x  # noqa: E731
+    for what, (got, want) in three_products(name, torch.float32, exact).items():
         off = float((got - want).norm() / want.norm())
         assert OFF[name][0] / 4 < off < OFF[name][0], (what, off)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_those_of_operands_rounded_along_their_sums(name: str) -> None:
-    for got, want in three_products(name, torch.float64, lambda x: round_blocks(x, name)).values():
+    rounded: Round = lambda x, of: round_blocks(x, name, of)  # noqa: E731
+    for got, want in three_products(name, torch.float64, rounded).values():
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def three_products(name: str, dtype: torch.dtype, rounded: Callable[[Tensor], Tensor]
+def three_products(name: str, dtype: torch.dtype, rounded: Round
                    ) -> dict[str, tuple[Tensor, Tensor]]:
     """Forward, input and weight gradient, each made and wanted, of operands rounded along the last
     axis.
@@ -147,11 +170,11 @@ def three_products(name: str, dtype: torch.dtype, rounded: Callable[[Tensor], Te
     spans = list(groups.spans())
     return {
         "forward": (products.plain(x, groups, weight, None, None, name), torch.cat(
-            [rounded(x[span]) @ rounded(w_LIO[g].T).T for g, span in spans])),
-        "input": (products.plain(grad, groups, weight.transpose(1, 2), None, None, name), torch.cat(
-            [rounded(grad[span]) @ rounded(w_LIO[g]).T for g, span in spans])),
+            [rounded(x[span], "rows") @ rounded(w_LIO[g].T, "weights").T for g, span in spans])),
+        "input": (products.back(grad, groups, weight.transpose(1, 2), None, None, name), torch.cat(
+            [rounded(grad[span], "grads") @ rounded(w_LIO[g], "weights").T for g, span in spans])),
         "weight": (products.weight_grads(x, (grad,), groups, None, None)[0], torch.stack(
-            [rounded(x[span].T) @ rounded(grad[span].T).T for _, span in spans])),
+            [rounded(x[span].T, "rows") @ rounded(grad[span].T, "grads").T for _, span in spans])),
     }
 
 
@@ -256,7 +279,7 @@ def test_torch_has_the_stand_ins_signature() -> None:
 
 
 @needs_torchs
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCHS)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("lengths", [[130, 0, 1, 300], [0, 3, 0], [128, 128]])
 def test_the_call_of_torchs_product(name: str, on_device: bool, lengths: list[int],
@@ -332,4 +355,10 @@ def test_what_torchs_product_does_not_take(monkeypatch: pytest.MonkeyPatch) -> N
         assert rows["scaled_grouped_mm"] is None
     assert why(64, torch.bfloat16) == [None, None]
     assert why(64, torch.float32) == ["dtype torch.float32: results are bfloat16"] * 2
+    wide, grads = (FORMATS["fp8_blockwise_hybrid"].rows(draw(4, 64)), FORMATS["mxfp8_hybrid"].grads(
+        draw(32, 32)))
+    assert "blocks of 128" in op.why_not("scaled_grouped_mm", wide, groups, wide, None, None,
+                                         torch.bfloat16)
+    assert "e5m2" in grad_op.why_not("scaled_grouped_mm", quantize_mxfp8(draw(32, 32)), grads,
+                                     groups, torch.bfloat16)
     assert why(48, torch.bfloat16) == ["widths (64, 48), which are not multiples of 32"] * 2

@@ -16,10 +16,11 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import core, muon
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
+from moe_plugin.hosts.megatron.compat.recipes import in_bf16
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
     script_arguments,
@@ -124,6 +125,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self._clock, self._recordings = StepClock(), Recordings(moe, config)
         self.run_ends_steps = False
         self.continues = False  # a slice of a micro-batch whose first slice has passed
+        if layer_number is not None:
+            self._follow_recipe(layer_number)
         self.last_stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
 
@@ -174,6 +177,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def _prepare_parameters(self, native: nn.Module | None) -> None:
         parameters.mark(self.experts)
+        muon.prepare(self.experts, self.moe.placement.shards)
         if self.plan.config.router.fp32:
             float32_parameters_first()
         # else the layer does it
@@ -189,12 +193,18 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         comm = comm_of(self.groups.tensor, self.plan.config.comm.timeout_s)
         return comm.all_reduce(grad)
 
+    def _follow_recipe(self, layer_number: int) -> None:
+        # multi-token prediction keeps the recipe in all its layers, as in Megatron
+        if self.plan.follows_recipe and not self._is_mtp and in_bf16(self.config, layer_number):
+            self.experts.config = replace(self.experts.config, precision="ieee")
+
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron; the number goes into the log's rows, and to a list of routers.
 
         The attribute `layer_number` is then that of `layer_numbers.in_model`.
         """
         self.layer_number = layer_numbers.in_model(layer_number, self.config, self._is_mtp)
+        self._follow_recipe(layer_number)
         number = layer_numbers.moe_layers_before(self.config, self.layer_number)
         number_layers(self.router, number)
         self.experts.use_layer(number)

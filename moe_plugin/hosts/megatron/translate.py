@@ -30,7 +30,7 @@ from moe_plugin.config import (
 )
 from moe_plugin.config.router import router_names
 from moe_plugin.hosts.megatron import balance
-from moe_plugin.hosts.megatron.compat import fields
+from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
     megatrons_own,
     parsed_defaults,
@@ -77,6 +77,8 @@ class Translation:
         native_router: why Megatron's router is needed (empty: ours is used).
         notices: what has no effect here.
         native_balance: Megatron's router keeps the load even.
+        follows_recipe: `experts.precision` is that of Megatron's recipe, which may leave out some
+            layers.
     """
 
     config: MoEConfig
@@ -84,6 +86,7 @@ class Translation:
     native_router: tuple[str, ...]
     notices: tuple[str, ...]
     native_balance: bool
+    follows_recipe: bool = False
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +133,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
     name = settings.get("router.name", RouterConfig.name)
     known = only_read(known, router_names(name), native.moe_router_topk)
-    known = {**of_layer(settings), **known}
+    recipe = recipes.precision_settings(native, settings)
+    known = {**recipe, **of_layer(settings), **known}
     if reasons:
         _check_native_router_settings(settings, reasons)
         known = {path: value for path, value in known.items() if path == "router.top_k"
@@ -138,8 +142,9 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     config = with_overrides(from_dict({"losses": {}}), known)
     run = run_config(settings)
     refuse_streamed_weights(run.offload, "Megatron")
-    return Translation(config, run, tuple(reasons), tuple(_notices(native)),
-                       injected_router or balance.router_balances(native))
+    return Translation(config, run, tuple(reasons), (*_notices(native), *_followed(recipe)),
+                       injected_router or balance.router_balances(native),
+                       follows_recipe="experts.precision" in recipe)
 
 
 def _native_values(native: Any) -> dict[str, Any]:
@@ -296,6 +301,12 @@ def _refuse_lists(native: Any) -> None:
             f"offload_modules contains {sorted(offloaded)}, which is not supported: must be "
             "without; remove them"
         )
+
+
+def _followed(recipe: Mapping[str, Any]) -> Iterable[str]:
+    if recipe:
+        yield "MoE layers follow Megatron's formats of few bits: " + ", ".join(
+            f"{path}={value}" for path, value in recipe.items())
 
 
 def _notices(native: Any) -> Iterable[str]:

@@ -11,6 +11,7 @@ import argparse
 import enum
 import functools
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -154,3 +155,22 @@ def _kernels() -> None:
     kernels = vars(training_module("initialize")).get("fused_kernels")
     if kernels is not None:
         kernels.load = lambda _args: None
+
+
+@_patch("transformer_config.is_te_min_version", "0.15 to main",
+        "it asks for Transformer Engine under fp8 recipes with experts; ours follow them without")
+def _recipes_without_engine() -> None:
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    module = importlib.import_module("megatron.core.transformer.transformer_config")
+    least = module.is_te_min_version
+
+    def is_te_min_version(version: str, *args: Any, **kwargs: Any) -> bool:
+        if version not in ("1.7.0.dev0", "1.11.0"):  # of fp8 with experts alone
+            return bool(least(version, *args, **kwargs))
+        if first_process():
+            _say_once("Transformer Engine is not here: under the fp8 recipe moe-plugin's experts "
+                      "alone are rounded")
+        return True
+
+    module.is_te_min_version = is_te_min_version

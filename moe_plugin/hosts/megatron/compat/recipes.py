@@ -1,0 +1,123 @@
+"""Recipes of fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`), 0.15 to main: one row
+each, with the products by which our experts follow it.
+
+What Transformer Engine computes keeps the recipe. Its definitions are those of its source, 2.0 to
+2.9 (`common/recipe/__init__.py`: `Float8BlockScaling`, `MXFP8BlockScaling`; the scales of
+`tests/pytorch/references/quantize_scale_calc.py`). Importing this imports nothing of Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
+from moe_plugin.messages import short
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What our experts do under one recipe.
+
+    Attributes:
+        products: `experts.precision` by format (`fp8`, `fp4` of `TransformerConfig`).
+        why_not: it has none; what it asks for.
+        variables: Transformer Engine's environment variables that change it, and the values that
+            do not.
+    """
+
+    products: Mapping[str, str] = field(default_factory=dict)
+    why_not: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+_OVERRIDE = {"NVTE_BACKWARD_OVERRIDE": ""}
+RECIPES: dict[tuple[str, str], Recipe] = {
+    ("fp8", "blockwise"): Recipe(
+        {"e4m3": "fp8_blockwise", "hybrid": "fp8_blockwise_hybrid"},
+        variables={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0", **_OVERRIDE}),
+    ("fp8", "mxfp8"): Recipe({"e4m3": "mxfp8", "hybrid": "mxfp8_hybrid"}, variables=_OVERRIDE),
+    ("fp8", "tensorwise"): Recipe(why_not="it rounds a whole tensor with one scale"),
+    ("fp8", "delayed"): Recipe(why_not="it rounds a whole tensor with a scale of earlier steps"),
+    ("fp8", "custom"): Recipe(why_not="its quantizers are functions of Transformer Engine's"),
+    ("fp4", "nvfp4"): Recipe(why_not="it rounds by chance, after Hadamard transforms, and weights "
+                             "in squares of 16"),
+    ("fp4", "custom"): Recipe(why_not="its quantizers are functions of Transformer Engine's"),
+}
+_DEFAULTS = {"fp8": "delayed", "fp4": "nvfp4"}
+WIRES = {"bf16": "none", "mxfp8": "mxfp8"}  # of moe_dispatch_fwd_dtype: `comm.wire`
+
+
+def refuse_primary_weights(native: Any) -> None:
+    """`ValueError` where Megatron keeps its weights in fp8 or fp4."""
+    for kind in ("fp8", "fp4"):
+        if setting(native, f"{kind}_param", False):
+            raise ValueError(
+                f"{kind}_param=True is not supported by moe-plugin's MoE layer, whose weights are "
+                f"in params_dtype: must be False; leave out --{kind}-param-gather")
+
+
+def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings by which a layer follows Megatron's recipe and formats of rows; empty without.
+
+    Args:
+        native: `TransformerConfig`.
+        given: the user's settings by dotted path, which take their place.
+    Raises:
+        ValueError: a recipe that our products do not follow; weights in fp8; formats of rows that
+            differ; it names the setting and the remedy.
+    """
+    refuse_primary_weights(native)
+    found = _wires(native, given)
+    if "experts.precision" not in given and (precision := _precision(native)):
+        found["experts.precision"] = precision
+    return found
+
+
+def _precision(native: Any) -> str | None:
+    for kind in ("fp8", "fp4"):
+        if chosen := setting(native, kind):
+            return _products(kind, plain_name(chosen), plain_name(
+                setting(native, f"{kind}_recipe", _DEFAULTS[kind])))
+    return None
+
+
+def _products(kind: str, chosen: str, name: str) -> str:
+    recipe = RECIPES.get((kind, name), Recipe(why_not="it is unknown to moe-plugin"))
+    followed = [known for (of, known), row in RECIPES.items() if of == "fp8" and row.products]
+    if chosen not in recipe.products:
+        raise ValueError(
+            f"{kind}_recipe={short(name)} with {kind}={short(chosen)} is not followed by "
+            f"moe-plugin's experts: {recipe.why_not or 'another format'}; use --fp8-format e4m3 or "
+            f"hybrid with --fp8-recipe {' or '.join(followed)}, or say what the experts compute in "
+            "with --moe-expert-precision (ieee: the layer's dtype)")
+    for variable, neutral in recipe.variables.items():
+        if (value := os.environ.get(variable, neutral)) != neutral:
+            raise ValueError(
+                f"{variable}={short(value)} changes {kind}_recipe={short(name)} in a way that "
+                f"moe-plugin's experts do not follow: must be {short(neutral)}; unset it, or say "
+                "what the experts compute in with --moe-expert-precision")
+    return recipe.products[chosen]
+
+
+def in_bf16(native: Any, layer_number: int) -> bool:
+    """Whether Megatron leaves a layer (1-based, of the whole model) out of its recipe."""
+    if not setting(native, "first_last_layers_bf16", False):
+        return False
+    return not (setting(native, "num_layers_at_start_in_bf16", 1) < layer_number
+                <= native.num_layers - setting(native, "num_layers_at_end_in_bf16", 1))
+
+
+def _wires(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    names = "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"
+    there, gradient = (plain_name(setting(native, name, "bf16")) for name in names)
+    if there == gradient == "bf16" or {"comm.wire", "comm.wire_back"} & set(given):
+        return {}
+    if there != gradient or there not in WIRES:
+        raise ValueError(
+            f"{names[0]}={short(there)} with {names[1]}={short(gradient)} is not supported by "
+            f"moe-plugin's MoE layer, in which both travel alike: must be equal, one of "
+            f"{', '.join(WIRES)}; give both, or use --moe-wire")
+    return {"comm.wire": WIRES[there], "comm.wire_back": "none"}
