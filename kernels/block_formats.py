@@ -70,7 +70,7 @@ class Blocks:
     def values(self, dtype: torch.dtype) -> Tensor:
         """What it stands for, [..., N]; exact in bfloat16, float32 and float64."""
         if self.tensor is None:
-            codes, scales = self.codes.float(), _power(self.scales)
+            codes, scales = self.codes.float(), power(self.scales)
         else:
             codes = _from_e2m1(self.codes)
             scales = self.scales.float() * self.tensor[..., None, None]
@@ -95,7 +95,7 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
     if square:
         largest = _of_squares(largest, block)
     scales = _least_power(largest, torch.finfo(codes).max)
-    made = torch.where(finite, blocks / _power(scales)[..., None], torch.nan)
+    made = torch.where(finite, blocks / power(scales)[..., None], torch.nan)
     return Blocks(made.to(codes).flatten(-2), scales, None, x.shape[-1], block)
 
 
@@ -114,7 +114,7 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     """
     blocks, finite, largest = _blocks(x, 16)
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])
-    tensor = _power(_least_power(most, E4M3_LARGEST * E2M1_LARGEST))
+    tensor = power(_least_power(most, E4M3_LARGEST * E2M1_LARGEST))
     largest = largest / tensor[..., None, None]
     scales = torch.where(finite.all(-1), largest / E2M1_LARGEST, torch.nan).to(torch.float8_e4m3fn)
     by = scales.float()[..., None]
@@ -180,7 +180,8 @@ def _least_power(largest: Tensor, top: float) -> Tensor:
     return (exponent.clamp(-126, 127) + 127).to(torch.uint8)
 
 
-def _power(e8m0: Tensor) -> Tensor:
+def power(e8m0: Tensor) -> Tensor:
+    """Powers of two, float32, of e8m0 bits (uint8)."""
     return (e8m0.to(torch.int32) << 23).view(torch.float32)
 
 

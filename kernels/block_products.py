@@ -1,9 +1,10 @@
 """Products in MXFP8, NVFP4 and fp8 with blocks of 128: forward, input gradients and weight
 gradients, each of operands whose blocks lie along its own sum.
 
-On GPUs for which torch has them they are `torch.nn.functional.scaled_grouped_mm`; elsewhere they
-are emulated: the values that the codes stand for are multiplied in the layer's dtype (float16: in
-float32), with sums in float32, which leaves nothing out but the order of these sums.
+On GPUs for which torch has them they are `torch.nn.functional.scaled_grouped_mm`, and of blocks of
+128 in e4m3 those over rows are Triton's (`gpu.fp8_blocks`). Elsewhere they are emulated: the values
+that the codes stand for are multiplied in the layer's dtype (float16: in float32), with sums in
+float32, which leaves nothing out but the order of these sums.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
         token_R: see `kernels.expert_matmul`.
     """
     if x_blocks.device.type == "cuda":
-        _say_emulated(x_blocks.device, expert_matmul_blocks.why_not(
-            "scaled_grouped_mm", x_blocks, groups, w_blocks, b_LO, token_R, dtype))
+        name = "fp8" if x_blocks.block > 32 else "scaled_grouped_mm"
+        _say_emulated(x_blocks.device, name, expert_matmul_blocks.why_not(
+            name, x_blocks, groups, w_blocks, b_LO, token_R, dtype))
     wide = _wide(dtype)
     b_LO = None if b_LO is None else b_LO.to(wide)
     return expert_matmul(x_blocks.values(wide), groups, w_blocks.values(wide).transpose(1, 2),
@@ -66,10 +68,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def _say_emulated(device: torch.device, why: str | None) -> None:
+def _say_emulated(device: torch.device, name: str, why: str | None) -> None:
     """Once for each device and reason."""
     logger.warning("experts.precision=mxfp8, nvfp4 or fp8_blockwise is emulated on %s, slower than "
-                   "ieee: torch.nn.functional.scaled_grouped_mm: %s", device, why)
+                   "ieee: %s: %s", device, name, why)
 
 
 class BlockWeight(RoundedWeight):

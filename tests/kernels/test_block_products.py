@@ -311,6 +311,23 @@ def test_the_call_of_torchs_product(name: str, on_device: bool, lengths: list[in
                                rtol=2**-6, atol=2**-4)
 
 
+@pytest.mark.parametrize("width", [128, 160])
+def test_blocks_of_128_are_operands_of_the_fp8_product(width: int) -> None:
+    groups, products = RowGroups(RowCounts([5, 0, 40]), CPU), BLOCK_PRODUCTS["fp8_blockwise"]
+    weight = products.weight(draw(3, width, 200, seed=1), backward=True)
+    token_R = torch.randint(-1, 30, (45,), generator=torch.Generator().manual_seed(2))
+    for wide, blocks in ((width, weight.blocks), (200, weight.transpose(1, 2).blocks)):
+        args = (products.rows(draw(30, wide), groups, token_R), groups, blocks,
+                draw(3, blocks.codes.shape[1], seed=3), token_R, torch.float32)
+        op = kernels.get("expert_matmul_blocks")
+        got, want = (op.implementation(name)(*args) for name in ("fp8", "torch"))
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        assert op.why_not("fp8", *args) == "not on a GPU"
+    grads = FORMATS["fp8_blockwise_hybrid"].grads(draw(30, 200))
+    assert "e5m2" in op.why_not("fp8", grads, *args[1:])
+    assert "blocks of 32" in op.why_not("fp8", quantize_mxfp8(draw(30, 200)), *args[1:])
+
+
 def both(name: str, *args: object) -> tuple[Tensor, Tensor]:
     op = kernels.get(name)
     return tuple(op.implementation(each)(*args) for each in ("scaled_grouped_mm", "torch"))
