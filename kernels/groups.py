@@ -48,16 +48,41 @@ def most_tiles(groups: int, height: int, total: int) -> int:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How a kernel's programs go through their tiles; each computes the same bits.
+
+    Attributes:
+        flatten: one loop over the steps of all tiles, so that a tile's first operands are loaded
+            while the one before is stored.
+        specialize: some warps load, some multiply, some store; of products of one matrix with rows
+            that lie in order.
+        split: parts in which a half of a tile's columns is stored, 1 or 2.
+    """
+
+    flatten: bool = False
+    specialize: bool = False
+    split: int = 1
+
+
+# by what they are called where one is chosen; none: the one that all GPUs and versions can
+SCHEDULES = {"": Schedule(), "flat": Schedule(flatten=True), "split": Schedule(split=2),
+             "flat split": Schedule(flatten=True, split=2),
+             "specialized": Schedule(flatten=True, specialize=True)}
+
+
+@dataclass(frozen=True)
 class RowGroups:
     """Tables of row counts on one device; no copy from the device to the host.
 
     Rows after those of the last group (filler, see `DeviceCounts`) are in no group. beside: other
-    kernels, those of an exchange, run at the same time as products over these rows.
+    kernels, those of an exchange, run at the same time as products over these rows. schedule: of
+    these products where Triton computes them.
     """
 
     counts: RowCounts
     device: torch.device
     beside: bool = False
+    schedule: Schedule = Schedule()
     _tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False)
     _filled: dict[int, tuple[RowGroups, Tensor]] = field(
@@ -127,7 +152,7 @@ class RowGroups:
         else:
             counts = RowCounts([max(1, -(-n // step)) * step for n in counts.host])
             places = counts.total
-        filled = RowGroups(counts, device, self.beside)
+        filled = RowGroups(counts, device, self.beside, self.schedule)
         row_R = torch.arange(total, device=device)
         shift_L = (filled.lengths_L.cumsum(0) - filled.lengths_L
                    - self.lengths_L.cumsum(0) + self.lengths_L)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.groups import Schedule
 from moe_plugin.kernels.registry import Op, kernels
 from moe_plugin.kernels.router import Rule
 
@@ -99,6 +100,26 @@ def no_products(device: torch.device) -> str | None:
         return None
     return ("Triton {} makes products that take more shared memory than a GPU of compute "
             "capability {}.{} has: needs 3.4".format(triton.__version__, *capability))
+
+
+@functools.cache
+def no_schedule(schedule: Schedule, device: torch.device) -> str | None:
+    """Why the installed Triton cannot schedule products so on a GPU, or has nothing for it; None:
+    it can. Looked up once for a device.
+    """
+    import triton
+
+    if not schedule.flatten:
+        return None
+    if torch.version.hip is not None:
+        return "Triton's flat loops and specialized warps are for NVIDIA GPUs"
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if version < (3, 4):
+        return f"Triton {triton.__version__} has no flat loops: needs 3.4"
+    if schedule.specialize and torch.cuda.get_device_capability(device)[0] != 10:
+        return ("Triton specializes warps of such loops on GPUs of compute capability 10: has "
+                "{}.{}".format(*torch.cuda.get_device_capability(device)))
+    return None
 
 
 def fp8_why_not(*args: Any) -> str | None:

@@ -95,7 +95,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
                                            (x, maps[0], *tensors)):
             sums.calls += 1
         # the pieces' exchanges run beside the products
-        groups = RowGroups(counts, x.device, beside=p.sums is not None)
+        groups = RowGroups(counts, x.device, p.sums is not None, p.schedule)
         later = None if autocast or rounded is not None else p.later
         call = _Call(groups, p.activation, p.precision, redirected, sums, rounded, later)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):

@@ -100,8 +100,8 @@ class _Product:
         return {
             "K": self.w.shape[1], "GATHER": self.token is not None, "TRANSPOSED": self.transposed,
             "UPCAST": needs_upcast(self.x.dtype), "PRECISION": self.precision,
-            "WHILE": INTERPRETED, "BM": t.rows, "BN": t.columns, "BK": t.depth,
-            "num_warps": t.warps, "num_stages": t.stages
+            "WHILE": INTERPRETED, "FLATTEN": self.groups.schedule.flatten, "BM": t.rows,
+            "BN": t.columns, "BK": t.depth, "num_warps": t.warps, "num_stages": t.stages
         }
 
     @property
@@ -128,12 +128,16 @@ class _Product:
         if (v is not None) and v_tiles is None:  # one of them at an odd address
             self.w_tiles = None
         y = None if y is None else y.contiguous()
+        x_tiles, schedule = self.rows(x), self.groups.schedule
+        # of loops with two products or with gathered rows Triton 3.9 makes no valid code
+        specialize = schedule.specialize and pair == act == "none" and x_tiles is not None
         gg.product_kernel[self.grid](
-            x, self.rows(x), pointer(y, x), None if y is None else self.rows(y),
+            x, x_tiles, pointer(y, x), None if y is None else self.rows(y),
             pointer(self.token, x), w, self.w_tiles, w if v is None else v,
             v_tiles if self.w_tiles is not None else None, pointer(bias, x), pointer(v_bias, x),
             out, pointer(gate, out), pointer(after, out), *self.table, self.groups.ends_L,
-            w.shape[2], *w.stride(), BIAS=bias is not None, PAIR=pair, ACT=act, **self.constants)
+            w.shape[2], *w.stride(), BIAS=bias is not None, PAIR=pair, ACT=act,
+            SPLIT=schedule.split, SPECIALIZE=specialize, **self.constants)
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:

@@ -151,11 +151,29 @@ def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, i
 
 
 @triton.jit
+def finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
+                 BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
+                 BC: tl.constexpr, SPLIT: tl.constexpr):
+    """`finish` of BC columns in 1 or 2 parts, one after the other."""
+    if SPLIT == 2:
+        total, right = halves(total, BM, BC)
+        second, second_right = halves(second, BM, BC)
+        finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
+               BIAS, PAIR, ACT, BM, BC // 2)
+        finish(right, second_right, column + BC // 2, bias, v_bias, out, gate, after, group, tile,
+               inside, wide, BIAS, PAIR, ACT, BM, BC // 2)
+    else:
+        finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
+               BIAS, PAIR, ACT, BM, BC)
+
+
+@triton.jit
 def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias, out, gate,
                  after, tile_group, tile_row, tiles, ends, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr,
                  ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
-                 PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+                 PRECISION: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                 BK: tl.constexpr):
     """Tile number t of `product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
@@ -180,13 +198,13 @@ def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias,
         # the values that are made of a whole tile would spill
         total, total_right = halves(total, BM, BN)
         second, second_right = halves(second, BM, BN)
-        finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
-               BIAS, PAIR, ACT, BM, BN // 2)
-        finish(total_right, second_right, column + BN // 2, bias, v_bias, out, gate, after, group,
-               tile, inside, wide, BIAS, PAIR, ACT, BM, BN // 2)
+        finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside,
+                     wide, BIAS, PAIR, ACT, BM, BN // 2, SPLIT)
+        finish_parts(total_right, second_right, column + BN // 2, bias, v_bias, out, gate, after,
+                     group, tile, inside, wide, BIAS, PAIR, ACT, BM, BN // 2, SPLIT)
     else:
-        finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
-               BIAS, PAIR, ACT, BM, BN)
+        finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside,
+                     wide, BIAS, PAIR, ACT, BM, BN, SPLIT)
 
 
 @triton.jit
@@ -194,13 +212,14 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
                    after, tile_group, tile_row, used, ends, wide, stride_group, stride_k, stride_n,
                    K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr,
                    ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
-                   PRECISION: tl.constexpr, WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr):
+                   PRECISION: tl.constexpr, SPLIT: tl.constexpr, WHILE: tl.constexpr,
+                   FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, BK: tl.constexpr):
     """out = x[token] w + bias, and by PAIR and ACT:
 
     "none": after = act(out), with an ACT. "gate": gate = x[token] v + v_bias, after = act(gate)
     out. "sum": out += y v. w, v: [L, K, wide] of equal strides. The tiles arguments are
-    descriptors of the same tensors, or None.
+    descriptors of the same tensors, or None. SPLIT, FLATTEN, SPECIALIZE: see `kernels.groups`.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)
@@ -211,14 +230,21 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
             product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias,
                          out, gate, after, tile_group, tile_row, tiles, ends, wide, stride_group,
                          stride_k, stride_n, K, GATHER, BIAS, PAIR, ACT, TRANSPOSED, UPCAST,
-                         PRECISION, BM, BN, BK)
+                         PRECISION, SPLIT, BM, BN, BK)
             t += tl.num_programs(0)
+    elif FLATTEN:  # words that Triton 3.2 does not know
+        for t in tl.range(tl.program_id(0), number, tl.num_programs(0), flatten=True,
+                          warp_specialize=SPECIALIZE):
+            product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias,
+                         out, gate, after, tile_group, tile_row, tiles, ends, wide, stride_group,
+                         stride_k, stride_n, K, GATHER, BIAS, PAIR, ACT, TRANSPOSED, UPCAST,
+                         PRECISION, SPLIT, BM, BN, BK)
     else:
         for t in tl.range(tl.program_id(0), number, tl.num_programs(0)):
             product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias,
                          out, gate, after, tile_group, tile_row, tiles, ends, wide, stride_group,
                          stride_k, stride_n, K, GATHER, BIAS, PAIR, ACT, TRANSPOSED, UPCAST,
-                         PRECISION, BM, BN, BK)
+                         PRECISION, SPLIT, BM, BN, BK)
 
 
 @triton.jit
@@ -288,7 +314,8 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                         stride_k, stride_n, K: tl.constexpr, GATHER: tl.constexpr,
                         SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
                         TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-                        WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+                        WHILE: tl.constexpr, FLATTEN: tl.constexpr, BM: tl.constexpr,
+                        BN: tl.constexpr, BK: tl.constexpr):
     """See expert_matmul_act_backward.
 
     dots: [column tiles, R], one partial sum per tile.
@@ -303,6 +330,12 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                               rows, stride_group, stride_k, stride_n, K, GATHER, SCALED, ACT, GATED,
                               TRANSPOSED, UPCAST, PRECISION, BM, BN, BK)
             t += tl.num_programs(0)
+    elif FLATTEN:
+        for t in tl.range(tl.program_id(0), number, tl.num_programs(0), flatten=True):
+            act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h,
+                              grad_gate, after, dots, tile_group, tile_row, tiles, ends, wide,
+                              rows, stride_group, stride_k, stride_n, K, GATHER, SCALED, ACT, GATED,
+                              TRANSPOSED, UPCAST, PRECISION, BM, BN, BK)
     else:
         for t in tl.range(tl.program_id(0), number, tl.num_programs(0)):
             act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h,

@@ -4,7 +4,9 @@ Candidates are timed forward and backward on random rows of the bucket's load, w
 weights, without any effect on the call that starts it: no autograd graph, no autocast, no hooks on
 saved tensors, no random number of torch's generators.
 
-The candidates of expert compute under a load. Pure functions, no timing.
+The candidates of expert compute under a load. Pure functions, no timing. On a GPU strategy
+`kernels` is several: one for each schedule of its products (`kernels.groups.SCHEDULES`, "kernels
+flat") that Triton has for it. Results are the same bits.
 
 The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an
 expert for many, and in between whichever is faster. The candidates that it leaves are timed.
@@ -27,7 +29,8 @@ from moe_plugin import __version__
 from moe_plugin.kernels.cpu.expert_ffn import fused
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.kernels.expert_ffn import FFNParameters, grouped_refusal, strategies
-from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED
+from moe_plugin.kernels.groups import SCHEDULES
+from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED, no_schedule
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import capturing, device_name
 from moe_plugin.records import RowPlan
@@ -94,10 +97,9 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
         names = ["fused"]
         if each < MANY_ROWS:
             names += ["grouped", "batched"] if load.even else ["grouped"]
-    elif each < FEW_ROWS:
-        names = ["kernels", "grouped"]
     else:
-        names = ["kernels", "grouped", "loop"] if each < MANY_ROWS else ["kernels", "loop"]
+        names = [f"kernels {schedule}".strip() for schedule in SCHEDULES]
+        names += ["grouped"] * (each < MANY_ROWS) + ["loop"] * (each >= FEW_ROWS)
     return list(filter(usable.__contains__, names)) or ["loop"]
 
 
@@ -124,7 +126,15 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
             2 * sum(counts.host) * width * inner < SMALL_LAYER) and (
             not torch.compiler.is_compiling()):
         return fused(x, rows, parameters)
-    return strategies.get(choose(x, rows, parameters).name)(x, rows, parameters)
+    return computed(choose(x, rows, parameters).name, x, rows, parameters)
+
+
+def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
+    """What a candidate computes; see `Strategy`."""
+    strategy, _, schedule = name.partition(" ")
+    if schedule:
+        parameters = dataclasses.replace(parameters, schedule=SCHEDULES[schedule])
+    return strategies.get(strategy)(x, rows, parameters)
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
@@ -178,7 +188,7 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device,
 
     def run(name: str) -> None:
         with _clean(device):
-            torch.autograd.grad(strategies.get(name)(x, rows, p), wanted, grad)
+            torch.autograd.grad(computed(name, x, rows, p), wanted, grad)
 
     return {name: functools.partial(run, name) for name in names}
 
@@ -231,6 +241,9 @@ def _usable(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
         names = {"kernels"}
     if x.device.type == "cuda" and INSTALLED and x.dtype in DTYPES:
         names.add("kernels")
+        if not on_device and p.precision in ("ieee", "tf32"):  # the others have other kernels
+            names |= {f"kernels {name}" for name, schedule in SCHEDULES.items()
+                      if name and no_schedule(schedule, x.device) is None}
     if strategies.entry("grouped").why_not() is None and grouped_refusal(
             x, p.w_in_LDF) is None and p.w_out_LFD.dtype == x.dtype:
         names.add("grouped")

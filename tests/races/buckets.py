@@ -1,9 +1,10 @@
-"""Gradients in one flat tensor that ranks sum behind backward, as hooks of DDP and Megatron do it.
+"""Gradients in flat tensors that ranks sum behind backward: torch's DDP, and Megatron's buckets.
 
-Real DDP does not run on the fake device: its reducer is C++, which takes a tensor's address and
-hands it to a process group of the device, while tensors here are wrappers whose streams only Python
-knows. A test of it needs two GPUs and torch's own detector (`TORCH_CUDA_SANITIZER=1`), which sees
-what C++ launches, and no fault that depends on the order of hosts.
+DDP's reducer is C++, but what it does to tensors of the fake device (a copy of each gradient into
+its bucket, views, the copy back) goes through torch's dispatcher, where the device notes it. Its
+own exchange would hand a tensor's address to a process group, and these have none: a communication
+hook, DDP's seam for it, begins the sum on the group's stream. Not seen: how torch's process group
+of NCCL orders its streams, which `TORCH_CUDA_SANITIZER=1` sees on two GPUs.
 """
 
 from __future__ import annotations
@@ -13,39 +14,51 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.races.ranks import StreamComm
 from tests.streams.gpu import CUDA
 
 
-class BucketHooks:
-    """One bucket: the last hook of a backward pass begins the sum on the group's stream; `finish`
-    lets the current stream wait for it.
+def ddp(layer: nn.Module, comm: StreamComm, views: bool) -> DistributedDataParallel:
+    """A layer in DDP with several buckets. views: gradients are views of them."""
+    model = DistributedDataParallel(layer, process_group=comm.group.group, bucket_cap_mb=0.001,
+                                    gradient_as_bucket_view=views, init_sync=False)
+    model.register_comm_hook(comm, summed_behind)
+    return model
 
-    main_grad: gradients are in `parameter.main_grad`, as Megatron keeps them, and hooks take what
-    backward has not added there; else in `parameter.grad`, as DDP has them with
-    `gradient_as_bucket_view`.
+
+def summed_behind(comm, bucket):  # DDP reads annotations as types, which here are words
+    """The sum of a bucket, begun on the group's stream; as with NCCL the main stream waits for it
+    where DDP takes the results, after all hooks.
+    """
+    wait, done = comm.start_all_reduce(bucket.buffer()), torch.futures.Future()
+    torch.autograd.Variable._execution_engine.queue_callback(wait)
+    done.set_result(bucket.buffer())
+    return done
+
+
+class BucketHooks:
+    """One bucket of `parameter.main_grad`, as Megatron keeps gradients; hooks take what backward
+    has not added there. The last hook of a backward pass begins the sum on the group's stream;
+    `step` lets the current stream wait for it.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], comm: StreamComm,
-                 main_grad: bool) -> None:
-        self.comm, self.main_grad = comm, main_grad
+    def __init__(self, parameters: Iterable[nn.Parameter], comm: StreamComm) -> None:
+        self.comm = comm
         self.parameters = [p for p in parameters if p.requires_grad]
         self.flat_N = torch.zeros(sum(p.numel() for p in self.parameters), device=CUDA)
         self.missing, self.wait = len(self.parameters), lambda: self.flat_N
         parts = self.flat_N.split([p.numel() for p in self.parameters])
         for p, part_N in zip(self.parameters, parts, strict=True):
-            if main_grad:
-                p.main_grad, p.grad_added_to_main_grad = part_N.view_as(p), False
+            p.main_grad, p.grad_added_to_main_grad = part_N.view_as(p), False
             p.register_post_accumulate_grad_hook(partial(self._added, part_N.view_as(p)))
 
     @torch.no_grad()
     def _added(self, view: Tensor, p: nn.Parameter) -> None:
-        if not self.main_grad:
-            view.copy_(p.grad)
-        elif not p.grad_added_to_main_grad:
+        if not p.grad_added_to_main_grad:
             view.add_(p.grad)
-        p.grad = None if self.main_grad else view
+        p.grad = None
         self.missing -= 1
         if not self.missing:
             self.wait: Callable[[], Tensor] = self.comm.start_all_reduce(self.flat_N)
@@ -56,9 +69,7 @@ class BucketHooks:
         assert not self.missing, "hooks that did not run"
         self.wait()
         for p in self.parameters:
-            p.add_(p.main_grad if self.main_grad else p.grad, alpha=-0.01)
-            p.grad = None
+            p.add_(p.main_grad, alpha=-0.01)
+            p.grad_added_to_main_grad = False
         self.flat_N.zero_()
         self.missing = len(self.parameters)
-        for p in self.parameters if self.main_grad else ():
-            p.grad_added_to_main_grad = False

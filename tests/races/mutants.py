@@ -111,7 +111,7 @@ _OF_TWO = [
               "return self._given(name, expert_weight_grad_add(*operands, into_LIO))",
               "main_grad in buckets"),
     elsewhere(RowWeightGrads.one,
-              "return self._given(name, expert_weight_grad(*operands))", "buckets of a host"),
+              "return self._given(name, expert_weight_grad(*operands))", "DDP"),
 ]
 # of programs of several ranks, by their number
 TOGETHER = {2: _OF_TWO,

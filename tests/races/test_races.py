@@ -1,6 +1,5 @@
 """No race between the streams of a GPU and its host, seen without a GPU; and every fault of
-synchronization that the package could have is found. DDP itself is not run (`buckets.py` says what
-that needs).
+synchronization that the package could have is found.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from moe_plugin.pregate import link
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.cells import traits_of
 from tests.exactness.spills import planned, random_planner
-from tests.races.buckets import BucketHooks
+from tests.races.buckets import BucketHooks, ddp
 from tests.races.changed import changed
 from tests.races.mutants import TOGETHER
 from tests.races.packages import installed
@@ -29,6 +29,7 @@ from tests.races.programs import found_by, prepare, rows, train
 from tests.races.ranks import StreamComm
 from tests.streams.gpu import Stream, cuda
 from tests.streams.programs import layer_of
+from tests.waits.device import inner
 
 # of pieces, forward and backward; by every algorithm that a group of so many ranks has
 PIECES = ((2, 0), (1, 2), (3, 2))
@@ -86,11 +87,19 @@ def hooked(comm: StreamComm) -> None:
     train(*layers)
 
 
-def in_buckets(main_grad: bool, comm: StreamComm) -> None:
-    """Replicas whose gradients are summed behind backward by a host's hooks."""
+def in_ddp(views: bool, comm: StreamComm) -> None:
+    """Replicas in torch's DDP, which stay equal although their tokens differ."""
     layer = layer_of(LocalComm())
-    layer.experts.adds_to_main_grad = main_grad
-    train(layer, step=BucketHooks(layer.parameters(), comm, main_grad).step)
+    train(ddp(layer, comm, views), tokens=6 + 2 * comm.rank)
+    for p in layer.parameters():
+        torch.testing.assert_close(2 * inner(p), comm.group.all_reduce(inner(p.detach().clone())))
+
+
+def in_buckets(comm: StreamComm) -> None:
+    """Replicas whose gradients are summed behind backward by Megatron's hooks."""
+    layer = layer_of(LocalComm())
+    layer.experts.adds_to_main_grad = True
+    train(layer, step=BucketHooks(layer.parameters(), comm).step)
 
 
 def once(send: str, comm: StreamComm) -> None:
@@ -122,8 +131,8 @@ def by_package(name: str, comm: StreamComm) -> None:
 
 PROGRAMS: dict[str, Program] = {
     "pieces": pieces, "spilled": spilled, "pages": pages, "pre-gated": pre_gated,
-    "gradient hooks": hooked, "buckets of a host": partial(in_buckets, False),
-    "main_grad in buckets": partial(in_buckets, True),
+    "gradient hooks": hooked, "DDP": partial(in_ddp, False), "DDP, views": partial(in_ddp, True),
+    "main_grad in buckets": in_buckets,
     "once to ranks": partial(once, "ranks"), "once to nodes": partial(once, "nodes"),
     "slots shared": shared,
     **{name: partial(by_package, name) for name in ("deepep", "deepep_v2", "hybridep", "nccl_ep")}}

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from moe_plugin.kernels import RowGroups, gpu, kernels
+from moe_plugin.kernels.groups import SCHEDULES
+from moe_plugin.kernels.triton_ops import no_schedule
 from moe_plugin.lab.bench.chips import GPUS
 from moe_plugin.lab.bench.launches import META, Launch, recorded, step
 from moe_plugin.lab.bench.resources import Resources, compile_for, compiled
@@ -187,6 +189,52 @@ def test_products_beside_an_exchange_have_a_program_a_tile() -> None:
         programs[beside] = call.programs
     assert programs[False] == gpu.processors
     assert programs[True] >= (1 << 15) // 128 * (512 // 128)
+
+
+@functools.cache
+def scheduled(target: str, name: str) -> list[Launch]:
+    """Of products of rows in order, gated and plain, in a schedule."""
+    groups = RowGroups(RowCounts([512] * 64), META, False, SCHEDULES[name])
+    x, w = (torch.empty(shape, device=META, dtype=torch.bfloat16)
+            for shape in ((1 << 15, 1024), (64, 1024, 512)))
+    plain, gated = (kernels.get(op).implementation("triton")
+                    for op in ("expert_matmul", "expert_matmul_gated"))
+
+    def run() -> None:
+        gated(x, groups, w, None, w, None, None, "silu", "ieee")
+        plain(x, groups, w, None, None, "ieee")
+
+    found = recorded(run, GPUS[target].chip).calls[-2:]
+    return [call.launch for call in found]
+
+
+@pytest.mark.parametrize("target,name", [
+    *((target, name) for target in ("sm_90", "sm_100") for name in ("flat", "split")),
+    ("sm_100", "specialized")])
+def test_schedules_are_compiled(target: str, name: str) -> None:
+    """Each within the rules, and each to something else than the usual one."""
+    which = int(name == "specialized")
+    usual, other = (scheduled(target, each)[which] for each in ("", name))
+    check(other, target)
+    made = compiled(other, target).asm
+    assert compiled(usual, target).asm["ptx"] != made["ptx"]
+    assert ("ttg.warp_specialize" in made["ttgir"]) == (name == "specialized")
+
+
+def test_schedules_that_a_gpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {}
+    for version, capability in (("3.2.0", (10, 0)), ("3.9.0", (9, 0)), ("3.9.0", (10, 0))):
+        monkeypatch.setattr("triton.__version__", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        said[version, capability[0]] = {
+            name: why for name, schedule in SCHEDULES.items()
+            if (why := no_schedule.__wrapped__(schedule, torch.device("cuda", 0)))}
+    assert set(said["3.2.0", 10]) == {"flat", "flat split", "specialized"}
+    assert all("Triton 3.2.0 has no flat loops: needs 3.4" in why
+               for why in said["3.2.0", 10].values())
+    [(name, why)] = said["3.9.0", 9].items()
+    assert name == "specialized" and "has 9.0" in why
+    assert not said["3.9.0", 10]
 
 
 def test_parts_are_joined_by_programs_for_the_groups_that_have_some() -> None:
