@@ -259,6 +259,11 @@ class RouterConfig(SettingsSection):
         "evaluation, with experts.store=host or disk: while a block computes, fetch the experts "
         "that the next block's gate would choose for this block's tokens; results do not change",
         flag="predict-experts")
+    force: str = option(
+        "none",
+        "balance: choices are not the router's, but as even as can be, for benchmarks "
+        "(docs/balance.md); none: they are the router's",
+        choices=("none", "balance"), flag="router-force")
     sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
                                   flag="router-sinkhorn-rounds")
     selection: SelectionConfig = field(default_factory=SelectionConfig)
@@ -293,6 +298,9 @@ class RouterConfig(SettingsSection):
         self.require("predict", not (self.predict and self.pre_gate),
                      "off where router.pre_gate=1, which knows the experts", "leave it out")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
+        self.require("force", self.force == "none" or self.second_expert_policy == "all",
+                     "none unless router.second_expert_policy=all, as other policies drop some of "
+                     "the choices", "use all")
         self.read_where(self.groups > 0, "where router.groups=0", "use router.groups",
                         "group_scores")
         self.check_read()
@@ -308,6 +316,9 @@ class RouterConfig(SettingsSection):
             if not self.may_be_read(readers):
                 (value if section else self).read_where(False, where, _use(readers),
                                                         *(() if section else [f.name]))
+        others = [name for name in self.names if "force" not in (reads_of(name) or {"force"})]
+        self.read_where(not others, f"with router {', '.join(others)}",
+                        "use router.name=topk alone", "force")
         self.read_where(self.normalize == "none" or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k", "normalize")

@@ -15,6 +15,10 @@ READERS = {
     "guard.twins": "use moe_plugin.resilience.twins.TwinCheck, or a host, fairseq or Megatron",
     "observe.choices": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use "
                        "a host, fairseq or Megatron",
+    "observe.trace": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a "
+                     "host, fairseq or Megatron",
+    "observe.replay": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a "
+                      "host, fairseq or Megatron",
     "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
                 "or use a host, fairseq or Megatron",
     "guard.": "use moe_plugin.resilience.vote.VotedGradients, or a host, fairseq or Megatron",
@@ -49,10 +53,24 @@ class ObserveConfig(SettingsSection):
         "written, for `moe-plugin plan --choices`; Megatron: later pipeline stages add .stageN",
         flag="stats-choices")
 
+    trace: str | None = option(
+        None,
+        "folder to which each rank's choices in training are written, in the form of Megatron's "
+        "routing traces (`--moe-routing-trace-path`)",
+        flag="stats-trace")
+    trace_steps: int = option(0, "training steps that the trace has; 0: all",
+                              flag="stats-trace-steps")
+    replay: str | None = option(
+        None,
+        "folder of such a trace, whose choices layers take in training in place of their routers'",
+        flag="stats-replay")
+
     @property
     def writes(self) -> bool:
-        """Whether statistics go anywhere besides the host's own log."""
-        return bool(self.jsonl or self.tensorboard or self.wandb or self.choices)
+        """Whether statistics go anywhere besides the host's own log, or choices come from a trace.
+        """
+        return bool(self.jsonl or self.tensorboard or self.wandb or self.choices or self.trace
+                    or self.replay)
 
     def check_bounds(self) -> None:
         self.require("interval", self.interval >= 1, ">= 1", "use 100")
@@ -60,6 +78,12 @@ class ObserveConfig(SettingsSection):
                      "use 0 for none, or the number of a step")
         self.require("wandb", self.wandb is None or _PROJECT.fullmatch(self.wandb) is not None,
                      "PROJECT or ENTITY/PROJECT", "use letters, digits and -_. in both, e.g. moe")
+        self.require("trace_steps", self.trace_steps >= 0, ">= 0", "use 0 for all")
+        self.read_where(self.trace is not None, "without observe.trace", "name its folder",
+                        "trace_steps")
+        self.require("replay", self.replay is None or self.replay != self.trace,
+                     "another folder than observe.trace", "a trace cannot be read while it is "
+                     "written: name another")
         self.require("timeline", not self.timeline or self.jsonl is not None,
                      "0 without observe.jsonl", "it is written there: name a file")
 

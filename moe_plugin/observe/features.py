@@ -19,6 +19,7 @@ from moe_plugin.observe.history.fairseq_log import skipped_step
 from moe_plugin.observe.progress import first_step
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.timeline import StepTimeline
+from moe_plugin.observe.traces import trace_of
 from moe_plugin.output import LayerStats
 from moe_plugin.run import RunFeature, StepFacts, StepInput
 
@@ -52,7 +53,7 @@ class LayerRecords(RunFeature):
         layers: see `listen`.
         comm: ranks whose numbers belong together; rank 0 writes.
         host: what trains, for the report.
-        rank: of this process, for the timeline.
+        rank: of this process, for the timeline and traces; None: that in `comm`.
         flushes: whether a record is written every `observe.interval` steps; else the host asks for
             them (`StatsRecorder.reduce`).
         has_log: whether the host has a log of its own that the report reads; else numbers of
@@ -61,13 +62,14 @@ class LayerRecords(RunFeature):
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
-                 rank: int = 0, flushes: bool = True, has_log: bool = True,
+                 rank: int | None = None, flushes: bool = True, has_log: bool = True,
                  validation: Callable[[LayerStats], None] | None = None) -> None:
         self.config, self.flushes, self.has_log = config, flushes, has_log
         # a host without its own log does not say what training dropped
         self.recorder = StatsRecorder(config, comm, [RULE] if has_log else [], host=host)
         self.choices = ChoiceLog(config.choices, layers, comm) if config.choices else None
-        self.timeline = StepTimeline(config, layers, comm, rank, self.recorder.health)
+        self.trace = trace_of(config, layers, comm.rank if rank is None else rank)
+        self.timeline = StepTimeline(config, layers, comm, rank or 0, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
         listen(layers, self.recorder.add, validation)
 
@@ -84,6 +86,8 @@ class LayerRecords(RunFeature):
             self.recorder.flush(facts.number)
         if ends and self.choices is not None:
             self.choices.write()
+        if self.trace is not None:
+            self.trace.end_step(facts.number, facts.made)
         if not self.has_log:
             self._training(facts, ends)
         elif facts.skipped and self.recorder.comm.rank == 0:

@@ -128,6 +128,10 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
         first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
+    if speaks and config.router.force != "none":
+        warn_once(__name__, f"router.force={config.router.force}: no router chooses the experts: "
+                  "for benchmarks, not for a model that is to be used")
+        return
     everywhere = config.router.experts_per_token >= config.num_experts
     if not speaks or everywhere or balances_by_itself(router):
         return

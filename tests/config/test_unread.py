@@ -244,7 +244,7 @@ def test_the_routers_of_this_package_are_known() -> None:
 CHANGES = [("score", "sigmoid"), ("noise", 3.0), ("input_jitter", 0.5),
            ("second_expert_policy", "random"), ("second_expert_policy", "sampling"),
            ("normalize", "before_drop"), ("normalize", "after_drop"), ("normalize", "none"),
-           ("batch_prioritized", True), ("top_k", 4), ("scaling", 2.0)]
+           ("batch_prioritized", True), ("top_k", 4), ("scaling", 2.0), ("force", "balance")]
 # what is the same as the default there: sigmoid_bias always takes a sigmoid, gshard drops at random
 SAME = {("sigmoid_bias", "score", "sigmoid"), ("gshard", "second_expert_policy", "random")}
 # routers that `normalize: before_drop`, which is the default with two choices, divides weights of

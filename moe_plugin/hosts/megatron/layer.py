@@ -198,6 +198,14 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if self.plan.follows_recipe and not self._is_mtp and in_bf16(self.config, layer_number):
             self.experts.config = replace(self.experts.config, precision="ieee")
 
+    @property
+    def trace_key(self) -> tuple[str, int | None, int] | None:
+        """Block, depth of multi-token prediction and layer, as in Megatron's routing traces."""
+        if self.layer_number is None:
+            return None
+        place, layers = self.layer_number - 1, self.config.num_layers
+        return ("decoder", None, place) if place < layers else ("mtp", place - layers, 0)
+
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron; the number goes into the log's rows, and to a list of routers.
 

@@ -42,6 +42,29 @@ def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
     return records
 
 
+def traced(config: ObserveConfig, args: Any,
+           layers: Sequence[PluginMoELayer]) -> ObserveConfig:
+    """`observe` with what Megatron's `--moe-routing-trace-path` asks for. Of its own router
+    Megatron writes the trace itself.
+
+    Raises:
+        ValueError: another folder is given by `observe.trace`; more than the choices is asked for.
+    """
+    path = getattr(args, "moe_routing_trace_path", None)
+    if not path or layers[0].plan.native_router:
+        return config
+    for name in ("capture_logits", "capture_hidden_states", "dump_weights"):
+        if getattr(args, f"moe_routing_trace_{name}", False):
+            raise ValueError(
+                f"moe_routing_trace_{name}=True is not supported with moe-plugin's router: must be "
+                "False; leave it out")
+    if config.trace not in (None, path):
+        raise ValueError(f"observe.trace={config.trace!r} contradicts --moe-routing-trace-path "
+                         f"{path!r}; give one of the two")
+    steps = getattr(args, "moe_routing_trace_max_training_iters", None) or config.trace_steps
+    return replace(config, trace=path, trace_steps=steps)
+
+
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
     """Layers by the names that records have."""
     return {f"layer{layer.layer_number}": layer for layer in layers}

@@ -21,7 +21,7 @@ from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import replicas_of
 from moe_plugin.hosts.megatron.report import log_path
-from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of, router_steps
+from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of, router_steps, traced
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
@@ -53,8 +53,9 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
     activations = activations_of(config.offload, layers[0].config, chunks) if layers else None
     records = None
-    if config.observe.writes and layers:
-        records = records_of(layers, config.observe, activations, drops.validation.add,
+    observe = traced(config.observe, args, layers) if layers else config.observe
+    if observe.writes and layers:
+        records = records_of(layers, observe, activations, drops.validation.add,
                              has_log=log_path(vars(args)) is not None)
         if isinstance(chunks[0], StreamedModel):
             chunks[0].watch(records.recorder)

@@ -93,7 +93,8 @@ _WHOLE = {
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.": "use a host, fairseq or Megatron",
     "observe.timeline": "use a host, fairseq or Megatron",
-    "observe.choices": "use TrainingSteps in a training loop of your own, or a host",
+    **dict.fromkeys(("observe.choices", "observe.trace", "observe.replay"),
+                    "use TrainingSteps in a training loop of your own, or a host"),
     "observe.jsonl": "read stats.jsonl in --out",
     "observe.interval": "use --log-every",
 }

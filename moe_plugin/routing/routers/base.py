@@ -18,6 +18,7 @@ from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functi
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
+from moe_plugin.routing.forced import balanced
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
 from moe_plugin.routing.replay import active_tape, inside_backward
@@ -28,6 +29,7 @@ from moe_plugin.routing.token_ids import check_integers, check_range
 SCORED = frozenset({"noise", "input_jitter", "batch_prioritized"})
 SEVERAL = SCORED | {"normalize=after_drop"}
 BY_SCORE = SEVERAL | {"score", "normalize=before_drop"}
+FORCED = frozenset({"force"})  # whose choice may be replaced by another of as many experts
 WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
 # a router with one of these of its own says for itself what `expert_groups` is
 _HOOKS = {"forward", "route", "scores", "select", "weigh", "after_choice", "losses_of"}
@@ -58,6 +60,8 @@ class Router(BuffersKeepDtype, RouterModule):
         comm: ranks that hold the experts.
         weight_ED: the linear map from tokens to logits; None: the router has another one, or none.
         adapted: an adapter trains it, see `note_adapter`.
+        forced: gives the experts of each token, int64 [T, K], in place of `select`; or None, and
+            `select` does. None: nothing does (see `moe_plugin.routing.forced`).
     """
 
     fixed_k: int | None = None
@@ -89,6 +93,8 @@ class Router(BuffersKeepDtype, RouterModule):
         self.score: ScoreFunction = score_functions.get(self.score_name)()
         self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
         self.divides = self.config.normalize in ("auto", "before_drop")
+        self.forced: Callable[[RoutingCall], Tensor | None] | None = (
+            balanced if self.config.force == "balance" else None)
         self.losses = {name: losses.get(name)
                        for name, weight in config.losses.items() if weight > 0}
         self._check_losses()
@@ -190,9 +196,9 @@ class Router(BuffersKeepDtype, RouterModule):
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         if torch.compiler.is_compiling() or not (self.recordings.enabled or active_tape()):
-            call.ids_TK = self.select(call)
+            call.ids_TK = self._chosen(call)
         else:
-            call.ids_TK = self.recordings.replayed(lambda: self.select(call), self.training,
+            call.ids_TK = self.recordings.replayed(lambda: self._chosen(call), self.training,
                                                    shape=(x_TD.shape[0], choices))
         weights_TK = self.weigh(call, call.ids_TK)
         # recorded, because a recomputation must see the same load
@@ -202,6 +208,10 @@ class Router(BuffersKeepDtype, RouterModule):
                 "load of the step" if self.training else "load of the call",
                 tuple(self.step_load_E.shape))
         return self._finish(call, self.after_choice(call, weights_TK), weights_TK)
+
+    def _chosen(self, call: RoutingCall) -> Tensor:
+        ids_TK = None if self.forced is None else self.forced(call)
+        return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
         """Hook: logits [T, E], in float32 or float64. Here: of `weight_ED`, with `router.noise`.

@@ -14,7 +14,7 @@ from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import WITH_POLICY, xavier_
+from moe_plugin.routing.routers.base import FORCED, WITH_POLICY, xavier_
 from moe_plugin.routing.routers.topk import TopKRouter
 
 START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
@@ -33,7 +33,7 @@ class CosineRouter(TopKRouter):
     zeros, as of padding without a mask, would else get a gradient of any size.
     """
 
-    reads = WITH_POLICY | {"cosine_dim"}
+    reads = WITH_POLICY | FORCED | {"cosine_dim"}
     expert_groups = 1
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

@@ -13,7 +13,7 @@ from moe_plugin.kernels.router import group_members
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
-from moe_plugin.routing.routers.base import BY_SCORE, Router
+from moe_plugin.routing.routers.base import BY_SCORE, FORCED, Router
 
 
 @routers.register("group_limited")
@@ -28,7 +28,7 @@ class GroupLimitedRouter(Router):
         groups_needed: whether `router.groups` must be set.
     """
 
-    reads = BY_SCORE | {"groups", "group_top_k", "group_scores"}
+    reads = BY_SCORE | FORCED | {"groups", "group_top_k", "group_scores"}
     leaves_none = True
     groups_needed = True
 
@@ -124,7 +124,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     collective is in `finish_step`.
     """
 
-    reads = BY_SCORE | {"groups", "group_top_k", "group_scores", "bias_rate"}
+    reads = BY_SCORE | FORCED | {"groups", "group_top_k", "group_scores", "bias_rate"}
     groups_needed = False
     leaves_none = True
     expert_groups = GroupLimitedRouter.expert_groups

@@ -12,7 +12,7 @@ from moe_plugin.kernels import top_k_stable
 from moe_plugin.kernels.scores import shares
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import BY_SCORE, SCORED, WITH_POLICY, Router
+from moe_plugin.routing.routers.base import BY_SCORE, FORCED, SCORED, WITH_POLICY, Router
 
 
 @routers.register("topk")
@@ -27,7 +27,7 @@ class TopKRouter(Router):
         second_expert_policy: what happens to a second expert in training; empty: as configured.
     """
 
-    reads = WITH_POLICY
+    reads = WITH_POLICY | FORCED
     leaves_none = True
     expert_groups = 1
     second_expert_policy = ""
@@ -102,5 +102,5 @@ class SwitchRouter(Router):
     et al. 2021).
     """
 
-    reads = SCORED | {"score"}
+    reads = SCORED | {"score"} | FORCED
     fixed_k = 1

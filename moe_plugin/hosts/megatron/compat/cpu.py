@@ -157,6 +157,13 @@ def _device() -> None:
 
 
 @_patch(
+    "torch.cuda.is_current_stream_capturing", "0.19 to 0.20",
+    "the hooks of routing traces ask it, and a build of torch without CUDA raises")
+def _capturing() -> None:
+    torch.cuda.is_current_stream_capturing = _always(False)
+
+
+@_patch(
     "torch.cuda random states; tensor_parallel.random", "0.12 to 0.19",
     "the random-number tracker keeps CUDA generator states; on CPU the one generator is torch's")
 def _random() -> None:

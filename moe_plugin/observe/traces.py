@@ -1,0 +1,212 @@
+"""Routing traces: which experts each token of a step went to, written, read and repeated.
+
+The form is that of Megatron's `--moe-routing-trace-path` (0.19 on): one file a rank,
+`router_trace_rank0.jsonl`, with one JSON object for each forward pass of a layer in training:
+
+    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
+     "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
+
+`step`: steps completed before it. `layer`: of the whole model, from 0 (Megatron counts those of the
+pipeline stage). Layers of multi-token prediction: `block` "mtp" and `mtp_idx`. Tokens are in the
+layer's order, -1: no expert (padding; a dropped second choice).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.config import ObserveConfig
+from moe_plugin.layer import MoELayer
+from moe_plugin.messages import short
+from moe_plugin.observe.recorder import marked_here
+from moe_plugin.records import Routing
+from moe_plugin.regular_files import check_input, check_output, make_folder
+from moe_plugin.routing import Router
+from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.replay import inside_backward, replaying
+
+Key = tuple[str, int | None, int]  # block, mtp_idx, layer
+
+
+def trace_path(folder: str, rank: int) -> Path:
+    """The file of a rank."""
+    return Path(folder, f"router_trace_rank{rank}.jsonl")
+
+
+def read_trace(path: str | Path) -> dict[Key, list[Tensor]]:
+    """The choices in a file, int64 [T, K] on the host, by layer in the order of the model, from the
+    first step on.
+
+    Raises:
+        ValueError: it cannot be read, or is not such a file; it names the line.
+    """
+    found: dict[Key, list[tuple[int, Tensor]]] = {}
+    check_input(path, "routing trace", "write one with observe.trace")
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                key = record["block"], record.get("mtp_idx"), int(record["layer"])
+                ids_TK = torch.tensor(record["top_indices"], dtype=torch.int64)
+                ids_TK = ids_TK.reshape(record["num_tokens"], record["topk"])
+                found.setdefault(key, []).append((int(record["step"]), ids_TK))
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                raise ValueError(f"routing trace {short(str(path))}, line {number} is not a record "
+                                 f"of Megatron's form: {short(error)}; write it anew") from error
+    in_order = sorted(found, key=lambda key: (key[0] != "decoder", key[1] or 0, key[2]))
+    return {key: [ids for _, ids in sorted(found[key], key=lambda one: one[0])]
+            for key in in_order}
+
+
+class RoutingTrace:
+    """Writes what layers choose in training, and has them choose what another trace says.
+
+    Recomputations of a pass count once, repeated steps too. Of torch.compile nothing is written.
+
+    Args:
+        layers: with a `MoELayer` each, in the order of the model; a layer's `trace_key` is its
+            `Key`, else its place.
+        rank: of this process.
+        write: folder of this run's trace, which begins anew; None: none.
+        steps: the trace has the first steps, so many; 0: all.
+        replay: folder of a trace: forward pass n of a layer in training takes its n-th record, and
+            after the last again the first, in place of the router's choice (see `Router.forced`);
+            layers go by their order. None: none.
+    Raises:
+        ValueError: a folder that cannot be written, a trace that does not fit these layers.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], rank: int, *, write: str | None = None,
+                 steps: int = 0, replay: str | None = None) -> None:
+        self.rank, self.steps, self.ended = rank, steps, 0
+        self.path = None if write is None else trace_path(write, rank)
+        self.records: list[tuple[Key, Tensor]] = []  # of this step
+        self.replays: list[_Replay] = []
+        moes = [next(part for part in layer.modules() if isinstance(part, MoELayer))
+                for layer in layers.values()]
+        if replay is not None:
+            self._replay(moes, trace_path(replay, rank))
+        if self.path is not None:
+            _begin(self.path)
+            for place, (layer, moe) in enumerate(zip(layers.values(), moes, strict=True)):
+                key = getattr(layer, "trace_key", None) or ("decoder", None, place)
+                moe.router.register_forward_hook(self._hook(key))
+        marked_here(self)
+
+    def _replay(self, moes: list[MoELayer], path: Path) -> None:
+        trace = read_trace(path)
+        if len(trace) != len(moes):
+            raise ValueError(f"routing trace {short(str(path))} has {len(trace)} layers, this rank "
+                             f"has {len(moes)}: must be equal; give the trace of this model in "
+                             "this layout")
+        for moe, records in zip(moes, trace.values(), strict=True):
+            router = moe.router
+            if not isinstance(router, Router) or "force" not in (router.reads or ()):
+                raise ValueError(
+                    f"observe.replay cannot be used with {type(router).__name__}: must be a router "
+                    "with router.force, such as topk; with Megatron's own use "
+                    "--moe-enable-routing-replay and its RouterReplay")
+            self.replays.append(_Replay(router, _checked(records, moe.config.num_experts, path)))
+            router.forced = self.replays[-1]
+
+    def _hook(self, key: Key) -> Callable[[nn.Module, Any, Routing], None]:
+        def hook(router: nn.Module, args: Any, routing: Routing) -> None:
+            counts = router.training and not (inside_backward() or replaying()
+                                              or torch.compiler.is_compiling())
+            if counts and (not self.steps or self.ended < self.steps):
+                self.records.append((key, routing.ids_TK.detach()))
+        return hook
+
+    def mark(self) -> Callable[[], None]:
+        """What undoes all later passes, as `StatsRecorder.mark`."""
+        kept, places = len(self.records), [one.place for one in self.replays]
+
+        def undo() -> None:
+            del self.records[kept:]
+            for one, place in zip(self.replays, places, strict=True):
+                one.place = place
+
+        return undo
+
+    def end_step(self, number: int, made: bool = True) -> None:
+        """Write the records of step `number`, counted from 1; made: False: the step is lost, and so
+        are they.
+        """
+        records, self.records = self.records, []
+        self.ended += made
+        if self.path is None or not made:
+            return
+        with open(self.path, "a", encoding="utf-8") as file:
+            for (block, mtp_idx, layer), ids_TK in records:
+                tokens, top_k = ids_TK.shape
+                record = {"step": number - 1, "stage": "pre_dispatch", "block": block,
+                          "layer": layer, "rank": self.rank, "num_tokens": tokens, "topk": top_k,
+                          "top_indices": ids_TK.tolist()}
+                file.write(json.dumps(record if mtp_idx is None else
+                                      {**record, "mtp_idx": mtp_idx}) + "\n")
+
+
+def _checked(records: list[Tensor], experts: int, path: Path) -> list[Tensor]:
+    for ids_TK in records:
+        if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
+            raise ValueError(
+                f"routing trace {short(str(path))} has experts {int(ids_TK.min())}.."
+                f"{int(ids_TK.max())}: must be in -1..{experts - 1}; give the trace of this model")
+    return records
+
+
+def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
+             rank: int) -> RoutingTrace | None:
+    """What `observe.trace` and `observe.replay` ask for; None: neither is set."""
+    if not config.trace and not config.replay:
+        return None
+    return RoutingTrace(layers, rank, write=config.trace, steps=config.trace_steps,
+                        replay=config.replay)
+
+
+def _begin(path: Path) -> None:
+    make_folder(path.parent)
+    check_output(path)
+    path.write_text("", encoding="utf-8")
+
+
+@dataclass
+class _Replay:
+    """Chooses what a trace says, record after record; see `Router.forced`."""
+
+    router: Router
+    records: list[Tensor]
+    place: int = 0
+
+    def __call__(self, call: RoutingCall) -> Tensor | None:
+        """The choices of this pass; None: it is not one of training."""
+        if not self.router.training:
+            return None
+        if inside_backward():
+            raise RuntimeError(
+                "a recomputation found no recorded routing: with observe.replay use "
+                "moe_plugin.routing.replay.checkpoint in place of torch's")
+        ids_TK = self.records[self.place % len(self.records)]
+        shape = call.logits_TE.shape[0], call.k
+        if tuple(ids_TK.shape) != shape:
+            raise ValueError(
+                f"record {self.place % len(self.records) + 1} of a routing trace is of "
+                f"{tuple(ids_TK.shape)} tokens and experts per token, this pass has {shape}: must "
+                "be equal; replay the model, micro-batches and layout of the trace")
+        self.place += 1
+        complete = not bool((ids_TK < 0).any())  # on the host
+        ids_TK = ids_TK.to(call.logits_TE.device)
+        if complete:
+            return ids_TK
+        if bool(((ids_TK < 0).any(1) & call.real_T).any()):
+            raise ValueError(
+                f"record {self.place} of a routing trace has no expert for a token that is no "
+                "padding: must name as many for each; replay a trace without dropped choices")
+        return ids_TK.clamp(min=0)
