@@ -13,7 +13,7 @@ from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.named import layer_config, refuse_beside, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import OverlappedWork, SharedExpert, add_residual
+from moe_plugin.experts import LatentProjection, OverlappedWork, SharedExpert, add_residual
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.layer_state import LayerState
 from moe_plugin.memory.experts.build import build_experts
@@ -82,6 +82,7 @@ class MoELayer(LayerState):
                                       self.layouts.available.traits.fixed_slots,
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
+        self.latent = LatentProjection.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.follow_from_now_on()
         if (unlinked := Unlinked.of(config)) is not None:
@@ -119,12 +120,15 @@ class MoELayer(LayerState):
         alongside = None
         if self.shared_expert is not None or overlapped is not None:
             alongside = OverlappedWork(self.shared_expert, tokens, overlapped)
+        x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)
         if torch.compiler.is_compiling() and not layout.compiles:
             from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
 
-            y_TD, rows = uncompiled(self._through_experts, layout, tokens.x_TD, kept, alongside)
+            y_TD, rows = uncompiled(self._through_experts, layout, x_TD, kept, alongside)
         else:
-            y_TD, rows = self._through_experts(layout, tokens.x_TD, kept, alongside)
+            y_TD, rows = self._through_experts(layout, x_TD, kept, alongside)
+        if self.latent is not None:
+            y_TD = self.latent.leave(y_TD, tokens)
         if alongside is not None or routing.passthrough_T is not None:
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)

@@ -43,6 +43,7 @@ class Case:
     skew: float = 0.0
     width: int = 8
     hidden: int = 16
+    latent: int = 0  # width in which experts compute; 0: `width`
     seed: int = 0
     # ranks over which every expert is cut; None: world / experts, at least 1
     shards: int | None = None
@@ -57,15 +58,18 @@ class Case:
 def make_parameters(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Whole parameters of all experts and the router."""
     g = torch.Generator().manual_seed(case.seed)
-    e, d, f = case.experts, case.width, case.hidden
+    e, d, f = case.experts, case.latent or case.width, case.hidden
 
     def draw(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=g, dtype=torch.float64) * 0.5).to(dtype)
 
     p = {
-        "router": draw(e, d), "w_in": draw(e, d, f), "w_gate": draw(e, d, f),
+        "router": draw(e, case.width), "w_in": draw(e, d, f), "w_gate": draw(e, d, f),
         "w_out": draw(e, f, d), "b_in": draw(e, f), "b_gate": draw(e, f), "b_out": draw(e, d)
     }
+    if case.latent:
+        p |= {"down": draw(d, case.width), "b_down": draw(d), "up": draw(case.width, d),
+              "b_up": draw(case.width)}
     if case.router_fp32:
         keep = torch.promote_types(dtype, torch.float32)
         p["router"] = make_parameters(replace(case, router_fp32=False, skew=0.0), keep)["router"]
@@ -220,8 +224,8 @@ class RoundedProduct(torch.autograd.Function):
 
 
 def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
-    """One whole expert on one token; rounded the sum of its parts, each of which rounds its own
-    operands.
+    """One whole expert on one token, or on its projection; rounded the sum of its parts, each of
+    which rounds its own operands.
     """
     act = ACTIVATIONS[case.activation]
     count = max(1, case.rounded_parts)
@@ -238,6 +242,11 @@ def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
     inner = drop_by_value(inner, case.dropout)
     out = sum(map(product, inner.chunk(count), p["w_out"][e].chunk(count)))
     return out + p["b_out"][e] if case.bias else out
+
+
+def projected(case: Case, p: dict[str, Tensor], x: Tensor, name: str) -> Tensor:
+    """Tokens in the latent width ("down"), or results in the tokens' ("up")."""
+    return x @ p[name].T + (p["b_" + name] if case.bias else 0)
 
 
 def losses(case: Case, chosen: list[list[int]], logits: Tensor, scores: Tensor,
@@ -305,11 +314,14 @@ def dense(case: Case, parameters: dict[str, Tensor], xs: list[Tensor],
     for rank, (x, m, (chosen, weights, logits, scores)) in enumerate(
             zip(xs, real, routed, strict=True)):
         kept = drop(case, chosen, weights, scores, limit)
+        inner = projected(case, p, x, "down") if case.latent else x
         rows = [
-            sum((expert(case, p, e, w * x[t])
-                 if case.weights_first else w * expert(case, p, e, x[t]) for e, w in kept[t]),
-                torch.zeros(case.width, dtype=torch.float64)) for t in range(len(x))
+            sum((expert(case, p, e, w * inner[t])
+                 if case.weights_first else w * expert(case, p, e, inner[t]) for e, w in kept[t]),
+                torch.zeros(inner.shape[1], dtype=torch.float64)) for t in range(len(x))
         ]
+        if case.latent:
+            rows = [projected(case, p, row, "up") * m[t] for t, row in enumerate(rows)]
         outputs.append(torch.stack(rows) if rows else x * 0)
         all_losses.append(losses(case, chosen, logits, scores, m))
         dropped.append(sum(map(len, chosen)) - sum(map(len, kept)))

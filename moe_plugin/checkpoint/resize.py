@@ -96,9 +96,9 @@ def _check(name: str, layer: MoELayer, comm: Comm) -> None:
     place = Placement(comm, config.num_experts, layer.placement.algorithm,
                       configured_shards=config.parallel.shards)
     place.check()
-    if config.hidden_dim % place.shards or config.model_dim % place.shards:
+    if config.hidden_dim % place.shards or config.row_dim % place.shards:
         raise ValueError(
-            f"layer {name!r} with model_dim={config.model_dim}, hidden_dim={config.hidden_dim} "
+            f"layer {name!r} with rows of width {config.row_dim}, hidden_dim={config.hidden_dim} "
             f"cannot be split into the {place.shards} shards of {comm.size} expert-parallel ranks: "
             f"use multiples of {place.shards}, or fewer ranks")
 

@@ -25,6 +25,10 @@ class ExpertsConfig(SettingsSection):
         flag="expert-kind")
     hidden_dim: int = option(0, "inner width of an expert; 0: four times model_dim",
                              flag="expert-hidden-dim")
+    latent_dim: int = option(
+        0, "width to which tokens are projected before they travel, in which experts compute, and "
+        "from which their sum is projected back (docs/hybrid.md#latent-moe); 0: none",
+        flag="expert-latent-dim")
     activation: str = option("gelu", "activation",
                              choices=("gelu", "gelu_tanh", "relu", "silu", "squared_relu"),
                              flag="expert-activation")
@@ -94,7 +98,7 @@ class ExpertsConfig(SettingsSection):
         "as it is", flag="experts-store-throttle")
 
     def check_bounds(self) -> None:
-        for name in ("hidden_dim", "shared_hidden_dim"):
+        for name in ("hidden_dim", "latent_dim", "shared_hidden_dim"):
             self.within(name, 0, MOST_WIDTH, "use 0 for the default")
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
         self.require("shared_gate", not self.shared_gate or self.shared_hidden_dim > 0,

@@ -88,8 +88,9 @@ def refuse_timeout(group: object | None, settings: Mapping[str, Any]) -> None:
 # hidden_dim times are predicted
 _READ_BESIDE = frozenset({
     "router.top_k", "router.normalize", "router.batch_prioritized", "router.pre_gate",
-    "router.predict", "router.fp32", "experts.hidden_dim", "experts.shared_hidden_dim",
-    "experts.shared_gate", "experts.shared_overlap", "experts.weights_first", "experts.store"})
+    "router.predict", "router.fp32", "experts.hidden_dim", "experts.latent_dim",
+    "experts.shared_hidden_dim", "experts.shared_gate", "experts.shared_overlap",
+    "experts.weights_first", "experts.store"})
 # and what its shared expert does, where it has one
 _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias",
                              "experts.dropout"})

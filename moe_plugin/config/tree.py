@@ -133,6 +133,11 @@ class MoEConfig(SettingsSection):
         """Inner width of one expert."""
         return self.experts.hidden_dim or 4 * self.model_dim
 
+    @property
+    def row_dim(self) -> int:
+        """Width of the rows that travel, and of the experts' inputs and outputs."""
+        return self.experts.latent_dim or self.model_dim
+
 
 _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 

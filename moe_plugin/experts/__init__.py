@@ -3,6 +3,7 @@
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.custom import CustomExperts, build_device_experts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
+from moe_plugin.experts.latent import LatentProjection
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.shared import OverlappedWork, SharedExpert, add_residual
 from moe_plugin.kernels.expert_ffn import (
@@ -15,7 +16,7 @@ from moe_plugin.kernels.expert_ffn import (
 
 __all__ = [
     "CustomExperts", "Experts", "FFNExperts", "FFNParameters", "GatedFFNExperts",
-    "OverlappedWork", "SharedExpert", "Strategy", "add_residual", "apply_to_rows",
-    "build_device_experts", "expert_kinds", "expert_parameters", "from_matmul", "is_expert",
-    "mark_expert", "strategies",
+    "LatentProjection", "OverlappedWork", "SharedExpert", "Strategy", "add_residual",
+    "apply_to_rows", "build_device_experts", "expert_kinds", "expert_parameters", "from_matmul",
+    "is_expert", "mark_expert", "strategies",
 ]

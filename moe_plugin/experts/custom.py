@@ -97,8 +97,8 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
             or config.experts.kind not in _MATRICES):
         return
     width, matrices = config.model_dim, _MATRICES[config.experts.kind]
-    elements = width * (config.num_experts + matrices * (
-        place.local * (config.hidden_dim // place.shards) + config.experts.shared_hidden_dim))
+    elements = width * (config.num_experts + matrices * config.experts.shared_hidden_dim)
+    elements += matrices * config.row_dim * place.local * (config.hidden_dim // place.shards)
     if elements * like.element_size() > memory:
         raise ValueError(
             f"num_experts={config.num_experts} with model_dim={width}, "

@@ -71,7 +71,7 @@ class FFNExperts(Experts):
                 "experts.dropout=%s: experts.compute=%s has no dropout; in training torch's "
                 "matmuls compute the experts", self.config.dropout, self.config.compute)
         self.memory = Workspace()
-        shards, local, width = placement.shards, placement.local, config.model_dim
+        shards, local, width = placement.shards, placement.local, config.row_dim
         _check_shards(config, shards)
         inner = config.hidden_dim // shards
 
@@ -216,7 +216,8 @@ def _by_torch_alone(parameters: FFNParameters) -> Strategy:
 
 
 def _check_shards(config: MoEConfig, shards: int) -> None:
-    for path, value in (("experts.hidden_dim", config.hidden_dim), ("model_dim", config.model_dim)):
+    outer = "experts.latent_dim" if config.experts.latent_dim else "model_dim"
+    for path, value in (("experts.hidden_dim", config.hidden_dim), (outer, config.row_dim)):
         if value % shards:
             why = f"parallel.shards={shards}"
             if not config.parallel.shards:

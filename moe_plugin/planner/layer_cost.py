@@ -34,6 +34,8 @@ class LayerShape:
         tokens: T of one rank.
         capacity_factor: rows are padded to it; None: exactly the routed rows.
         gated: three matrices per expert, else two.
+        latent_dim: width to which tokens are projected before they travel, and in which experts
+            compute; 0: none.
         element_bytes: of activations and parameters.
         skew: rows of the fullest rank over the mean, >= 1.
         shards: ranks that share an expert; None: ranks / experts, at least 1.
@@ -49,6 +51,7 @@ class LayerShape:
     top_k: int = 2
     capacity_factor: float | None = None
     gated: bool = False
+    latent_dim: int = 0
     element_bytes: int = 2
     skew: float = 1.0
     shards: int | None = None
@@ -73,12 +76,17 @@ class LayerShape:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one expert's matrices."""
-        return self.matrices * self.model_dim * self.hidden_dim * self.element_bytes
+        return self.matrices * self.row_dim * self.hidden_dim * self.element_bytes
+
+    @property
+    def row_dim(self) -> int:
+        """Width of a row."""
+        return self.latent_dim or self.model_dim
 
     @property
     def row_bytes(self) -> float:
         """Bytes of one row."""
-        return self.model_dim * self.element_bytes
+        return self.row_dim * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCos
         link = cluster.inter
         sharing = cluster.ranks_per_node / min(cluster.nics, cluster.ranks_per_node)
     byte_s, shards = link.beta_s * sharing, shape.cut(cluster.ranks)
-    flops = 2 * shape.matrices * shape.model_dim * shape.hidden_dim / shards
+    flops = 2 * shape.matrices * shape.row_dim * shape.hidden_dim / shards
     # an exchange to borrowers and one among them, and both reversed
     fixed = 4 * ((cluster.ranks - 1) * link.alpha_s + cluster.phase_s)
     return SpillCosts(row_s=3 * flops / device.flops, travel_s=4 * shape.row_bytes * byte_s,
@@ -217,9 +225,9 @@ class _Work:
         """Of a share of the rows: of each expert's, or all rows of this share of the experts."""
         shape, sizes, rows = self.shape, self.sizes, self.sizes.rows_here * share
         experts = max(1.0, sizes.experts_here * share) if by_experts else sizes.experts_here
-        flops = 2 * shape.matrices * rows * shape.model_dim * sizes.inner
-        weights = experts * shape.matrices * shape.model_dim * sizes.inner
-        activations = 2 * rows * (shape.model_dim + sizes.inner)
+        flops = 2 * shape.matrices * rows * shape.row_dim * sizes.inner
+        weights = experts * shape.matrices * shape.row_dim * sizes.inner
+        activations = 2 * rows * (shape.row_dim + sizes.inner)
         each = self.device.matmul_s(rows / experts, flops,
                                     (weights + activations) * shape.element_bytes)
         return self.passes * (each + (shape.matrices - 1) * self.device.launch_s) if flops else 0.0
@@ -281,6 +289,13 @@ def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device
     return device.copy_s(max(rows, 1) * shape.row_bytes) + buffers
 
 
+def _token_matmul_s(shape: LayerShape, device: Device, width: int, bytes_each: int) -> float:
+    """Seconds to multiply a rank's tokens by one matrix [model_dim, width]; 0 for no width."""
+    flops = 2.0 * shape.tokens * shape.model_dim * width
+    moved = shape.tokens * (shape.model_dim * shape.element_bytes + bytes_each * width)
+    return device.matmul_s(shape.tokens, flops, moved) if width else 0.0
+
+
 def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
     return tuple(t.name for t in tasks if t.phase == phase)
 
@@ -289,12 +304,12 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
                    sizes: _Sizes) -> list[Task]:
     """Tasks of the forward pass in issue order."""
     d = choice.d if sizes.out else 1
-    gate = device.matmul_s(shape.tokens, 2.0 * shape.tokens * shape.model_dim * shape.experts,
-                           shape.tokens * (shape.row_bytes + 8 * shape.experts))
+    gate = _token_matmul_s(shape, device, shape.experts, 8)
+    project = _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     tasks = [
         Task("gate", COMPUTE, gate, phase="gate"),
-        Task("dispatch", COMPUTE, copies, ("gate",), "dispatch")
+        Task("dispatch", COMPUTE, project + copies, ("gate",), "dispatch")
     ]
     if sizes.piece:
         tasks.append(Task("gather", NETWORK, sizes.gather_s, (), "parameters"))
@@ -303,7 +318,7 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
     tasks += _through_experts(cluster, _Work(shape, sizes, device, 1), choice, d,
                               ("out", "back"), "dispatch", _names(tasks, "parameters"))
     last = _names(tasks, "a2a_back" if sizes.out else "experts")
-    return [*tasks, Task("combine", COMPUTE, copies, last, "combine")]
+    return [*tasks, Task("combine", COMPUTE, copies + project, last, "combine")]
 
 
 def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
@@ -311,6 +326,7 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
     """Tasks of the backward pass: the mirror, with its own pieces and a reduce-scatter."""
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
+    copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
     tasks = [Task("combine", COMPUTE, copies, phase="combine")]
     tasks += _through_experts(cluster, _Work(shape, sizes, device, 2), choice, d, ("back", "out"),
                               "combine")
@@ -321,7 +337,7 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
     if sizes.lend:
         tasks.append(Task("return", NETWORK, _lend_s(cluster, sizes), last, "gradients"))
     gate = device.matmul_s(shape.tokens, 4.0 * shape.tokens * shape.model_dim * shape.experts,
-                           shape.tokens * shape.row_bytes)
+                           shape.tokens * shape.model_dim * shape.element_bytes)
     return [*tasks, Task("dispatch", COMPUTE, copies, last, "dispatch"),
             Task("gate", COMPUTE, gate, ("dispatch",), "gate")]
 
@@ -335,7 +351,7 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
     """Bytes beyond stored parameters: gathered and borrowed ones, gradients, rows, activations."""
     gathered = 2 * (sizes.piece * sizes.gather.size
                     + sizes.guests * shape.expert_bytes / sizes.shards)
-    width = 2 * shape.model_dim + sizes.inner * (shape.matrices - 1)
+    width = 2 * shape.row_dim + sizes.inner * (shape.matrices - 1)
     rows = sizes.rows_here * shape.element_bytes * width
     return gathered + rows + 2 * sizes.out
 

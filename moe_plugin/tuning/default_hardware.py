@@ -103,7 +103,8 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
         visits: where tokens go, measured.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
-                      hidden_dim=config.hidden_dim, experts=config.num_experts,
+                      latent_dim=config.experts.latent_dim, hidden_dim=config.hidden_dim,
+                      experts=config.num_experts,
                       top_k=config.router.experts_per_token,
                       gated=config.experts.kind == "gated_ffn",
                       element_bytes=probe.element_size(), shards=place.shards, skew=skew,

@@ -167,9 +167,9 @@ def _schedule(config: MoEConfig, place: Placement) -> str:
             "use dispatch.name='padded' with a capacity factor, or schedule 's1'")
     if asked != "auto" or not slots:
         return "s2" if asked == "s2" or traits.splits_slots else "s1"
+    factor = config.router.experts_per_token * (abs(dispatch.capacity_factor) or 1.0)
     shape = ParmShape(tokens=REFERENCE_TOKENS, model_dim=config.model_dim,
-                      rows_factor=config.router.experts_per_token * (
-                          abs(dispatch.capacity_factor) or 1.0),
+                      rows_factor=factor * config.row_dim / config.model_dim,
                       replicas=config.parallel.replicas, shards=place.shards)
     chosen = choose_schedule(shape, default_cluster(place.comm, place.comm.device))
     log.info("schedule of %d ranks with the same tokens: %s", config.parallel.replicas, chosen)

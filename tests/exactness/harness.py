@@ -29,6 +29,7 @@ from tests.oracle import (
 
 NAMES = {"w_in": ("w_in_LDF", 1), "w_gate": ("w_gate_LDF", 1), "w_out": ("w_out_LFD", 0),
          "b_in": ("b_in_LF", 0), "b_gate": ("b_gate_LF", 0), "b_out": ("b_out_LD", 0)}
+LATENT = {"down": "down.weight", "b_down": "down.bias", "up": "up.weight", "b_up": "up.bias"}
 
 
 @dataclass
@@ -53,7 +54,8 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
             "fp32": case.router_fp32
         }, "dispatch": {"capacity_factor": case.factor}, "experts": {
             "kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation,
-            "bias": case.bias, "weights_first": case.weights_first, "dropout": case.dropout
+            "bias": case.bias, "weights_first": case.weights_first, "dropout": case.dropout,
+            "latent_dim": case.latent
         }, "comm": {}, "parallel": {"shards": case.shards},
     }
     for path, value in changes.items():
@@ -83,7 +85,15 @@ def load(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> None:
     """Give a rank's layer its part of the whole parameters; `case.world` ranks have experts."""
     with torch.no_grad():
         layer.router.weight_ED.copy_(parameters["router"])
+        for name, parameter in latent_of(layer).items():
+            parameter.copy_(parameters[name])
     load_experts(layer, parameters, case)
+
+
+def latent_of(layer: MoELayer) -> dict[str, Tensor]:
+    """The parameters of a layer's latent projections, by the reference's names."""
+    own = {} if layer.latent is None else dict(layer.latent.named_parameters())
+    return {name: own[theirs] for name, theirs in LATENT.items() if theirs in own}
 
 
 def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> None:
@@ -116,6 +126,7 @@ def run_layer(case: Case, layer: MoELayer, dtype: torch.dtype = torch.float64,
     out = layer(x, masks[group])
     objective(out.output, out.losses, group).backward()
     grads = {"router": layer.router.weight_ED.grad}
+    grads |= {name: parameter.grad for name, parameter in latent_of(layer).items()}
     for name, (attribute, _) in NAMES.items():
         parameter = getattr(layer.experts, attribute, None)
         if parameter is not None:
@@ -180,11 +191,12 @@ def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float =
             same(loss, answer.losses[group][name], f"loss {name} of rank {rank}")
         assert result.stats["dropped"] == answer.dropped[group], f"dropped on rank {rank}"
         for name, grad in result.grads.items():
-            if name != "router":
+            if name in NAMES:
                 same(grad, slice_of(name, answer.grads[name], ranks, rank),
                      f"gradient of {name} on rank {rank}")
-        same(result.grads["router"], results[group * copies].grads["router"].double(),
-             f"router gradient of rank {rank}, next to a rank with the same tokens")
-    if router:
-        same(sum(r.grads["router"].double() for r in results[::copies]), answer.grads["router"],
-             "router gradient")
+            else:
+                same(grad, results[group * copies].grads[name].double(),
+                     f"{name} gradient of rank {rank}, next to a rank with the same tokens")
+    for name in results[0].grads.keys() - NAMES.keys() - (set() if router else {"router"}):
+        same(sum(r.grads[name].double() for r in results[::copies]), answer.grads[name],
+             f"{name} gradient")

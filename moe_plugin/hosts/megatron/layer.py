@@ -59,6 +59,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     It is a subclass so that Megatron's `isinstance` checks pass, and builds nothing of its parent.
     Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
+    `fc1_latent_proj` and `fc2_latent_proj` with `moe_latent_size`,
     `shared_experts` (Megatron's), `moe` (the `MoELayer` that
     runs the first two), `last_stats` (`LayerStats` of the latest forward pass),
     `observer` (called with the `LayerStats` of each pass, once where activations are recomputed),
@@ -108,6 +109,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         # are Megatron's (`router.*`, `experts.*`); state dicts: see `state`
         self.router = moe.router if native is None else native
         self.experts = moe.experts
+        if moe.latent is not None:
+            self.fc1_latent_proj, self.fc2_latent_proj = moe.latent.down, moe.latent.up
         self.moe = moe
         self.register_state_dict_post_hook(state.drop_repeated)
         self.register_load_state_dict_pre_hook(state.add_repeated)
@@ -150,6 +153,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 _initialise_router(moe.router, config)
             parameters.initialise(moe.experts, moe.placement, config.init_method,
                                   config.output_layer_init_method)
+            if moe.latent is not None:
+                parameters.initialise_linear(moe.latent.down, config.init_method)
+                parameters.initialise_linear(moe.latent.up, config.output_layer_init_method)
         return moe
 
     def _host_context(self, config: Any, plan: Translation, native: bool) -> HostContext:
@@ -182,11 +188,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             float32_parameters_first()
         # else the layer does it
         split = self.groups.tensor.size() > 1 and not self.shares_tokens
-        for parameter in self.router.parameters():
+        latent = () if self.moe.latent is None else self.moe.latent.parameters()
+        for parameter in (*self.router.parameters(), *latent):
             parameter.sequence_parallel = self.config.sequence_parallel
             if split and not self.config.sequence_parallel:
-                # tokens are split over the tensor-parallel ranks here, so the router's gradient is
-                # a part on each; Megatron sums such parts only under sequence parallelism
+                # tokens are split over the tensor-parallel ranks here, so each has a part of these
+                # gradients; Megatron sums such parts only under sequence parallelism
                 parameter.register_hook(self._sum_over_tensor_ranks)
 
     def _sum_over_tensor_ranks(self, grad: Tensor) -> Tensor:
@@ -356,6 +363,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 found.update(
                     parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups,
                                                 sharded_offsets))
+        if self.moe.latent is not None:
+            for part in state.LATENT:
+                for name, tensor in getattr(self, part).named_parameters():
+                    key = f"{prefix}{part}.{name}"
+                    found.update(parameters.replicated_shard(key, key, tensor, groups,
+                                                             sharded_offsets))
         if self.shared_experts is not None:
             found.update(
                 self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,

@@ -14,7 +14,7 @@ from moe_plugin.messages import short
 logger = logging.getLogger("moe_plugin.megatron")
 _OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
               "ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-              "moe_shared_expert_intermediate_size")
+              "moe_shared_expert_intermediate_size", "moe_latent_size")
 _OF_ARGUMENTS = (
     "norm_epsilon", "rotary_base", "rotary_percent", "swiglu", "squared_relu",
     "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
@@ -25,7 +25,7 @@ _OF_ARGUMENTS = (
 # those that say which tensors there are, and those that change what is computed with them
 _TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
             "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate", "num_experts")
+            "moe_shared_expert_gate", "num_experts", "moe_latent_size")
 _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embedding_type",
              "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
              "moe_router_topk_scaling_factor", "squared_relu")

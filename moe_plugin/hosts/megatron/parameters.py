@@ -86,6 +86,16 @@ def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tens
                            method)[place.shard])
 
 
+def initialise_linear(linear: nn.Linear, weight_init: Callable[[Tensor], Any]) -> None:
+    """Fill a linear map's weights by one of Megatron's init methods; a bias becomes zero."""
+    with torch.no_grad():
+        weight = torch.empty(linear.weight.shape, dtype=torch.float32)
+        weight_init(weight)
+        linear.weight.copy_(weight)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
 def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
                                                                   Any]) -> tuple[Tensor, ...]:
     shape = list(like.shape)

@@ -82,12 +82,16 @@ class Stages:
 
     def preprocess(self: Any, hidden_states: Tensor, probs: Tensor,
                    routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens [T, h], gate weights as the plan has them); auxiliary losses are attached."""
+        """(tokens [T, h] or in the latent width, gate weights as the plan has them); auxiliary
+        losses are attached.
+        """
         call = self._call
         call.plan = call.layout.dispatcher.plan(call.kept)
         real_T, tokens = call.tokens.mask_T, call.tokens.count
         x_TD = self._with_losses(call.tokens.x_TD.clone(), call.kept.before.losses,
                                  tokens if real_T is None else real_T.sum())
+        if self.moe.latent is not None:
+            x_TD = self.moe.latent.enter(dataclasses.replace(call.tokens, x_TD=x_TD))
         call.traffic.hold()
         return x_TD, _weights(call.plan).clone()  # the router's backward reads its own
 
@@ -130,6 +134,8 @@ class Stages:
         call, self._call, moe = self._call, None, self.moe
         stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
         self._observe(MoEOutput(output, {}, stats))
+        if moe.latent is not None:
+            output = moe.latent.leave(output, call.tokens)
         y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
         return y if shared_expert_output is None else y + shared_expert_output
 

@@ -1,7 +1,7 @@
 """The layer's state in checkpoints: plain state dicts, and what the tuner of `parallel: auto` has
 learned.
 
-A state dict names each parameter as Megatron does (`router.*`, `experts.*`). Both are also parts of
+A state dict names each parameter as Megatron does (`router.*`, `experts.*`). They are also parts of
 `moe`, the `MoELayer` that runs them; its keys repeat these and are left out, and so is its
 description of this rank's experts: Megatron's sharded tensors store experts by global index, so a
 checkpoint loads at any expert-parallel size.
@@ -32,6 +32,7 @@ from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)
 TUNER = "tuner"
+LATENT = "fc1_latent_proj", "fc2_latent_proj"  # Megatron's names of `moe.latent.down` and `up`
 
 
 def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
@@ -59,7 +60,7 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
         logger.info("layer %s: the checkpoint's layout choices are not used: parallel.mode is "
                     "'fixed'", layer.layer_number)
     inner = {part: name for name, part in layer.moe.named_modules()}
-    for name in ("router", "experts"):
+    for name in ("router", "experts", *(LATENT if layer.moe.latent is not None else ())):
         own_prefix, repeated = f"{prefix}{name}.", f"{prefix}moe.{inner[getattr(layer, name)]}."
         for key in [key for key in state if key.startswith(own_prefix)]:
             state[repeated + key.removeprefix(own_prefix)] = state[key]

@@ -55,6 +55,7 @@ NATIVE_ARGUMENTS: dict[str, str] = {
     "router.input_jitter": "--moe-input-jitter-eps",
     "experts.kind": "--swiglu",
     "experts.hidden_dim": "--moe-ffn-hidden-size",
+    "experts.latent_dim": "--moe-latent-size",
     "experts.activation": "--swiglu, --squared-relu",
     "experts.bias": "--disable-bias-linear",
     "experts.recompute_activation": "--recompute-modules",
@@ -161,6 +162,7 @@ def _native_values(native: Any) -> dict[str, Any]:
         "router.input_jitter": float(native.moe_input_jitter_eps or 0.0),
         "experts.kind": "gated_ffn" if native.gated_linear_unit else "ffn",
         "experts.hidden_dim": native.moe_ffn_hidden_size or native.ffn_hidden_size,
+        "experts.latent_dim": setting(native, "moe_latent_size") or 0,
         "experts.activation": _activation(native),
         "experts.bias": bool(native.add_bias_linear),
         "experts.shared_hidden_dim": 0,  # Megatron's own shared expert is used

@@ -218,6 +218,10 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
     moe = MoELayer(_config(ffn, num_experts, settings), comm,
                    host=HostContext(layer_number=number), dtype=weight.dtype, device=weight.device)
     if upcycle:
+        if moe.latent is not None:
+            raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} does not fit "
+                             f"{place.name}, whose weights become the experts': must be 0, or use "
+                             "upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
             logger.info("router.top_k=1: an expert's output is multiplied by its score, so the "
                         "model does not compute at first what it did before; top_k=2 does")

@@ -115,8 +115,8 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device,
         "tensor_ranks": str(tensor_ranks(model, ranks_per_node)),
         "threads": str(torch.get_num_threads() if device.type == "cpu" else 0),
         "model": " ".join(f"{name}={getattr(model, name)}" for name in (
-            "model_dim", "ffn_dim", "expert_dim", "heads", "vocab", "sequence", "experts", "top_k",
-            "capacity_factor", "gated", "element_bytes")),
+            "model_dim", "ffn_dim", "expert_dim", "row_dim", "heads", "vocab", "sequence",
+            "experts", "top_k", "capacity_factor", "gated", "element_bytes")),
         "torch": torch.__version__
     }
 

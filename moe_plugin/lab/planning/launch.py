@@ -46,7 +46,8 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
     return {
         "num_experts": model.experts, "router": {"top_k": model.top_k},
         "experts": {
-            "kind": "gated_ffn" if model.gated else "ffn", "hidden_dim": model.expert_dim
+            "kind": "gated_ffn" if model.gated else "ffn", "hidden_dim": model.expert_dim,
+            **({"latent_dim": model.latent_dim} if model.latent_dim else {})
         },
         "dispatch": dispatch, "parallel": parallel, "comm": {"all_to_all": plan.layout.algorithm},
     }
@@ -68,6 +69,7 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
             model.sequence, "--micro-batch-size", plan.micro_batch, "--global-batch-size",
             model.global_batch
         ]
+        flags += ["--moe-latent-size", model.latent_dim] if model.latent_dim else []
         switches = {"--sequence-parallel": plan.tp > 1, "--swiglu": model.gated}
         return [str(f) for f in flags] + [name for name, on in switches.items() if on]
     if host != "fairseq":

@@ -28,6 +28,7 @@ class ModelShape:
             `in_host` sets it.
         ffn_dim: inner width of dense layers.
         hidden_dim: of an expert.
+        latent_dim: width in which rows travel and experts compute; 0: `model_dim`.
         sequence: tokens per sequence.
         global_batch: sequences per step.
         capacity_factor: None: dropless.
@@ -47,6 +48,7 @@ class ModelShape:
     moe_first: bool = False
     experts: int = 8
     hidden_dim: int = 0
+    latent_dim: int = 0
     top_k: int = 2
     capacity_factor: float | None = None
     gated: bool = False
@@ -56,7 +58,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name in ("vocab", "hidden_dim", "capacity_factor") else 1
+            least = 0 if f.name in (
+                "vocab", "hidden_dim", "latent_dim", "capacity_factor") else 1
             if f.name in ("gated", "moe_first") or value is None:
                 continue
             if not least <= value <= MAX_SIZE:
@@ -101,8 +104,8 @@ class ModelShape:
         """Parameters outside the experts."""
         attention = self.layers * 4 * self.model_dim**2
         dense = (self.layers - self.moe_layers) * self.matrices * self.model_dim * self.ffn_dim
-        routers = self.moe_layers * self.model_dim * self.experts
-        return attention + dense + self.vocab * self.model_dim + routers
+        of_tokens = self.moe_layers * self.model_dim * (self.experts + 2 * self.latent_dim)
+        return attention + dense + self.vocab * self.model_dim + of_tokens
 
     def parameter_bytes(self) -> dict[str, int]:
         """Bytes for one parameter, by what they hold."""
@@ -113,8 +116,12 @@ class ModelShape:
     @property
     def expert_parameters(self) -> float:
         """Parameters of all experts of all layers."""
-        return (self.moe_layers * self.experts * self.matrices * self.model_dim *
-                self.expert_dim)
+        return self.moe_layers * self.experts * self.matrices * self.row_dim * self.expert_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Width of the rows that travel, and of the experts' inputs and outputs."""
+        return self.latent_dim or self.model_dim
 
     @property
     def expert_dim(self) -> int:
@@ -124,7 +131,8 @@ class ModelShape:
     def layer(self, tokens: int) -> LayerShape:
         """One MoE layer with `tokens` tokens per rank."""
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
-                          hidden_dim=self.expert_dim, experts=self.experts,
+                          latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
+                          experts=self.experts,
                           top_k=self.top_k, capacity_factor=self.capacity_factor, gated=self.gated,
                           element_bytes=self.element_bytes)
 

@@ -163,5 +163,5 @@ def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: Mod
     """A bound over all layouts: MoE layers at full arithmetic speed, everything else as it is."""
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
-    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.model_dim * model.expert_dim
+    flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.row_dim * model.expert_dim
     return sum(time_of(model, cluster, device, plan, flops / device.flops).values())

@@ -76,7 +76,7 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
-    if model.model_dim % etp or model.expert_dim % etp:
+    if model.row_dim % etp or model.expert_dim % etp:
         return
     for micro in space.micro_batches:
         plan = ModelPlan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro,

@@ -29,12 +29,12 @@ def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float
     """Seconds of forward and backward of the static layer; r = S, d = 1."""
     slots = shape.top_k * math.ceil(shape.tokens / shape.experts)
     mask = float(shape.tokens) * shape.experts * slots
-    dispatch = device.matmul_s(shape.tokens, 2 * mask * shape.model_dim, mask * MASK_BYTES)
+    dispatch = device.matmul_s(shape.tokens, 2 * mask * shape.row_dim, mask * MASK_BYTES)
     shards = max(1, cluster.ranks // shape.experts)
     rows = shape.experts * slots * shards
     inner = shape.hidden_dim / shards
     experts = device.matmul_s(rows / max(1, shape.experts // cluster.ranks),
-                               2.0 * shape.matrices * rows * shape.model_dim * inner)
+                               2.0 * shape.matrices * rows * shape.row_dim * inner)
     exchange = all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", rows * shape.row_bytes)
     return MATMULS * dispatch + 3 * experts + 4 * exchange
 

@@ -64,14 +64,15 @@ def draw(case: Case, seed: int = 3) -> Weights:
     """The same weights on every rank."""
     g = torch.Generator().manual_seed(seed)
     hidden = case.config().moe_ffn_hidden_size
+    width = getattr(case.config(), "moe_latent_size", None) or D
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g) * 0.3
 
     experts = case.config().num_moe_experts
     return Weights(
-        normal(experts, D) * 3, normal(experts, D, hidden),
-        normal(experts, D, hidden) if case.gated else None, normal(experts, hidden, D))
+        normal(experts, D) * 3, normal(experts, width, hidden),
+        normal(experts, width, hidden) if case.gated else None, normal(experts, hidden, width))
 
 
 def needs_padding_mask(case: Case) -> None:

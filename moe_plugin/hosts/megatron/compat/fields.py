@@ -75,7 +75,8 @@ _SIZES_CHANGE = "set it to False: sizes change from step to step"
 FIELDS: dict[str, Row] = {
     **_rows(By.OURS, "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
             "moe_router_topk_scaling_factor", "moe_input_jitter_eps", "moe_aux_loss_coeff",
-            "moe_z_loss_coeff", "moe_ffn_hidden_size", "moe_apply_probs_on_input",
+            "moe_z_loss_coeff", "moe_ffn_hidden_size", "moe_latent_size",
+            "moe_apply_probs_on_input",
             "moe_shared_expert_overlap", "moe_layer_recompute", "expert_model_parallel_size",
             "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
             # or refused, with other settings (`recipes`)
@@ -115,7 +116,6 @@ FIELDS: dict[str, Row] = {
             # our products fill up each expert's rows themselves
             "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
             "use_te_activation_func", "activation_func_fp8_input_store"),
-    **_refused("leave it unset", "moe_latent_size", taken=(None, 0)),
     **_refused("leave it unset", "moe_mlp_glu_interleave_size", "activation_func_clamp_value",
                taken=(None,)),
     **_refused("leave it unset: dispatch.capacity_factor limits the rows of each expert",
