@@ -17,7 +17,7 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
-from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer
+from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer, prediction_of
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.recipes import in_bf16
@@ -97,13 +97,14 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.submodules, self.groups, self.plan = submodules, groups, plan
         self.tp_group = groups.tensor
         self.shares_tokens = shares_tokens(config, plan, groups)
-        self._is_mtp = is_mtp_layer(extra)
-        self.layer_number = layer_numbers.in_model(self.layer_number, config, self._is_mtp)
+        self._is_mtp, self._prediction = is_mtp_layer(extra), prediction_of(extra)
+        self.layer_number = self._number_in_model(self.layer_number)
         self.losses = AuxiliaryLosses(
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, self._is_mtp))
-        native = core.native_router(config, submodules, groups,
-                                    self._is_mtp) if plan.native_router else None
+        native = core.native_router(
+            config, submodules, groups,
+            self._is_mtp and self._prediction is None) if plan.native_router else None
         moe = self._build(config, plan, native)
         # its parts are registered before it: torch names a parameter by its first owner, so names
         # are Megatron's (`router.*`, `experts.*`); state dicts: see `state`
@@ -218,7 +219,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
         The attribute `layer_number` is then that of `layer_numbers.in_model`.
         """
-        self.layer_number = layer_numbers.in_model(layer_number, self.config, self._is_mtp)
+        self.layer_number = self._number_in_model(layer_number)
         self._follow_recipe(layer_number)
         number = layer_numbers.moe_layers_before(self.config, self.layer_number)
         number_layers(self.router, number)
@@ -227,6 +228,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             _announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)  # part of Megatron's router interface
+
+    def _number_in_model(self, layer_number: int | None) -> int | None:
+        return layer_numbers.in_model(layer_number, self.config, self._is_mtp, self._prediction)
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None,
                 padding_mask: Tensor | None = None, **_unused: Any) -> tuple[Tensor, None]:

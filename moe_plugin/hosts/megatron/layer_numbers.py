@@ -5,23 +5,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 
 
-def in_model(layer_number: int | None, config: Any, is_mtp: bool) -> int | None:
+def in_model(layer_number: int | None, config: Any, is_mtp: bool,
+             prediction: int | None = None) -> int | None:
     """1-based number among all transformer layers, as in Megatron's log of auxiliary losses.
 
     Args:
         layer_number: Megatron's.
-        is_mtp: see `compat.multi_token`, which says how versions number.
+        is_mtp, prediction: see `compat.multi_token`, which says how versions number.
     """
-    return layer_number if layer_number is None or not is_mtp else (
-        layer_number + config.num_layers)
+    if layer_number is None or not is_mtp:
+        return layer_number
+    each = len(_hybrid_parts()[1]) or config.num_layers
+    return layer_number + config.num_layers + (prediction or 0) * each
 
 
 def moe_layers_before(config: Any, number: int) -> int:
     """MoE layers ahead of layer `number` (see `in_model`) on all pipeline stages."""
-    return sum(_pattern(config)[: number - 1]) + max(0, number - 1 - config.num_layers)
+    pattern = _pattern(config)
+    return sum(pattern[: number - 1]) + max(0, number - 1 - len(pattern))
 
 
 def first_moe_layer(config: Any) -> int:
@@ -33,7 +37,7 @@ def first_moe_layer(config: Any) -> int:
 def last_layer_is_moe(config: Any) -> bool:
     """True where the last layer, which those of multi-token prediction are like, is an MoE layer.
     """
-    return bool(_pattern(config)[-1])
+    return bool(_pattern(config)[config.num_layers - 1])
 
 
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
@@ -44,7 +48,18 @@ def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
     return config.mtp_num_layers if repeated else 1
 
 
+def _hybrid_parts() -> tuple[str, str, int]:
+    """(symbols of the layers, of those of a prediction, number of predictions) of the hybrid model
+    that Megatron's script trains; empty for another one.
+    """
+    main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")
+    return main.replace("|", ""), predictions[0] if predictions else "", len(predictions)
+
+
 def _pattern(config: Any) -> list[int]:
+    main, prediction, count = _hybrid_parts()
+    if main:
+        return [int(symbol == "E") for symbol in main + prediction * count]
     # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry per layer
     pattern = config.moe_layer_freq
     if isinstance(pattern, (list, tuple)):

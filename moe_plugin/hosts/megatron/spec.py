@@ -11,7 +11,8 @@ On the command line of Megatron's training script:
     --spec moe_plugin.hosts.megatron.spec moe_layer_local    Megatron's own layers
 
 Both follow the script's arguments: attention (`--qk-layernorm`, `--multi-latent-attention`,
-`--qk-l2-norm`), normalization, `--moe-layer-freq`, multi-token prediction. Settings come from the
+`--qk-l2-norm`), normalization, `--moe-layer-freq`, multi-token prediction, and are the stack of a
+`HybridModel` with `--hybrid-layer-pattern`. Settings come from the
 launcher
 (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds our arguments.
 Without it: a module of your own with `spec = script_spec("settings.yaml")`, and
@@ -40,7 +41,8 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
     """A copy of a Megatron layer or block spec with every MoE layer replaced by ours.
 
     Args:
-        spec: transformer layer spec or `TransformerBlockSubmodules`; it is left as it is.
+        spec: transformer layer spec, `TransformerBlockSubmodules`, or the stack of a
+            `HybridModel`; it is left as it is.
         settings: ours, dotted paths to values, or the path of a YAML file (one with `imports` is
             refused: see `moe_plugin.config.settings_from_yaml`); None: the launcher's arguments
             where it runs, else defaults.
@@ -98,10 +100,35 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 "moe_plugin.hosts.megatron.spec.swap_moe")
     if transformer_engine is None and arguments.get("transformer_impl") == "local":
         transformer_engine = False
+    if arguments.get("hybrid_layer_pattern"):
+        return _hybrid_stack(settings, transformer_engine)
     if arguments and core.has_groups():
         return _block(settings, transformer_engine)
     # a newer script may ask before it has groups; the model builder calls what it gets
     return functools.partial(_later_block, settings, transformer_engine)
+
+
+def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool | None) -> Any:
+    arguments = script_arguments()
+    try:
+        from moe_plugin.hosts.megatron.compat import hybrid
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"hybrid_layer_pattern={short(arguments['hybrid_layer_pattern'])} needs a Megatron "
+            f"with HybridModel, which megatron-core 0.18 and newer have ({error}); pip install "
+            "--ignore-requires-python --no-deps megatron-core==0.19.2") from error
+    given = settings_from_flags(arguments) if settings is None else settings
+    for name, value, is_so in (
+            ("overlap_moe_expert_parallel_comm", True,
+             arguments.get("overlap_moe_expert_parallel_comm")),
+            ("pipeline.schedule", run_config(given).pipeline.schedule,
+             run_config(given).pipeline.cuts)):
+        if is_so:
+            raise ValueError(f"{name}={value} does not fit hybrid_layer_pattern="
+                             f"{short(arguments['hybrid_layer_pattern'])}: it is for GPT models; "
+                             "leave it out")
+    return swap_moe(hybrid.stack_spec(script_config(), arguments["hybrid_layer_pattern"],
+                                      transformer_engine), settings)
 
 
 def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) -> Any:

@@ -231,8 +231,9 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
     Values of the ranks in `part_of` are summed when it is read.
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
-    moe_utils.save_to_aux_losses_tracker(name, value.detach(), layer_number, layers,
-                                         reduce_group=part_of)
+    # it has one place for each prediction, in which a hybrid model may have several layers
+    place = None if layer_number is None else min(layer_number, layers)
+    moe_utils.save_to_aux_losses_tracker(name, value.detach(), place, layers, reduce_group=part_of)
 
 
 @dataclass(frozen=True)
@@ -310,8 +311,8 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A copy of a layer or block spec with `change(name, value)` for every submodule of a layer,
-    and for the block's norm.
+    """A copy of a layer or block spec, or of a hybrid model's stack, with `change(name, value)` for
+    every submodule of a layer, and for the block's norm.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
@@ -321,8 +322,9 @@ def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
     if submodules is None:
         return spec
     inner = copy.copy(submodules)
+    stack = hasattr(inner, "moe_layer")  # of a hybrid model: specs of layers by their kind
     for name, value in list(vars(inner).items()):
-        setattr(inner, name, change(name, value))
+        setattr(inner, name, changed_spec(value, change) if stack else change(name, value))
     if partial:
         return functools.partial(spec.func, *spec.args, **{**spec.keywords, "submodules": inner})
     outer = copy.copy(spec)

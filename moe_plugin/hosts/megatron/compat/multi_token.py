@@ -5,17 +5,22 @@
 | their numbers begin | at 1 | after the others | at 1 | at 1 |
 | says so when it builds an MoE layer | no | no | one of its own exact class | yes |
 | one repeated layer (`mtp_use_repeated_layer`) | no | no | yes | yes |
+
+In a hybrid model (0.18 on) each prediction is a stack of layers, whose numbers all begin at 1; only
+their names say so.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from contextvars import ContextVar
 from typing import Any
 
 from megatron.core import __version__ as core_version
 
 NUMBER = tuple(int(part) for part in core_version.split(".")[:2])
+_IN_STACK = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.layers\.")
 _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
@@ -23,7 +28,16 @@ def is_mtp_layer(extra: dict[str, Any]) -> bool:
     """Whether an MoE layer that is built with these arguments is one of multi-token prediction, as
     far as this version says so.
     """
-    return bool(extra.get("is_mtp_layer")) or _inside.get()
+    return (bool(extra.get("is_mtp_layer")) or _inside.get()
+            or prediction_of(extra) is not None)
+
+
+def prediction_of(extra: dict[str, Any]) -> int | None:
+    """Of which prediction of a hybrid model, from 0, an MoE layer built with these arguments is;
+    None: of none.
+    """
+    found = _IN_STACK.search(extra.get("name") or "")
+    return int(found[1]) if found else None
 
 
 def tell_layers() -> None:

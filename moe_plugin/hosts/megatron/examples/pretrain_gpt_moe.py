@@ -76,20 +76,24 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     layers = import_module(args.spec)
+    common = {
+        "vocab_size": args.padded_vocab_size, "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process, "post_process": post_process, "parallel_output": True,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent, "rotary_base": args.rotary_base,
+        "vp_stage": vp_stage, "pg_collection": pg_collection}
+    if getattr(args, "hybrid_layer_pattern", None):
+        from megatron.core.models.hybrid.hybrid_model import HybridModel  # from 0.18 on
+
+        return HybridModel(config, layers, hybrid_layer_pattern=args.hybrid_layer_pattern, **common)
     prediction = None
     if args.mtp_num_layers:
         prediction = get_gpt_mtp_block_spec(
             config, layers, use_transformer_engine=args.transformer_impl == "transformer_engine",
             vp_stage=vp_stage)
-    return GPTModel(
-        config, layers, vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings, pre_process=pre_process,
-        post_process=post_process, parallel_output=True,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base, mtp_block_spec=prediction, vp_stage=vp_stage,
-        pg_collection=pg_collection)
+    return GPTModel(config, layers, mtp_block_spec=prediction, **common)
 
 
 def datasets(samples, vp_stage=None):

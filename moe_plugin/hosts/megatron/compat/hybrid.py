@@ -1,0 +1,108 @@
+"""The stack of Megatron's hybrid models (`HybridModel`, 0.18 and 0.19), which has a layer for each
+symbol of `--hybrid-layer-pattern`.
+
+Megatron's own spec needs Transformer Engine. Without it the stack here is of the modules of
+Megatron's local GPT layers, whose parameters have the same names.
+
+| symbol | layer | without Transformer Engine |
+|---|---|---|
+| `*`, `-`, `E` | attention, MLP, mixture of experts | yes |
+| `M` | Mamba, also needs mamba_ssm and einops | refused |
+| `G`, `D`, `+` | gated delta net, sparse and latent attention | refused |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction as mtp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.messages import short
+
+_LOCAL, _SEPARATORS = "*-E", "|/"
+_FOR_MAMBA = "mamba_ssm", "einops"
+_NO_ATTENTION = {"input_layernorm": IdentityOp, "self_attention": IdentityOp,
+                 "self_attn_bda": IdentityFuncOp}
+_NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+
+
+def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> ModuleSpec:
+    """What a hybrid model is built of, with Megatron's own MoE layer.
+
+    Args:
+        config: `TransformerConfig`. pattern: symbols of layers.
+        transformer_engine: None: where it is installed.
+    Raises:
+        ValueError: a layer of the pattern cannot be built here; it names the remedy.
+    """
+    if "E" in pattern and not config.num_moe_experts:
+        raise ValueError(f"hybrid_layer_pattern={pattern!r} has E, layers of experts, and "
+                         "num_moe_experts is not set: must be >= 1; set --num-experts")
+    engine = core.has_transformer_engine() if transformer_engine is None else transformer_engine
+    if not engine:
+        _refuse(pattern, set(pattern) - {*_LOCAL, *_SEPARATORS},
+                "need Transformer Engine: must be of *, - and E without it; install "
+                "transformer-engine and leave out --transformer-impl local")
+        return _local_spec(config)
+    missing = [name for name in _FOR_MAMBA if importlib.util.find_spec(name) is None]
+    _refuse(pattern, {"M"} & set(pattern if missing else ""),
+            f"need {', '.join(missing)}: pip install mamba-ssm causal-conv1d einops, on a machine "
+            "with a GPU")
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    spec: ModuleSpec = hybrid_stack_spec
+    return spec
+
+
+def _refuse(pattern: str, symbols: set[str], why: str) -> None:
+    if symbols:
+        raise ValueError(f"hybrid_layer_pattern={short(pattern)} has the layers "
+                         f"{' '.join(sorted(symbols))}, which {why}")
+
+
+class LocalStack(HybridStack):
+    """A hybrid stack whose last norm is one of `norm(config, hidden_size, eps)`, in place of
+    Transformer Engine's, which Megatron's has whatever its spec says.
+    """
+
+    def __init__(self, *args: Any, norm: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = norm(config=self.config, hidden_size=self.config.hidden_size,
+                                   eps=self.config.layernorm_epsilon)
+
+
+def _local_spec(config: Any) -> ModuleSpec:
+
+    def layer(experts: int | None) -> Any:
+        spec = core.call_supported(
+            gpt_layer_specs.get_gpt_layer_local_spec, num_experts=experts, moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization,
+            qk_l2_norm=setting(config, "qk_l2_norm", False))
+        return spec.submodules
+
+    dense = layer(None)
+    norm = dense.input_layernorm
+    prediction = mtp.MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None,
+        layer_norm=norm)
+    return ModuleSpec(module=LocalStack, params={"norm": norm}, submodules=HybridStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=replace(dense, **_NO_MLP)),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=replace(dense, **_NO_ATTENTION)),
+        moe_layer=ModuleSpec(TransformerLayer, submodules=replace(layer(1), **_NO_ATTENTION)),
+        mtp_block_spec=ModuleSpec(
+            mtp.MultiTokenPredictionBlock,
+            submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[
+                ModuleSpec(mtp.MultiTokenPredictionLayer, submodules=prediction)]))))

@@ -1,0 +1,102 @@
+"""Megatron's hybrid models with our layers of experts."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+from tests.hosts.megatron.layers import Case, draw, initialise_parallel, load, whole_gradients
+from tests.hosts.megatron.ranks import on_ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.skipif(
+    importlib.util.find_spec("megatron.core.models.hybrid") is None,
+    reason="needs HybridModel, of megatron-core 0.18 and newer")]
+TOKENS, LENGTH, BATCH = 24, 8, 2
+LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+
+
+def _config(pattern: str, case: Case) -> Any:
+    main, *predictions = pattern.split("/")
+    case.native |= {**LOSSES, "num_layers": len(main), "is_hybrid_model": True, "ffn_hidden_size":
+                    20, "mtp_num_layers": len(predictions) or None, "hidden_dropout": 0.0,
+                    "attention_dropout": 0.0, "gated_linear_unit": False}
+    return case.config()
+
+
+def _model(pattern: str, case: Case, ours: bool) -> Any:
+    """A hybrid model; the same weights on all ranks, ours or not."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from moe_plugin.hosts.megatron.compat import hybrid
+    from moe_plugin.hosts.megatron.spec import swap_moe
+
+    config = _config(pattern, case)
+    stack = hybrid.stack_spec(config, pattern, False)
+    model = HybridModel(config, swap_moe(stack, {}) if ours else stack, TOKENS, LENGTH,
+                        hybrid_layer_pattern=pattern)
+    layers = _layers_of_experts(model)
+    drawn = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if ".router." not in name and ".experts." not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.2)
+    for number, layer in enumerate(layers):
+        load(layer, case, draw(case, seed=number))
+    return model
+
+
+def _layers_of_experts(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "shared_experts")
+            and hasattr(module, "router")]
+
+
+def _results(model: Any, case: Case) -> dict[str, Tensor]:
+    from megatron.core import parallel_state as ps
+
+    from moe_plugin.hosts.megatron.compat import core
+
+    core.set_logged_losses({})
+    ids = torch.randint(TOKENS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(
+        ps.get_data_parallel_rank()))
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    losses = model(ids, torch.arange(LENGTH).expand_as(ids), mask, labels=ids.roll(-1, 1),
+                   loss_mask=torch.ones(BATCH, LENGTH))
+    losses.mean().backward()
+    found = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()
+             if ".router." not in name and ".experts." not in name}
+    for number, layer in enumerate(_layers_of_experts(model)):
+        for name, grad in vars(whole_gradients(layer, case)).items():
+            found[f"gradient of {name} in layer of experts {number}"] = grad
+    found |= {"losses": losses.detach()}
+    found |= {f"logged {name}": entry.values.sum() for name, entry in core.logged_losses().items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _differences(pattern: str, case: Case) -> tuple[dict[str, float], list[Any]]:
+    """(of every result, relative to its size, between Megatron's layers and ours; numbers of our
+    layers in the model).
+    """
+    initialise_parallel(case)
+    models = [_model(pattern, case, ours) for ours in (False, True)]
+    native, ours = (_results(model, case) for model in models)
+    assert native.keys() == ours.keys()
+    return ({name: float((native[name] - ours[name]).abs().max()
+                         / native[name].abs().max().clamp(min=1e-6)) for name in native},
+            [layer.layer_number for layer in _layers_of_experts(models[1])])
+
+
+@pytest.mark.parametrize(("world", "pattern", "case", "numbers"), [
+    (1, "*E-*E/*E/*E", Case(), None), (2, "E*-E", Case(ep=2), [1, 4])], ids=["alone", "EP2"])
+def test_losses_and_gradients_are_natives(world: int, pattern: str, case: Case,
+                                          numbers: list[int] | None) -> None:
+    for found, mine in on_ranks(world, _differences, pattern, case):
+        assert len(found) > 20 and max(found.values()) < 2e-5, sorted(
+            found.items(), key=lambda item: -item[1])[:5]
+        assert numbers is None or mine == numbers
+        assert len(set(mine)) == pattern.count("E")
