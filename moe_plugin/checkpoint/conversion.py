@@ -56,6 +56,8 @@ class Conversion:
         layout: its sizes.
         model_only: leave optimizer state out.
         force: replace another folder at `target`.
+        pattern: of the layers of a hybrid model of Megatron (`formats.megatron.hybrid`), as which
+            it is written; empty: as a GPT model; None: as it is.
         orders: of experts, by layer, see `reorder.reordered`; empty: as they are.
         advance: called with the number of bytes that are verified, kept or written; by several
             threads.
@@ -70,6 +72,7 @@ class Conversion:
     force: bool = False
     advance: Callable[[int], None] = lambda _: None
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    pattern: str | None = None
     kept: list[str] = field(default_factory=list)
 
     @property
@@ -109,7 +112,8 @@ class Conversion:
                   if value is not None}
         orders = {name: list(order) for name, order in self.orders.items()}
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
-                "model_only": self.model_only, **({"orders": orders} if orders else {})}
+                "model_only": self.model_only, **({"orders": orders} if orders else {}),
+                **({} if self.pattern is None else {"pattern": self.pattern})}
 
     def _is_there(self, plan: Mapping[str, Any]) -> bool:
         if not self.target.exists():
@@ -127,6 +131,10 @@ class Conversion:
         if self.orders:
             source = reordered(source, self.orders)
         view = convert(without_optimizer(source) if self.model_only else source, self.to)
+        if self.pattern is not None:
+            from moe_plugin.checkpoint.formats.megatron.hybrid import with_pattern
+
+            view = with_pattern(view, self.pattern)
         if dtype is None:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))

@@ -96,6 +96,9 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--order", type=Path, default=None, metavar="FILE",
                    help="put experts in another order over the ranks (`moe-plugin plan --choices` "
                         "makes the file); the model computes the same")
+    p.add_argument("--hybrid-layer-pattern", metavar="PATTERN",
+                   help="of Megatron: write the layers of a HybridModel, such as '*E*E' or '*E|*-' "
+                        "(docs/hybrid.md); gpt: those of a GPT model")
     p.add_argument("--force", action="store_true", help="replace another folder at OUT")
 
 
@@ -109,6 +112,7 @@ def reshard(args: argparse.Namespace) -> int:
     from moe_plugin.planner.units import show_size, show_time
 
     orders = {} if args.order is None else load_orders(args.order)
+    pattern = "" if args.hybrid_layer_pattern == "gpt" else args.hybrid_layer_pattern
     layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
                              dtype=args.dtype and getattr(torch, args.dtype))
     start = time.perf_counter()
@@ -118,7 +122,7 @@ def reshard(args: argparse.Namespace) -> int:
         writes = formats.get(to)().nbytes(source, layout)
         with _bar(reads + writes) as advance:
             conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
-                                    advance, orders)
+                                    advance, orders, pattern)
             written = conversion.run()
         origin = source.format
     if not written:

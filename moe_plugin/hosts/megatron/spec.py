@@ -127,6 +127,7 @@ def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool |
             raise ValueError(f"{name}={value} does not fit hybrid_layer_pattern="
                              f"{short(arguments['hybrid_layer_pattern'])}: it is for GPT models; "
                              "leave it out")
+    hybrid.mend_loss_log()
     return swap_moe(hybrid.stack_spec(script_config(), arguments["hybrid_layer_pattern"],
                                       transformer_engine), settings)
 

@@ -176,7 +176,8 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
          "leave it out"),
         *((bool(getattr(args, name, None)), name, getattr(args, name, None), "left out",
            "stages have different groups") for name in (
-               "mtp_num_layers", "mtp_detach_heads", "use_tp_pp_dp_mapping")),
+               "mtp_num_layers", "mtp_detach_heads", "use_tp_pp_dp_mapping",
+               "hybrid_layer_pattern")),
         (bool(getattr(args, "pipeline_model_parallel_layout", None)),
          "pipeline_model_parallel_layout", getattr(args, "pipeline_model_parallel_layout", None),
          "left out", "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-"

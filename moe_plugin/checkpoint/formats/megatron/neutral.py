@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from moe_plugin.checkpoint.formats.megatron import names, settings
+from moe_plugin.checkpoint.formats.megatron import hybrid, names, settings
 from moe_plugin.checkpoint.formats.megatron.common import optimizer_values, refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.names import OURS
 from moe_plugin.checkpoint.name_table import KINDS, NameRule, NameTable, same_parts
@@ -83,6 +83,7 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
 def to_neutral(source: Source) -> Source:
     """A view of a `megatron` source with neutral names and settings."""
     refuse_other_optimizers(source)
+    source = hybrid.as_gpt(source)
     known = source.values.get("settings") or {}
     heads = known.get("num_attention_heads")
     kv_heads = _kv_heads(source, heads) if isinstance(heads, int) else 0

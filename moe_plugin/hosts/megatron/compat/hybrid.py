@@ -13,6 +13,7 @@ Megatron's local GPT layers, whose parameters have the same names.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -23,11 +24,12 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.messages import short
 
 _LOCAL, _SEPARATORS = "*-E", "|/"
@@ -63,6 +65,26 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
 
     spec: ModuleSpec = hybrid_stack_spec
     return spec
+
+
+def mend_loss_log() -> None:
+    """Let pipeline stages without experts log auxiliary losses in as many places as the others.
+
+    0.18, 0.19: Megatron gives them one for each layer of experts, and the others one for each
+    layer; the sum over stages then waits forever, or is wrong.
+    """
+    original: Any = MoEMetricsTracker.ensure_initialized
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def ensure(self: Any, name: str, num_layers: int, device: Any = None) -> None:
+        arguments = script_arguments()
+        if arguments.get("hybrid_layer_pattern"):
+            num_layers = arguments["num_layers"] + (arguments.get("mtp_num_layers") or 0)
+        original(self, name, num_layers, device)
+
+    MoEMetricsTracker.ensure_initialized = ensure
 
 
 def _refuse(pattern: str, symbols: set[str], why: str) -> None:
