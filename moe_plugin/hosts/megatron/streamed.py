@@ -347,8 +347,9 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
                for name in ("votes", "twins")),
              *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
                  "native_moe", "calculate_per_token_loss", "use_distributed_optimizer",
-                 "hybrid_layer_pattern", "mtp_num_layers", "log_params_norm", "decoupled_lr", "use_megatron_fsdp",
-                 "use_torch_fsdp2", "finetune", "pretrained_checkpoint", "async_save",
+                 "hybrid_layer_pattern", "mtp_num_layers", "log_params_norm", "decoupled_lr",
+                 "use_megatron_fsdp", "use_torch_fsdp2", "finetune", "pretrained_checkpoint",
+                 "async_save",
                  "moe_use_upcycling", "overlap_moe_expert_parallel_comm", "freeze_all_layers",
                  "use_mup", "no_save_optim", "exit_on_missing_checkpoint", "ckpt_convert_format",
                  "no_weight_decay_cond_type", "apply_wd_to_qk_layernorm"))]
