@@ -29,7 +29,12 @@ from moe_plugin.config import run_config, settings_from_yaml
 from moe_plugin.config.options import MOST_EXPERTS
 from moe_plugin.config.tree import unread
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.settings import script_arguments, script_config, setting
+from moe_plugin.hosts.megatron.compat.settings import (
+    WITH_HYBRID,
+    script_arguments,
+    script_config,
+    setting,
+)
 from moe_plugin.hosts.megatron.compat.stage_specs import StageSpecs, in_one_stage
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.translate import settings_from_flags
@@ -115,8 +120,7 @@ def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool |
     except ModuleNotFoundError as error:
         raise ValueError(
             f"hybrid_layer_pattern={short(arguments['hybrid_layer_pattern'])} needs a Megatron "
-            f"with HybridModel, which megatron-core 0.18 and newer have ({error}); pip install "
-            "--ignore-requires-python --no-deps megatron-core==0.19.2") from error
+            f"with HybridModel ({error}): {WITH_HYBRID}") from error
     given = settings_from_flags(arguments) if settings is None else settings
     for name, value, is_so in (
             ("overlap_moe_expert_parallel_comm", True,

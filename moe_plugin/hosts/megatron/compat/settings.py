@@ -23,6 +23,9 @@ _own: set[str] = set()  # the arguments among its own that are Megatron's
 # renamed setting of `TransformerConfig`, or argument of the script, is one line here.
 RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # from 0.18 on, which has both names
 
+# remedy where there is no `HybridModel`
+WITH_HYBRID = ("must be megatron-core 0.18 or newer; pip install --ignore-requires-python "
+               "--no-deps megatron-core==0.19.2")
 # versions whose passes take a communicator between stages; those that overlap exchanges
 UNEQUAL_STAGES, OVERLAPPED = "0.15.3 to 0.19", ">= 0.16"
 
