@@ -103,6 +103,7 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     torch.manual_seed(SEED)  # on CPU both share one generator
+    config = replace(config)  # which gets what belongs to this model
     spec = core.gpt_block_spec(config, False)
     model = names.GPTModel(
         config, spec if settings is None else swap_moe(spec, dict(settings)),
