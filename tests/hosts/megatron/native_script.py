@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-import pretrain_gpt_moe as example  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+from moe_plugin.hosts.megatron.examples import pretrain_gpt_moe as example
 
 provide = example.model_provider
 
