@@ -14,6 +14,7 @@ from moe_plugin.comm import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
+from moe_plugin.routing.replay import inside_backward
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.tuning.placement import place_experts
@@ -61,12 +62,17 @@ class RoutedExperts:
         none = torch.zeros((), device=x_TD.device)
         routing = Routing(ids_TK, weights_TK.to(wide), None, {}, none, none.long())
         kept = KeptRouting(routing, None, None, routing)
-        layout = self.layouts.select(kept, None, training)
-        if torch.compiler.is_compiling() and not layout.compiles:
+        tuner, traced = self.layouts.tuner, torch.compiler.is_compiling()
+        # a recomputation repeats the latest call: it neither chooses again nor is timed
+        again = tuner is not None and not traced and inside_backward()
+        layout = self.layouts.select(kept, self.layouts.current if again else None, training)
+        if traced and not layout.compiles:
             from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
 
             y_TD: Tensor = uncompiled(self._through_experts, layout, x_TD, kept)
             return y_TD
+        if tuner is not None and not traced:
+            tuner.pop_decisions()  # which logs them
         return self._through_experts(layout, x_TD, kept)
 
     def _through_experts(self, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting) -> Tensor:

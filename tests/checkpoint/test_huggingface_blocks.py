@@ -93,6 +93,10 @@ def test_a_swapped_model_loads_what_it_saved(kind: str, tmp_path: Path) -> None:
                 parameter.add_(1.0)
         model.load_state_dict(state)
         close(logits(model, tokens(model)), want)
+    head = {"lm_head.weight": torch.zeros_like(own["lm_head.weight"])}
+    missing, unexpected = model.load_state_dict({**head, "foreign": head["lm_head.weight"]}, False)
+    assert len(missing) > 5 and unexpected == ["foreign"]
+    assert not logits(model, tokens(model)).any()
 
 
 def test_the_trainer_of_a_swapped_model_saves_and_resumes(tmp_path: Path) -> None:
@@ -224,6 +228,8 @@ def _on_a_rank(kind: str, want: torch.Tensor, trained: dict[str, torch.Tensor],
     save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), comm,
          extra={"hf_config": model.config.to_dict()})
     model.save_pretrained(folder.parent / "saved")
+    with pytest.raises(ValueError, match="of experts on 2 ranks: .* a Trainer saves on its first"):
+        model.save_pretrained(folder.parent / "saved", state_dict=model.state_dict())
     restore_moe_blocks(model)
     for name, value in model.state_dict().items():
         close(value, trained[name])

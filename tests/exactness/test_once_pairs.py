@@ -84,6 +84,8 @@ def entries() -> Iterator[Entry]:
         yield Entry({**more, "parallel.replicas": 2, "parallel.schedule": "s1"},
                     case={"world": 2, "tokens": [7, 5]})
     yield Entry({"comm.wire": "fp16"})
+    yield Entry({"comm.wire": "fp16", "comm.wire_back": "bf16"})
+    yield Entry({"experts.latent_dim": 6}, case={"latent": 6})
 
 
 @pytest.mark.parametrize("send", ONCE)

@@ -136,12 +136,21 @@ class _SaveTheirs:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def __call__(self, *args: Any, state_dict: object = None, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         """As `PreTrainedModel.save_pretrained`, on all ranks, of which the first writes.
 
-        state_dict: not read, since it has our names.
+        Raises:
+            ValueError: a `Trainer` calls it, on the first of several ranks alone.
         """
         model = cast(Any, self.model)
+        ranks = max(swapped.moe.comm.size for _, swapped in swapped_blocks(model))
+        if "state_dict" in kwargs and ranks > 1:
+            raise ValueError(
+                f"save_pretrained(state_dict=...) of experts on {ranks} ranks: must be called on "
+                "all of them, and without a state_dict, which has our names; a Trainer saves on "
+                "its first rank alone: use save_strategy='no' and model.save_pretrained(folder) "
+                "behind it, or experts by name, DistributedConfig(ep_implementation='moe_plugin')")
+        kwargs.pop("state_dict", None)
         state = dict(model.state_dict())
         for name, swapped in swapped_blocks(model):
             for key in [key for key in state if key.startswith(f"{name}.")]:
@@ -154,22 +163,22 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before `load_state_dict`: our layers take what has the names of `transformers`."""
-    own = {f"{prefix}{name}.": swapped for name, swapped in swapped_blocks(model)}
-    if not own or any(key.startswith(tuple(own)) and ".moe." in key for key in state):
-        return
-    root = "" if cast(Any, model).base_model is not model else "model."
-    source = to_neutral(state_source(
-        {f"{root}{name.removeprefix(prefix)}": value for name, value in state.items()},
-        cast(Any, model).config.to_dict()))
-    for name in [name for name in state if ".mlp." in name or ".block_sparse_moe." in name]:
-        if name.startswith(tuple(own)) or ".block_sparse_moe." in name:
-            del state[name]
-    for index, layer in enumerate(cast(Any, model).base_model.layers):
-        if isinstance(layer.mlp, SwappedBlock):
-            load_layer(layer.mlp.moe, source, f"layers.{index}.moe.")
-    for start, swapped in own.items():
-        state |= {f"{start}{name}": value for name, value in swapped.state_dict().items()}
+    """Before `load_state_dict`: our layers take what has the names of `transformers`, in the model
+    or in its files.
+    """
+    root = cast(Any, model).base_model
+    start = prefix + ("" if root is model else f"{root.base_model_prefix}.")
+    for index, layer in enumerate(root.layers):
+        block = f"{start}layers.{index}."
+        names = [name for name in state if name.startswith((f"{block}mlp.",
+                                                            f"{block}block_sparse_moe."))]
+        if not names or not isinstance(layer.mlp, SwappedBlock) or any(
+                name.startswith(f"{block}mlp.moe.") for name in names):
+            continue
+        theirs = {f"model.{name.removeprefix(start)}": state.pop(name) for name in names}
+        source = to_neutral(state_source(theirs, cast(Any, model).config.to_dict()))
+        load_layer(layer.mlp.moe, source, f"layers.{index}.moe.")
+        state |= {f"{block}mlp.{name}": value for name, value in layer.mlp.state_dict().items()}
 
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
