@@ -178,9 +178,9 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device,
             n: t.detach().to(load.dtype).requires_grad_() if isinstance(t, Tensor) else t
             for n, t in tensors.items()
         }
-        # trial gradients are discarded
+        # trial gradients are discarded: they reach nothing that the layer's calls share
         p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {},
-                             "sums": None})
+                             "sums": None, "later": None, "keep": None})
         x, rows = _sample(load, device)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
