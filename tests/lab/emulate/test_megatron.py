@@ -61,7 +61,7 @@ def train(cluster: EmulatedCluster, data: str, folder: Path, flags: list[str],
     argv = [
         *MODEL, "--data-path", data, "--train-iters",
         str(steps), "--log-file", f"{folder}/log.jsonl", "--moe-stats-jsonl",
-        f"{folder}/stats.jsonl", *flags
+        f"{folder}/stats.jsonl", "--moe-stats-interval", "1", *flags
     ]
     jobs.finish(cluster, jobs.megatron, argv, f"{folder}/log")
     return jobs.read(folder, jobs.megatron_losses(folder / "log.jsonl"))
