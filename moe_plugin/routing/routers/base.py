@@ -195,10 +195,11 @@ class Router(BuffersKeepDtype, RouterModule):
         """The hooks in their order; x_TD: without padding's values, jittered."""
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
+        select = self.select if self.forced is None else self._forced
         if torch.compiler.is_compiling() or not (self.recordings.enabled or active_tape()):
-            call.ids_TK = self._chosen(call)
+            call.ids_TK = select(call)
         else:
-            call.ids_TK = self.recordings.replayed(lambda: self._chosen(call), self.training,
+            call.ids_TK = self.recordings.replayed(lambda: select(call), self.training,
                                                    shape=(x_TD.shape[0], choices))
         weights_TK = self.weigh(call, call.ids_TK)
         # recorded, because a recomputation must see the same load
@@ -209,8 +210,9 @@ class Router(BuffersKeepDtype, RouterModule):
                 tuple(self.step_load_E.shape))
         return self._finish(call, self.after_choice(call, weights_TK), weights_TK)
 
-    def _chosen(self, call: RoutingCall) -> Tensor:
-        ids_TK = None if self.forced is None else self.forced(call)
+    def _forced(self, call: RoutingCall) -> Tensor:
+        assert self.forced is not None
+        ids_TK = self.forced(call)
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
