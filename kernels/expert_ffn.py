@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.groups import RowGroups, Schedule
+from moe_plugin.kernels.groups import RowGroups, TileSchedule
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
@@ -79,7 +79,7 @@ class FFNParameters:
     sums: GradSums | None = None
     precision: str = "ieee"
     rounded: RoundedWeights | None = None
-    schedule: Schedule = Schedule()
+    schedule: TileSchedule = TileSchedule()
     keep: Keep | None = None
     later: LaterGrads | None = None
 

@@ -48,7 +48,7 @@ def most_tiles(groups: int, height: int, total: int) -> int:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TileSchedule:
     """How a kernel's programs go through their tiles; each computes the same bits.
 
     Attributes:
@@ -65,9 +65,9 @@ class Schedule:
 
 
 # by what they are called where one is chosen; none: the one that all GPUs and versions can
-SCHEDULES = {"": Schedule(), "flat": Schedule(flatten=True), "split": Schedule(split=2),
-             "flat split": Schedule(flatten=True, split=2),
-             "specialized": Schedule(flatten=True, specialize=True)}
+SCHEDULES = {"": TileSchedule(), "flat": TileSchedule(flatten=True), "split": TileSchedule(split=2),
+             "flat split": TileSchedule(flatten=True, split=2),
+             "specialized": TileSchedule(flatten=True, specialize=True)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RowGroups:
     counts: RowCounts
     device: torch.device
     beside: bool = False
-    schedule: Schedule = Schedule()
+    schedule: TileSchedule = TileSchedule()
     _tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False)
     _filled: dict[int, tuple[RowGroups, Tensor]] = field(

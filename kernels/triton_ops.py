@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.groups import Schedule
+from moe_plugin.kernels.groups import TileSchedule
 from moe_plugin.kernels.registry import Op, kernels
 from moe_plugin.kernels.router import Rule
 
@@ -103,7 +103,7 @@ def no_products(device: torch.device) -> str | None:
 
 
 @functools.cache
-def no_schedule(schedule: Schedule, device: torch.device) -> str | None:
+def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
     """Why the installed Triton cannot schedule products so on a GPU, or has nothing for it; None:
     it can. Looked up once for a device.
     """
