@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.groups import RowGroups, TileSchedule
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
@@ -51,7 +51,7 @@ class FFNParameters:
             for which `drops_out` is true read it.
         recompute: keep the values before the activation for backward, and not those after it
             (with dropout, what it leaves is kept).
-        schedule: of strategy `kernels`, see `kernels.groups`.
+        schedule: of strategy `kernels`, one of `kernels.groups.SCHEDULES`.
         keep: keeps rows whose numbers the device alone knows; the strategies of `KEEPS_ROWS`
             use it. None: autograd keeps them.
         sums: of the calls that share these parameters in one pass; a strategy may add up their
@@ -79,7 +79,7 @@ class FFNParameters:
     sums: GradSums | None = None
     precision: str = "ieee"
     rounded: RoundedWeights | None = None
-    schedule: TileSchedule = TileSchedule()
+    schedule: str = ""
     keep: Keep | None = None
     later: LaterGrads | None = None
 

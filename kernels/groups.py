@@ -76,13 +76,13 @@ class RowGroups:
 
     Rows after those of the last group (filler, see `DeviceCounts`) are in no group. beside: other
     kernels, those of an exchange, run at the same time as products over these rows. schedule: of
-    these products where Triton computes them.
+    these products where Triton computes them, one of `SCHEDULES` (a name, which graphs can hold).
     """
 
     counts: RowCounts
     device: torch.device
     beside: bool = False
-    schedule: TileSchedule = TileSchedule()
+    schedule: str = ""
     _tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False)
     _filled: dict[int, tuple[RowGroups, Tensor]] = field(

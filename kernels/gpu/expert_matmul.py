@@ -22,7 +22,7 @@ from moe_plugin.kernels.gpu.tilings import (
     rows_of_a_part,
     weight_tiling,
 )
-from moe_plugin.kernels.groups import RowGroups
+from moe_plugin.kernels.groups import SCHEDULES, RowGroups
 
 # the interpreter takes about 1 ms a program of any size: tiles that its small problems fill
 _SMALL = Tiling(64, 64, 64, 4, 1)
@@ -100,7 +100,7 @@ class _Product:
         return {
             "K": self.w.shape[1], "GATHER": self.token is not None, "TRANSPOSED": self.transposed,
             "UPCAST": needs_upcast(self.x.dtype), "PRECISION": self.precision,
-            "WHILE": INTERPRETED, "FLATTEN": self.groups.schedule.flatten, "BM": t.rows,
+            "WHILE": INTERPRETED, "FLATTEN": SCHEDULES[self.groups.schedule].flatten, "BM": t.rows,
             "BN": t.columns, "BK": t.depth, "num_warps": t.warps, "num_stages": t.stages
         }
 
@@ -128,7 +128,7 @@ class _Product:
         if (v is not None) and v_tiles is None:  # one of them at an odd address
             self.w_tiles = None
         y = None if y is None else y.contiguous()
-        x_tiles, schedule = self.rows(x), self.groups.schedule
+        x_tiles, schedule = self.rows(x), SCHEDULES[self.groups.schedule]
         # of loops with two products or with gathered rows Triton 3.9 makes no valid code
         specialize = schedule.specialize and pair == act == "none" and x_tiles is not None
         gg.product_kernel[self.grid](

@@ -27,19 +27,18 @@ from moe_plugin.comm.group import key_of, owner_of
 class Route:
     """A group and the exchange that carries rows in it, by one key. A copy has a key of its own."""
 
-    def __init__(self, comm: Comm, algorithm: Exchange) -> None:
+    def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:
         self.comm, self.algorithm = comm, algorithm
         self.key = key_of(self)
-        self._back: Route | None = None
+        # made now: what changes while a graph is traced would fail its own guards
+        if back is None and algorithm.back is not algorithm:
+            back = Route(comm, algorithm.back, self)
+        self._other = back
 
     @property
     def back(self) -> Route:
         """The way back, see `Exchange.back`; the same object where both ways are alike."""
-        if self._back is None:
-            there = self.algorithm.back
-            self._back = self if there is self.algorithm else Route(self.comm, there)
-            self._back._back = self
-        return self._back
+        return self if self._other is None else self._other
 
     def __reduce__(self) -> tuple[type[Route], tuple[Comm, Exchange]]:
         return Route, (self.comm, self.algorithm)

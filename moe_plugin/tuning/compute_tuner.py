@@ -133,7 +133,7 @@ def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNPar
     """What a candidate computes; see `Strategy`."""
     strategy, _, schedule = name.partition(" ")
     if schedule:
-        parameters = dataclasses.replace(parameters, schedule=SCHEDULES[schedule])
+        parameters = dataclasses.replace(parameters, schedule=schedule)
     return strategies.get(strategy)(x, rows, parameters)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels import kernels
-from moe_plugin.kernels.groups import SCHEDULES, RowGroups
+from moe_plugin.kernels.groups import RowGroups
 from tests.kernels.problems import SHAPES, arguments, fresh, words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -122,7 +122,7 @@ def check(name: str, whole: bool) -> int:
 
 def otherwise(args: list[Any]) -> list[Any]:
     """The same arguments, tiles in another schedule: each gives the same bits."""
-    return [replace(a, schedule=SCHEDULES["flat split"]) if isinstance(a, RowGroups) else a
+    return [replace(a, schedule="flat split") if isinstance(a, RowGroups) else a
             for a in args]
 
 
