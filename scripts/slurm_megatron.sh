@@ -8,8 +8,8 @@
 # PREFIX is an indexed dataset without .bin/.idx, in a place that all nodes see. The virtual environment (default: .venv in the
 # folder it is submitted from; or submit with VENV=/path/to/it) and the folder of --save have to be visible, too. With --save and
 # --load it goes on from the last checkpoint where it is submitted again with the same arguments, or started again by Slurm
-# (--requeue). A failed rank is started again by torchrun, RESTARTS times (default 3). It runs scripts/pretrain_gpt_moe.py, or
-# with SCRIPT=/path/to/pretrain_gpt.py a script of Megatron-LM.
+# (--requeue). A failed rank is started again by torchrun, RESTARTS times (default 3). It runs the package's short script,
+# pretrain_gpt_moe, or with SCRIPT=/path/to/pretrain_gpt.py a script of Megatron-LM.
 #SBATCH --job-name=moe-megatron
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -25,7 +25,7 @@ die() { echo "error: $*" >&2; exit 2; }
 [ $# -ge 1 ] || die "usage: sbatch scripts/slurm_megatron.sh PREFIX [flags of Megatron's, or of ours]"
 [ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no job of Slurm: submit it with sbatch scripts/slurm_megatron.sh $*"
 VENV=${VENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
-SCRIPT=${SCRIPT:-${SLURM_SUBMIT_DIR:-$PWD}/scripts/pretrain_gpt_moe.py}
+SCRIPT=${SCRIPT:-pretrain_gpt_moe}
 [ -x "$VENV/bin/python" ] || die "$VENV has no bin/python: submit from the repository, or with VENV=/path/to/the/environment"
 HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # jobs that share a node need a port each

@@ -5,7 +5,7 @@
 #
 #   bash scripts/train_elastic.sh [OPTIONS] HOST OUT [arguments of the training program ...]
 #
-#   HOST               plain (scripts/train_plain.py), fairseq (fairseq-train) or megatron (scripts/pretrain_gpt_moe.py)
+#   HOST               plain (scripts/train_plain.py), fairseq (fairseq-train) or megatron (pretrain_gpt_moe)
 #   OUT                folder: OUT/replica-N has the checkpoints of replica N, OUT/replica-N.log its output
 #
 #   --replicas N       replicas on this machine (default 2)
@@ -78,7 +78,7 @@ replica() { # N ARGUMENTS...: one replica under a torchrun of its own
         plain) program=("$ROOT/scripts/train_plain.py" "$folder" --lighthouse "$LIGHTHOUSE" --replica "$n"
             --timeout "$TIMEOUT") ;;
         fairseq) program=("$BIN/fairseq-train" --save-dir "$folder") ;;
-        megatron) program=(-m moe_plugin.hosts.megatron.launch "$ROOT/scripts/pretrain_gpt_moe.py" --save "$folder" --load "$folder") ;;
+        megatron) program=(-m moe_plugin.hosts.megatron.launch pretrain_gpt_moe --save "$folder" --load "$folder") ;;
     esac
     if [ "$HOST" != plain ]; then
         set -- "$@" --seed $((SEED + n)) --moe-lighthouse "$LIGHTHOUSE" --moe-replica "$n" --moe-timeout "$TIMEOUT"

@@ -10,7 +10,7 @@ if [ $# -lt 2 ]; then
     sed -n '2,7p' "$0" >&2
     exit 2
 fi
-text=$1 out=$2 here=$(dirname -- "${BASH_SOURCE[0]}")
+text=$1 out=$2
 shift 2
 ranks=${RANKS:-2}
 python=${PYTHON:-python}
@@ -18,8 +18,8 @@ if [ ! -e "$out/data/corpus.idx" ]; then
     "$python" -m moe_plugin.hosts.megatron.data --input "$text" --output-prefix "$out/data/corpus"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.launch "$here/pretrain_gpt_moe.py" \
-    --data-path "$out/data/corpus" --vocab-size 257 --split 100,0,0 --eval-iters 0 --num-workers 0 \
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
+    --data-path "$out/data/corpus" --num-workers 0 \
     --save "$out" --load "$out" --save-interval 100 --log-interval 10 \
     --position-embedding-type rope --max-position-embeddings 131072 \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 8 --train-iters 200 --lr 2e-3 \
