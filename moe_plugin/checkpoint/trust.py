@@ -52,7 +52,10 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
     """`UntrustedFile` where a file of `torch.save` (path or stream) names other classes than those
     in `torch.serialization.safe_globals`; nothing in it runs.
     """
+    start = file.tell() if isinstance(file, io.IOBase) else None
     unsafe = get_unsafe_globals_in_checkpoint(file)
+    if start is not None:  # for who reads it next: it was left behind the pickle
+        file.seek(start)
     if unsafe:
         raise UntrustedFile(what, unsafe) from cause
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_plugin.checkpoint.trust import Unpickler, UntrustedFile
+from moe_plugin.checkpoint.trust import Unpickler, UntrustedFile, load
 
 pytestmark = pytest.mark.fast
 
@@ -50,6 +50,16 @@ def test_values_types_and_members_of_listed_classes_are_read():
     """Members in both forms, whichever this Python writes."""
     assert read([1, "a", Color.RED, Attribute(Color, "RED"), torch.bfloat16]) == [
         1, "a", Color.RED, Color.RED, torch.bfloat16]
+
+
+def test_a_stream_is_read_again_where_its_classes_are_looked_up_later() -> None:
+    """As the common state among the objects of a checkpoint is, in a process without Megatron."""
+    stream = io.BytesIO()
+    torch.save([Color.RED], stream)
+    stream.seek(0)
+    with pytest.raises(UntrustedFile, match="Color"):
+        load(stream, [], "a file")
+    assert load(stream, [Color], "a file") == [Color.RED]
 
 
 @pytest.mark.parametrize("value", [
