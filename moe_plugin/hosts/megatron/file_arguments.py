@@ -52,20 +52,25 @@ class FileArguments:
         Raises:
             ValueError: an argument that the parser does not have, or a value that none can be.
         """
+        kept: dict[str, bool] = {}
         words = [word for name, value in self.section.items()
-                 for word in self._words(parser, name, value)]
+                 for word in self._words(parser, name, value, kept)]
         parse = parser.parse_known_args
 
         @functools.wraps(parse)
         def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
             given = sys.argv[1:] if args is None else list(args)
+            # before argparse puts its defaults there, which others may have changed
+            namespace = argparse.Namespace() if namespace is None else namespace
+            vars(namespace).update(kept)
             return parse([*words, *given], namespace)
 
         parser.parse_known_args = parse_known_args  # type: ignore[assignment]
         parser.set_defaults(**{SECTIONS: (SECTION,)})
         return parser
 
-    def _words(self, parser: Parser, name: str, value: Any) -> list[str]:
+    def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
+        """kept: takes the attributes of switches that no flag gives their value."""
         key = str(name).replace("-", "_")
         if value is None:
             value = _Nothing
@@ -85,9 +90,9 @@ class FileArguments:
         if value is _Nothing:
             return []
         if of_dest:
-            return _by_attribute(where, of_dest, value)
+            return _by_attribute(where, of_dest, value, kept)
         action, option = by_flag[key]
-        return _by_flag(where, action, option, value)
+        return _by_flag(where, action, option, value, kept)
 
 
 class _Nothing:
@@ -161,7 +166,8 @@ def _as_flag(path: str, text: str) -> str | None:
     return None  # a value of a flag, or of the script's own
 
 
-def _by_attribute(where: str, actions: list[argparse.Action], value: Any) -> list[str]:
+def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
+                  kept: dict[str, bool]) -> list[str]:
     """Words that give the attribute of these actions a value."""
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
@@ -173,15 +179,23 @@ def _by_attribute(where: str, actions: list[argparse.Action], value: Any) -> lis
                 return [action.option_strings[0]]
         else:
             return _with_value(where, action, action.option_strings[-1], value)
-    if isinstance(value, bool):
-        return []  # a switch that stays as it is
-    raise _no_switch(where, value)
+    if not isinstance(value, bool):
+        raise _no_switch(where, value)
+    for action in actions:
+        if isinstance(action.const, bool):
+            kept[action.dest] = value
+    return []
 
 
-def _by_flag(where: str, action: argparse.Action, option: str, value: Any) -> list[str]:
-    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+def _by_flag(where: str, action: argparse.Action, option: str, value: Any,
+             kept: dict[str, bool]) -> list[str]:
+    either = isinstance(action, argparse.BooleanOptionalAction)
+    if action.nargs == 0 or either:
         if not isinstance(value, bool):
             raise _no_switch(where, value)
+        gives = not option.startswith("--no-") if either else action.const
+        if not value and isinstance(gives, bool):
+            kept[action.dest] = not gives
         return [option] if value else []
     return _with_value(where, action, option, value)
 

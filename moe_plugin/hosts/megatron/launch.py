@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import logging
 import os
+import re
 import runpy
 import socket
 import sys
@@ -48,6 +49,7 @@ from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.messages import Parser, short
 
 logger = logging.getLogger("moe_plugin.megatron")
+_LIST = re.compile(r"argument --moe-layer-freq: invalid .* '([01](?:, ?[01])+)'")
 OPTIONS = "--moe-cpu", "--moe-verbose"
 EXAMPLES = Path(__file__).with_name("examples")
 
@@ -64,12 +66,22 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
+class ScriptParser(Parser):
+    """Of a script: knows what Megatron does not say of its arguments."""
+
+    def remedies(self, message: str) -> list[str]:
+        """See `Parser`."""
+        if found := _LIST.match(message):
+            return [f"write a list of layers as '[{found[1]}]'"]
+        return super().remedies(message)
+
+
 def chained(first: Provider | None) -> Provider:
     """Our provider after the script's own; errors of the script's parser become short."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if type(parser) is argparse.ArgumentParser:
-            parser.__class__ = Parser  # which has no state of its own when it is made
+            parser.__class__ = ScriptParser  # which has no state of its own when it is made
         return extra_args_provider(first(parser) if first is not None else parser)
 
     return provide

@@ -82,6 +82,18 @@ def test_overrides_beat_the_file_and_flags_beat_both(tmp_path: Path) -> None:
                                          "observe.interval": 3}
 
 
+def test_a_switch_is_what_the_file_says_where_defaults_were_changed() -> None:
+    """Before the section is read, as by a script, and after it, as for a run on CPU."""
+    found = file_arguments(["megatron.apply_rope_fusion=true", "megatron.swiglu=false",
+                            "megatron.disable_bias_linear=false"])
+    parser = found.given_to(_parser())
+    parser.set_defaults(apply_rope_fusion=False, swiglu=True, add_bias_linear=False)
+    args = parser.parse_args(found.words)
+    assert (args.apply_rope_fusion, args.swiglu, args.add_bias_linear) == (True, False, True)
+    given = parser.parse_args(["--no-rope-fusion", "--swiglu", "--disable-bias-linear"])
+    assert (given.apply_rope_fusion, given.swiglu, given.add_bias_linear) == (False, True, False)
+
+
 def test_overrides_need_no_file() -> None:
     found = file_arguments(["megatron.num_layers=2", "--save", "a.b=c"])
     assert found.words == ["--save", "a.b=c"]  # not a setting

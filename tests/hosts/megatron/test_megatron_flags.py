@@ -4,6 +4,7 @@ ours.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging.handlers
@@ -116,6 +117,16 @@ def _unknown(local: str | None) -> tuple[object, str]:
             pytest.raises(SystemExit) as ended:  # the others wait for the rank that says it
         parsed([*MODEL, "--moe-router-load-balancing-typ", "aux_loss"])
     return ended.value.code, words.getvalue()
+
+
+def test_a_list_of_layers_is_written_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_plugin.hosts.megatron.launch import chained
+
+    parser = chained(None)(argparse.ArgumentParser())
+    parser.add_argument("--moe-layer-freq", type=int)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--moe-layer-freq", "0,1,0,1"])
+    assert "write a list of layers as '[0,1,0,1]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("local", "said"), [(None, True), ("0", True), ("1", False)])
