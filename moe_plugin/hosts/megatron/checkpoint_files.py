@@ -125,12 +125,41 @@ def readable(path: str) -> Iterator[None]:
     except (UntrustedFile, CheckpointError, CommError):
         raise
     except (Exception, CheckpointException) as error:
-        rank, what = cause(error)
-        where = f" on rank {rank}" if rank != dist.get_rank() else ""
-        raise ValueError(
-            f"checkpoint {path!r} cannot be loaded{where}: {short(what, 300)}; to use an earlier "
-            "one write its number into "
-            f"{os.path.join(os.path.dirname(path), LATEST)}") from error
+        raise _unreadable(path, error) from error
+
+
+def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
+    """What reading a checkpoint on the first rank gives, on every rank; a collective call.
+
+    Raises:
+        ValueError: on every rank, the first one's; where it was of another kind, with what helps.
+    """
+    result: Any = None
+    error: ValueError | None = None
+    kind, said = ValueError, ""
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except (Exception, CheckpointException) as caught:  # of any kind: the others must know
+            error = caught if isinstance(caught, ValueError) else _unreadable(path, caught)
+            if isinstance(error, CheckpointError):
+                kind = CheckpointError
+            said = str(error)
+    result, kind, said = gather((result, kind, said))[0]
+    if error is not None:
+        raise error
+    if said:
+        raise kind(said)
+    return result
+
+
+def _unreadable(path: str, error: BaseException) -> ValueError:
+    rank, what = cause(error)
+    where = f" on rank {rank}" if rank != dist.get_rank() else ""
+    return ValueError(
+        f"checkpoint {path!r} cannot be loaded{where}: {type(what).__name__}: {short(what, 300)}; "
+        f"to use an earlier one write its number into "
+        f"{os.path.join(os.path.dirname(path), LATEST)}")
 
 
 def gather(value: Any) -> list[Any]:

@@ -149,15 +149,8 @@ def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
     """`script_foreign.optimizer_state`, once the checkpoint can be trusted and was saved with
     settings like these (`model_settings.check_settings`); collective.
     """
-    said, found = "", None
-    if dist.get_rank() == 0:
-        try:
-            found = _found(path, arguments)
-        except ValueError as error:
-            said = str(error)
-    for text in filter(None, files.gather(said)):
-        raise CheckpointError(text)
-    return bool(found) if (found := files.gather(found)[0]) is not None else None
+    found = files.on_first_rank(path, lambda: _found(path, arguments))
+    return None if found is None else bool(found)
 
 
 def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:

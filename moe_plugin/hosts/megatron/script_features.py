@@ -53,7 +53,7 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
     activations = activations_of(config.offload, layers[0].config, chunks) if layers else None
     records = None
-    observe = traced(config.observe, args, layers) if layers else config.observe
+    observe = _traced(config.observe, args, layers)
     if observe.writes and layers:
         records = records_of(layers, observe, activations, drops.validation.add,
                              has_log=log_path(vars(args)) is not None)
@@ -77,6 +77,21 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     return [FirstStepLine(), RUN, twins, replicas, records, votes,
             RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
             activations, drops, _errors(args, chunks)], recorder
+
+
+def _traced(observe: ObserveConfig, args: argparse.Namespace,
+            layers: list[PluginMoELayer]) -> ObserveConfig:
+    """`run.traced` of this stage's layers; what it refuses ends the stages without layers, too."""
+    if not getattr(args, "moe_routing_trace_path", None):
+        return observe
+    said = ""
+    try:
+        observe = traced(observe, args, layers) if layers else observe
+    except ValueError as error:
+        said = str(error)
+    for refusal in filter(None, gather_objects(said, "what stages say of routing traces")):
+        raise ValueError(refusal)
+    return observe
 
 
 def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:

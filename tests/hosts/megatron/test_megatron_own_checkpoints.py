@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -67,6 +68,30 @@ def test_a_missing_checkpoint_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     Path(given["load"]).mkdir()
     Path(given["load"], files.LATEST).write_text("release")
     assert load() == "native"
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (CheckpointError("damaged"), CheckpointError), (ValueError("other settings"), ValueError),
+    (KeyError("settings"), ValueError), (OSError("gone"), ValueError)])
+def test_every_rank_hears_why_the_first_cannot_read(
+        error: Exception, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, which reads, and another one, which does not."""
+    sent: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        sent.append(value)
+        return sent
+
+    def work() -> None:
+        raise error
+
+    monkeypatch.setattr(files, "gather", gather)
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(ValueError, match=f"{error.args[0]}") as raised:
+            files.on_first_rank("runs/iter_0000002", work)
+        assert type(raised.value) is kind
+    assert len(sent) == 2 and sent[1][2] == ""
 
 
 @pytest.mark.parametrize("names", [["mp_rank_00"], ["mp_rank_00_000"], [".metadata", "x.distcp"],
