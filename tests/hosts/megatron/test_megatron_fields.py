@@ -20,6 +20,7 @@ from moe_plugin.hosts.megatron.compat.fields import (
     names,
     of_experts,
     refuse_unknown_arguments,
+    without_effect,
     without_row,
 )
 from moe_plugin.hosts.megatron.translate import translate
@@ -111,6 +112,14 @@ def test_a_setting_of_a_newer_megatron_is_refused_unless_it_is_at_its_default(
     with pytest.raises(ValueError, match=r"moe_not_yet_known=8 is unknown to moe-plugin.* must be "
                                          r"(None|3|\[\]), its default; leave it out"):
         translate(config, {})
+
+
+def test_a_default_that_is_made_is_no_setting_without_effect() -> None:
+    new = ("moe_grouped_gemm", Any, field(default_factory=lambda: [1]))
+    config = make_dataclass("Newer", [new])()
+    assert without_effect(config) == []
+    config.moe_grouped_gemm = [2]
+    assert without_effect(config) == ["moe_grouped_gemm=[2]"]
 
 
 def test_an_argument_of_a_newer_megatron_is_refused() -> None:

@@ -184,11 +184,15 @@ def refuse_unknown(native: Any) -> None:
     """
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
-        field, value = by_name[name], getattr(native, name)
-        made = field.default_factory
-        default = field.default if made is dataclasses.MISSING else made()
+        default, value = _default(by_name[name]), getattr(native, name)
         if default is not dataclasses.MISSING and not _same(value, default):
             raise _unknown(name, value, default)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """Of a field; `dataclasses.MISSING`: it has none."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -217,6 +221,6 @@ def router_reasons(native: Any) -> Iterable[str]:
 
 def without_effect(native: Any) -> list[str]:
     """Settings, as name=value, that have no effect and are not at their defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(native)}
+    defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]
