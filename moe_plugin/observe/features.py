@@ -54,17 +54,15 @@ class LayerRecords(RunFeature):
         comm: ranks whose numbers belong together; rank 0 writes.
         host: what trains, for the report.
         rank: of this process, for the timeline and traces; None: that in `comm`.
-        flushes: whether a record is written every `observe.interval` steps; else the host asks for
-            them (`StatsRecorder.reduce`).
         has_log: whether the host has a log of its own that the report reads; else numbers of
             training are written with the records.
         validation: takes the statistics of validation.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
-                 rank: int | None = None, flushes: bool = True, has_log: bool = True,
+                 rank: int | None = None, has_log: bool = True,
                  validation: Callable[[LayerStats], None] | None = None) -> None:
-        self.config, self.flushes, self.has_log = config, flushes, has_log
+        self.config, self.has_log = config, has_log
         # a host without its own log does not say what training dropped
         self.recorder = StatsRecorder(config, comm, [RULE] if has_log else [], host=host)
         self.choices = ChoiceLog(config.choices, layers, comm) if config.choices else None
@@ -82,7 +80,7 @@ class LayerRecords(RunFeature):
         host's numbers to the findings.
         """
         ends = facts.made and facts.number % self.config.interval == 0
-        if ends and self.flushes:
+        if ends:
             self.recorder.flush(facts.number)
         if ends and self.choices is not None:
             self.choices.write()

@@ -36,8 +36,7 @@ _CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
     ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py")))
 
 
-def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]],
-              message: Callable[[Exception], str | None] | None = None) -> int:
+def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
     """Do the work of a whole run; the status with which the process ends.
 
     Errors of use end with a message and status 2, numbers that stay not finite or are wrong on a
@@ -47,14 +46,13 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
     Args:
         prog: begins the message.
         given: the parsed arguments by name, for the names by which the user knows settings.
-        message: of an error, where it says all; None: of a loop of our own.
     """
     status = 0
     try:
         with stops_in_one_line(), hidden(MEGATRON), says_why():
             work()
     except Exception as error:
-        text = (message or of_our_loop)(error)
+        text = of_a_script(error)
         if text is None:
             raise
         logging.getLogger().setLevel(logging.ERROR)
@@ -69,10 +67,10 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
             sys.stderr.flush()
         status = 2 if isinstance(error, (ValueError, AssertionError)) else 1
     finally:
-        # of a script that failed the group stays: its end may wait for ranks that still work, and
+        # after an error the group stays: its end may wait for ranks that still work, and
         # the process ends without (`end_process`)
         failed = isinstance(sys.exc_info()[1], Exception) or status
-        if dist.is_initialized() and not (failed and message is not None):
+        if dist.is_initialized() and not failed:
             dist.destroy_process_group()
     return status
 
@@ -92,14 +90,9 @@ def end_process(main: Callable[[], int]) -> None:
         os._exit(status)
 
 
-def of_our_loop(error: Exception) -> str | None:
-    """The message of an error that needs no traceback; None: it needs one."""
-    return str(error) if isinstance(error, _SAY_ALL) or is_of_another_rank(error) else None
-
-
 def of_a_script(error: Exception) -> str | None:
-    """The same where the code is a user's, too: a `ValueError` of theirs needs its traceback, ours
-    and what Megatron says of arguments do not.
+    """The message of an error that needs no traceback; None: it needs one. A `ValueError` of a
+    user's code does, ours and what Megatron says of arguments do not.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (ValueError, AssertionError)) and last.filename.endswith(_CHECKS):
@@ -111,4 +104,4 @@ def of_a_script(error: Exception) -> str | None:
     ours = last.filename.startswith(_OURS) or type(error).__module__.startswith("moe_plugin.")
     if isinstance(error, (ValueError, FloatingPointError)) and not ours:
         return None
-    return of_our_loop(error)
+    return str(error) if isinstance(error, _SAY_ALL) or is_of_another_rank(error) else None

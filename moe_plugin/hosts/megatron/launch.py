@@ -41,7 +41,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     mend_config_warning,
     script_arguments,
 )
-from moe_plugin.hosts.megatron.endings import end_process, of_a_script, status_of
+from moe_plugin.hosts.megatron.endings import end_process, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         logger.info("no GPU is here: training on CPU")
     return status_of(os.path.basename(script),
                      lambda: run(script, argv[1:], on_cpu, output),
-                     script_arguments, of_a_script)
+                     script_arguments)
 
 
 def _found(name: str) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.config import PipelineConfig, run_config
+from moe_plugin.config.flags import as_given
 from moe_plugin.hosts.megatron import ensemble, replicas
+from moe_plugin.hosts.megatron.balance import refuse_unknown
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -23,15 +25,19 @@ from moe_plugin.hosts.megatron.compat.settings import (
     parsed_defaults,
     replace_training,
     script_arguments,
+    script_config,
     training_module,
 )
 from moe_plugin.hosts.megatron.data import check_prefix
-from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
+from moe_plugin.messages import short
 from moe_plugin.regular_files import make_folder
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
 
 logger = logging.getLogger("moe_plugin.megatron")
+# begin of the settings that are read without our layer, too
+_OF_ANY_LAYER = "comm.timeout_s", "guard.", "offload.weights", "pipeline."
 _SEAM = "get_forward_backward_func"  # the training code imports it by name
 
 
@@ -306,6 +312,11 @@ def _refuse_unfit() -> None:
     refuse_virtual(run_config(settings_from_flags(arguments)).pipeline.schedule,
                    arguments.get("virtual_pipeline_model_parallel_size"))
     guard_of(args, settings_from_flags(arguments))
+    _check_native(arguments)
+    if arguments.get("skip_train") and not (
+            arguments.get("load") or arguments.get("pretrained_checkpoint")):
+        raise ValueError("skip_train=True is out of bounds: must be False without --load; give the "
+                         "folder of the checkpoints to evaluate")
     ensemble.ensemble_of(args)
     replicas.check(args)
     if getattr(args, "save", None) and "://" not in args.save:
@@ -314,6 +325,20 @@ def _refuse_unfit() -> None:
     # one data set of Megatron's: scripts may take other paths, and several
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):
         check_prefix(given[0])
+
+
+def _check_native(arguments: Mapping[str, Any]) -> None:
+    """Of `--native-moe`: what our layer checks itself, and what nothing reads without it."""
+    if not (arguments.get("native_moe") and arguments.get("num_experts")):
+        return
+    refuse_unknown(script_config())
+    unread = {path: value for path, value in settings_from_flags(arguments).items()
+              if not path.startswith(_OF_ANY_LAYER)}
+    if unread:
+        said = ", ".join(f"{path}={short(value)}" for path, value in unread.items())
+        logger.warning("%s", as_given(
+            f"--native-moe: Megatron's own MoE layer does not read {said}; leave out one of the "
+            "two", arguments, NATIVE_ARGUMENTS))
 
 
 def _facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:

@@ -132,8 +132,8 @@ def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool |
                              f"{short(arguments['hybrid_layer_pattern'])}: it is for GPT models; "
                              "leave it out")
     hybrid.mend_loss_log()
-    return swap_moe(hybrid.stack_spec(script_config(), arguments["hybrid_layer_pattern"],
-                                      transformer_engine), settings)
+    return _swapped(hybrid.stack_spec(script_config(), arguments["hybrid_layer_pattern"],
+                                      transformer_engine), settings, allow_none=False)
 
 
 def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) -> Any:
@@ -165,13 +165,13 @@ def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | 
     return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
 
 
-def _swapped(block: Any, settings: Mapping[str, Any] | None) -> Any:
+def _swapped(block: Any, settings: Mapping[str, Any] | None, allow_none: bool = True) -> Any:
     given = settings_from_flags(script_arguments()) if settings is None else settings
     if run_config(given).pipeline.cuts:
         block = swap_attention(block)
     if script_arguments().get("native_moe"):
         return block
-    return swap_moe(block, settings, allow_none=True)
+    return swap_moe(block, settings, allow_none=allow_none)
 
 
 _OTHER_LAYERS = ("yaml_cfg", "heterogeneous_layers_config_path", "experimental_attention_variant",

@@ -97,6 +97,10 @@ def test_text_and_loss_are_those_of_the_resident_model(flags: list[str], data: s
 @pytest.mark.parametrize(("flags", "message"), [
     ("--moe-experts-on host", "experts.store=host does not fit training in Megatron"),
     ("--eval-interval 1 --split 9999,1,0", "leaves no document for the valid set"),
+    ("--eval-interval 50 --split 100,0,0", "eval_interval=50: split='100,0,0' leaves nothing to"),
+    ("--skip-train --load {} --split 1,0,0", "skip_train=True: split='1,0,0' leaves nothing to"),
+    ("--eval-interval 50 --eval-iters 0", "eval_iters=0 is out of bounds: must be >= 1 with"),
+    ("--skip-train", "skip_train=True is out of bounds: must be False without --load"),
     ("--skip-train --load {} --split 80,20,0", "there is nothing to evaluate; give the folder"),
     ("--skip-train --load {} --moe-experts-on disk", "experts.store_path=None does not fit"),
 ])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from tests.hosts.megatron.layers import Case, draw, initialise_parallel, load, whole_gradients
 from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import MODEL, Run, when_built
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.skipif(
     importlib.util.find_spec("megatron.core.models.hybrid") is None,
@@ -100,3 +102,26 @@ def test_losses_and_gradients_are_natives(world: int, pattern: str, case: Case,
             found.items(), key=lambda item: -item[1])[:5]
         assert numbers is None or mine == numbers
         assert len(set(mine)) == pattern.count("E")
+
+
+def _native_layers(argv: list[str]) -> tuple[set[str], list[str]]:
+    """Classes of the layers of experts of a run, and what is said of --native-moe."""
+    said: list[str] = []
+    logging.getLogger("moe_plugin.megatron").addFilter(
+        lambda record: said.append(record.getMessage()) or True)
+
+    def kinds(run: Run) -> set[str]:
+        return {type(m).__name__ for m in run.model.modules()
+                if type(m).__name__.endswith("MoELayer")}
+
+    return when_built(argv, kinds), [line for line in said if line.startswith("--native-moe")]
+
+
+def test_native_layers_where_they_are_asked_for(data: str) -> None:
+    """Settings of ours are then named: nothing reads them."""
+    argv = [*MODEL[2:], "--hybrid-layer-pattern", "*E", "--data-path", data, "--train-iters", "1",
+            "--native-moe", "--moe-parallel", "fixed", "--moe-timeout", "60"]
+    [(kinds, said)] = on_ranks(1, _native_layers, argv)
+    assert kinds == {"MoELayer"}
+    [line] = said
+    assert "--moe-parallel 'fixed'" in line and "timeout" not in line

@@ -133,7 +133,7 @@ def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.Monkey
     def work() -> None:
         raise endings.TierError("no room")
 
-    assert endings.status_of("script", work, dict, endings.of_a_script) == 1
+    assert endings.status_of("script", work, dict) == 1
     assert "script: error: no room (rank 3)" in capsys.readouterr().err
 
 

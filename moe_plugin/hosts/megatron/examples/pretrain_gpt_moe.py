@@ -23,13 +23,19 @@ from functools import partial
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
+
+# `--vocab-size` of byte data, whose documents end with token 256: up to megatron-core 0.17 the
+# tokenizer adds the end of document itself
+BYTES = 257 if NullTokenizer(257).eod == 256 else 256
 
 
 def own_defaults(parser):
@@ -46,11 +52,13 @@ def own_defaults(parser):
 
     def parse_known_args(*given, **named):
         args, unknown = parse(*given, **named)
+        asked = [name for name in ("skip_train", "eval_interval") if getattr(args, name)]
         following = what_follows(args)
         parser.set_defaults(**following)
         for name, value in following.items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
+        refuse_nothing_to_evaluate(args, asked)
         return args, unknown
 
     parser.parse_known_args = parse_known_args
@@ -67,7 +75,23 @@ def what_follows(args):
             "max_position_embeddings": args.seq_length,
             # times the tensor-parallel ranks: the same vocabulary for any usual number of them
             "make_vocab_size_divisible_by": math.lcm(128, tensor) // tensor,
-            "vocab_size": 257 if args.tokenizer_type == "NullTokenizer" else None}
+            "vocab_size": BYTES if args.tokenizer_type == "NullTokenizer" else None}
+
+
+def refuse_nothing_to_evaluate(args, asked):
+    """`ValueError` where evaluation is asked for, by the arguments `asked`, and Megatron would
+    leave it out in silence.
+    """
+    for name in asked[:1]:
+        flag, value = "--" + name.replace("_", "-"), getattr(args, name)
+        if args.eval_iters < 1 and not getattr(args, "full_validation", False):
+            raise ValueError(f"eval_iters={args.eval_iters} is out of bounds: must be >= 1 with "
+                             f"{flag}; give a positive number, or train without {flag}")
+        _, valid, test = parse_and_normalize_split(args.split) if args.split else (0, 1, 1)
+        if not (valid or (test and name == "skip_train")):
+            raise ValueError(f"{name}={value}: split={args.split!r} leaves nothing to evaluate: "
+                             "its second part must be > 0; give --split 0,1,0, or train without "
+                             f"{flag}")
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
