@@ -209,10 +209,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     @property
     def trace_key(self) -> tuple[str, int | None, int] | None:
         """Block, depth of multi-token prediction and layer, as in Megatron's routing traces."""
-        if self.layer_number is None:
-            return None
-        place, layers = self.layer_number - 1, self.config.num_layers
-        return ("decoder", None, place) if place < layers else ("mtp", place - layers, 0)
+        return None if self.layer_number is None else layer_numbers.trace_key(
+            self.layer_number, self.config, self._prediction)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron; the number goes into the log's rows, and to a list of routers.

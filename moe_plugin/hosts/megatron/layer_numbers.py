@@ -18,8 +18,20 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
     """
     if layer_number is None or not is_mtp:
         return layer_number
-    each = len(_hybrid_parts()[1]) or config.num_layers
-    return layer_number + config.num_layers + (prediction or 0) * each
+    return layer_number + config.num_layers + (prediction or 0) * _layers_a_prediction(config)
+
+
+def trace_key(number: int, config: Any,
+              prediction: int | None) -> tuple[str, int | None, int]:
+    """Block, depth of multi-token prediction and layer of layer `number` (see `in_model`), from 0,
+    as in Megatron's routing traces.
+    """
+    place = number - 1 - config.num_layers
+    if place < 0:
+        return "decoder", None, number - 1
+    if prediction is None:
+        return "mtp", place, 0
+    return "mtp", prediction, place - prediction * _layers_a_prediction(config)
 
 
 def moe_layers_before(config: Any, number: int) -> int:
@@ -46,6 +58,10 @@ def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
     """
     repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
     return config.mtp_num_layers if repeated else 1
+
+
+def _layers_a_prediction(config: Any) -> int:
+    return len(_hybrid_parts()[1]) or int(config.num_layers)
 
 
 def _hybrid_parts() -> tuple[str, str, int]:

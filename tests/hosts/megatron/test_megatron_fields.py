@@ -99,6 +99,12 @@ def test_what_has_no_effect_is_said() -> None:
     assert "moe_ncclep_zero_copy=True" in line
 
 
+def test_what_megatrons_router_reads_has_an_effect() -> None:
+    plan = translate(_config(moe_router_num_groups=2, moe_router_group_topk=1,
+                             moe_router_fusion=True), {})
+    assert plan.native_router and "moe_router_fusion" not in " ".join(plan.notices)
+
+
 @pytest.mark.parametrize("default", [None, 3, "list"])
 def test_a_setting_of_a_newer_megatron_is_refused_unless_it_is_at_its_default(
         default: Any) -> None:

@@ -170,20 +170,24 @@ def test_the_wrapper_does_not_wait_for_idle_routers() -> None:
         assert [g > 0 for g in grads] == [i == step % 3 for i in range(3)]
 
 
-def _numbers() -> list[int]:
+def _numbers() -> list[list[Any]]:
     from types import SimpleNamespace
 
-    from moe_plugin.hosts.megatron.layer_numbers import in_model, moe_layers_before
+    from moe_plugin.hosts.megatron.layer_numbers import in_model, moe_layers_before, trace_key
 
     every, pattern = SimpleNamespace(num_layers=6, moe_layer_freq=2), SimpleNamespace(
         num_layers=4, moe_layer_freq=[0, 1, 1, 0])
     return [[moe_layers_before(every, n) for n in (1, 3, 5)],
             [moe_layers_before(pattern, n) for n in (2, 3)],
-            [moe_layers_before(pattern, in_model(n, pattern, n < 5)) for n in (1, 2, 5)]]
+            [moe_layers_before(pattern, in_model(n, pattern, n < 5)) for n in (1, 2, 5)],
+            [trace_key(in_model(n, pattern, mtp, prediction) or 0, pattern, prediction)
+             for n, mtp, prediction in ((3, False, None), (2, True, None), (1, True, 0),
+                                        (2, True, 1))]]
 
 
 def test_moe_layers_are_numbered_by_megatrons_pattern() -> None:
-    assert on_ranks(1, _numbers) == [[[0, 1, 2], [0, 1], [2, 3, 2]]]
+    assert on_ranks(1, _numbers) == [[[0, 1, 2], [0, 1], [2, 3, 2], [
+        ("decoder", None, 2), ("mtp", 1, 0), ("mtp", 0, 0), ("mtp", 1, 1)]]]
 
 
 def test_a_router_of_ones_own_from_a_file(data: str, tmp_path: Path) -> None:

@@ -72,10 +72,18 @@ def test_what_changes_a_recipe_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert followed(config(fp8="e4m3", fp8_recipe="mxfp8")) == {"precision": "mxfp8"}
 
 
+def test_recipes_by_module_are_refused_unless_the_user_says_what_experts_compute() -> None:
+    native = config(quant_recipe=object())
+    with pytest.raises(ValueError, match=r"quant_recipe \(--te-precision-config-file, .* None"):
+        translate(native, {})
+    assert followed(native, **{"experts.precision": "fp8"}) == {"precision": "fp8"}
+
+
 def test_rows_travel_as_dispatch_and_combine_ask() -> None:
     both = config(moe_dispatch_fwd_dtype="mxfp8", moe_combine_bwd_dtype="mxfp8")
     assert followed(both) == {"wire": "mxfp8", "wire_back": "none"}
     assert followed(both, **{"comm.wire": "fp8"}) == {"wire": "fp8"}
+    assert followed(both, **{"comm.wire_back": "same"}) == {"wire": "mxfp8"}
     assert not followed(config(moe_dispatch_fwd_dtype="bf16", moe_combine_bwd_dtype="bf16"))
     with pytest.raises(ValueError, match="moe_combine_bwd_dtype='bf16' is not supp.*--moe-wire"):
         translate(config(moe_dispatch_fwd_dtype="mxfp8"), {})

@@ -81,8 +81,8 @@ FIELDS: dict[str, Row] = {
             "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
             # or refused, with other settings (`recipes`)
             "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "fp4_param",
-            "first_last_layers_bf16", "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype",
-            "delay_wgrad_compute"),
+            "first_last_layers_bf16", "quant_recipe", "moe_dispatch_fwd_dtype",
+            "moe_combine_bwd_dtype", "delay_wgrad_compute"),
     **_rows(By.MODEL, "moe_layer_freq", "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate", "moe_shared_expert_glu_interleave_size",
             "use_grouped_gemm_for_shared_expert", "moe_per_layer_logging", "moe_grad_scale_func",
@@ -97,7 +97,7 @@ FIELDS: dict[str, Row] = {
             "moe_router_force_biased", "moe_enable_routing_replay"),
     # read beside others of these alone
     **dict.fromkeys(("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema",
-                     "moe_token_drop_policy"), Row(By.ROUTER, None)),
+                     "moe_token_drop_policy", "moe_router_fusion"), Row(By.ROUTER, None)),
     **_rows(By.NOTHING, "moe_token_dispatcher_type", "moe_enable_deepep",
             "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms",
             "moe_hybridep_num_sms", "moe_hybridep_num_sms_preprocessing",
@@ -106,7 +106,7 @@ FIELDS: dict[str, Row] = {
             "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_grouped_gemm",
             "moe_use_legacy_grouped_gemm", "moe_use_grouped_tensor",
             "moe_use_device_initiated_grouped_gemm", "moe_single_grouped_weight",
-            "moe_single_grouped_bias", "moe_permute_fusion", "moe_router_fusion",
+            "moe_single_grouped_bias", "moe_permute_fusion",
             "moe_pad_expert_input_to_capacity", "moe_pad_experts_for_cuda_graph_inference",
             "inference_moe_token_dispatcher_type", "inference_moe_disable_fused_quant_kernels",
             "moe_token_dropping",  # Megatron reads it nowhere

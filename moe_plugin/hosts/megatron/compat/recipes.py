@@ -71,7 +71,15 @@ def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     refuse_primary_weights(native)
     found = _wires(native, given)
-    if "experts.precision" not in given and (precision := _precision(native)):
+    if "experts.precision" in given:
+        return found
+    if setting(native, "quant_recipe") is not None:
+        raise ValueError(
+            "quant_recipe (--te-precision-config-file, --kitchen-config-file, "
+            "--kitchen-recipe-number), which names formats module by module, is not followed by "
+            "moe-plugin's experts: must be None; leave it out, or say what the experts compute in "
+            "with --moe-expert-precision (ieee: the layer's dtype)")
+    if precision := _precision(native):
         found["experts.precision"] = precision
     return found
 
@@ -113,11 +121,12 @@ def in_bf16(native: Any, layer_number: int) -> bool:
 def _wires(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     names = "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"
     there, gradient = (plain_name(setting(native, name, "bf16")) for name in names)
-    if there == gradient == "bf16" or {"comm.wire", "comm.wire_back"} & set(given):
+    if there == gradient == "bf16" or "comm.wire" in given:
         return {}
     if there != gradient or there not in WIRES:
         raise ValueError(
             f"{names[0]}={short(there)} with {names[1]}={short(gradient)} is not supported by "
             f"moe-plugin's MoE layer, in which both travel alike: must be equal, one of "
             f"{', '.join(WIRES)}; give both, or use --moe-wire")
-    return {"comm.wire": WIRES[there], "comm.wire_back": "none"}
+    back = {} if "comm.wire_back" in given else {"comm.wire_back": "none"}
+    return {"comm.wire": WIRES[there], **back}
