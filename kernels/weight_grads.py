@@ -242,6 +242,10 @@ class LaterGrads:
         """Leave a pass's gradients: `work` returns them by name, None: not needed."""
         self._left.append(work)
 
+    def forget(self) -> None:
+        """Drop what was left, as that of a step that failed."""
+        self._left.clear()
+
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor]) -> None:
         """Add what was left, in the order of the passes, to the `grad` of weights by these names.

@@ -56,9 +56,10 @@ class ObserveConfig(SettingsSection):
     trace: str | None = option(
         None,
         "folder to which each rank's choices in training are written, in the form of Megatron's "
-        "routing traces (`--moe-routing-trace-path`)",
+        "routing traces (`--moe-routing-trace-path`); a run that goes on from a checkpoint "
+        "keeps the records of earlier steps",
         flag="stats-trace")
-    trace_steps: int = option(0, "training steps that the trace has; 0: all",
+    trace_steps: int = option(0, "training steps that a run adds to the trace; 0: all",
                               flag="stats-trace-steps")
     replay: str | None = option(
         None,

@@ -6,14 +6,16 @@ The form is that of Megatron's `--moe-routing-trace-path` (0.19 on): one file a 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
 
-`step`: steps completed before it. `layer`: of the whole model, from 0 (Megatron counts those of the
-pipeline stage). Layers of multi-token prediction: `block` "mtp" and `mtp_idx`. Tokens are in the
-layer's order, -1: no expert (padding; a dropped second choice).
+`step`: steps completed before it; a step has a record for each pass of a layer. `layer`: of the
+whole model, from 0 (Megatron counts those of the pipeline stage). Layers of multi-token prediction:
+`block` "mtp" and `mtp_idx`. Tokens are in the layer's order, -1: no expert (padding; a dropped
+second choice).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,13 @@ def read_trace(path: str | Path) -> dict[Key, list[Tensor]]:
     Raises:
         ValueError: it cannot be read, or is not such a file; it names the line.
     """
-    found: dict[Key, list[tuple[int, Tensor]]] = {}
+    return {key: [ids for step in steps for ids in step]
+            for key, steps in _by_step(path).items()}
+
+
+def _by_step(path: str | Path) -> dict[Key, list[list[Tensor]]]:
+    """`read_trace`, by steps."""
+    found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -56,13 +64,12 @@ def read_trace(path: str | Path) -> dict[Key, list[Tensor]]:
                 key = record["block"], record.get("mtp_idx"), int(record["layer"])
                 ids_TK = torch.tensor(record["top_indices"], dtype=torch.int64)
                 ids_TK = ids_TK.reshape(record["num_tokens"], record["topk"])
-                found.setdefault(key, []).append((int(record["step"]), ids_TK))
+                found.setdefault(key, {}).setdefault(int(record["step"]), []).append(ids_TK)
             except (ValueError, KeyError, TypeError, RuntimeError) as error:
                 raise ValueError(f"routing trace {short(str(path))}, line {number} is not a record "
                                  f"of Megatron's form: {short(error)}; write it anew") from error
     in_order = sorted(found, key=lambda key: (key[0] != "decoder", key[1] or 0, key[2]))
-    return {key: [ids for _, ids in sorted(found[key], key=lambda one: one[0])]
-            for key in in_order}
+    return {key: [found[key][step] for step in sorted(found[key])] for key in in_order}
 
 
 class RoutingTrace:
@@ -74,11 +81,12 @@ class RoutingTrace:
         layers: with a `MoELayer` each, in the order of the model; a layer's `trace_key` is its
             `Key`, else its place.
         rank: of this process.
-        write: folder of this run's trace, which begins anew; None: none.
-        steps: the trace has the first steps, so many; 0: all.
-        replay: folder of a trace: forward pass n of a layer in training takes its n-th record, and
-            after the last again the first, in place of the router's choice (see `Router.forced`);
-            layers go by their order. None: none.
+        write: folder of this run's trace; None: none. What is there is kept where it is of steps
+            before the first of this run, which goes on from a checkpoint.
+        steps: this run adds its first steps, so many; 0: all.
+        replay: folder of a trace: pass m of a layer in step n takes the m-th record of the n-th
+            step there, and after the last step again those of the first, in place of the router's
+            choice (see `Router.forced`); layers go by their order. None: none.
     Raises:
         ValueError: a folder that cannot be written, a trace that does not fit these layers.
     """
@@ -94,26 +102,33 @@ class RoutingTrace:
         if replay is not None:
             self._replay(moes, trace_path(replay, rank))
         if self.path is not None:
-            _begin(self.path)
+            make_folder(self.path.parent)
+            check_output(self.path)
             for place, (layer, moe) in enumerate(zip(layers.values(), moes, strict=True)):
                 key = getattr(layer, "trace_key", None) or ("decoder", None, place)
                 moe.router.register_forward_hook(self._hook(key))
         marked_here(self)
 
     def _replay(self, moes: list[MoELayer], path: Path) -> None:
-        trace = read_trace(path)
+        trace = _by_step(path)
         if len(trace) != len(moes):
             raise ValueError(f"routing trace {short(str(path))} has {len(trace)} layers, this rank "
                              f"has {len(moes)}: must be equal; give the trace of this model in "
                              "this layout")
-        for moe, records in zip(moes, trace.values(), strict=True):
-            router = moe.router
+        for moe, steps in zip(moes, trace.values(), strict=True):
+            router, config = moe.router, moe.config.router
             if not isinstance(router, Router) or "force" not in (router.reads or ()):
                 raise ValueError(
                     f"observe.replay cannot be used with {type(router).__name__}: must be a router "
                     "with router.force, such as topk; with Megatron's own use "
                     "--moe-enable-routing-replay and its RouterReplay")
-            self.replays.append(_Replay(router, _checked(records, moe.config.num_experts, path)))
+            for name, value, bound in (("force", config.force, "none"), (
+                    "second_expert_policy", config.second_expert_policy, "all")):
+                if value != bound:
+                    raise ValueError(
+                        f"router.{name}={short(value)} does not fit observe.replay, whose trace "
+                        f"says what is chosen: must be {bound}; leave out one of the two")
+            self.replays.append(_Replay(router, _checked(steps, moe.config.num_experts, path)))
             router.forced = self.replays[-1]
 
     def _hook(self, key: Key) -> Callable[[nn.Module, Any, Routing], None]:
@@ -126,23 +141,30 @@ class RoutingTrace:
 
     def mark(self) -> Callable[[], None]:
         """What undoes all later passes, as `StatsRecorder.mark`."""
-        kept, places = len(self.records), [one.place for one in self.replays]
+        kept, places = len(self.records), [one.passes for one in self.replays]
 
         def undo() -> None:
             del self.records[kept:]
             for one, place in zip(self.replays, places, strict=True):
-                one.place = place
+                one.passes = place
 
         return undo
 
     def end_step(self, number: int, made: bool = True) -> None:
         """Write the records of step `number`, counted from 1; made: False: the step is lost, and so
         are they.
+
+        Raises:
+            ValueError: a trace that is replayed has more records of this step than passes were.
         """
         records, self.records = self.records, []
-        self.ended += made
+        first, self.ended = not self.ended, self.ended + made
+        for replay in self.replays:
+            replay.end_step(made)
         if self.path is None or not made:
             return
+        if first:
+            _keep(self.path, number - 1)
         with open(self.path, "a", encoding="utf-8") as file:
             for (block, mtp_idx, layer), ids_TK in records:
                 tokens, top_k = ids_TK.shape
@@ -153,13 +175,13 @@ class RoutingTrace:
                                       {**record, "mtp_idx": mtp_idx}) + "\n")
 
 
-def _checked(records: list[Tensor], experts: int, path: Path) -> list[Tensor]:
-    for ids_TK in records:
+def _checked(steps: list[list[Tensor]], experts: int, path: Path) -> list[list[Tensor]]:
+    for ids_TK in (ids_TK for step in steps for ids_TK in step):
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
             raise ValueError(
                 f"routing trace {short(str(path))} has experts {int(ids_TK.min())}.."
                 f"{int(ids_TK.max())}: must be in -1..{experts - 1}; give the trace of this model")
-    return records
+    return steps
 
 
 def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
@@ -171,19 +193,31 @@ def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
                         replay=config.replay)
 
 
-def _begin(path: Path) -> None:
-    make_folder(path.parent)
-    check_output(path)
-    path.write_text("", encoding="utf-8")
+def _keep(path: Path, step: int) -> None:
+    """Keep a file's records of steps before this one."""
+    kept = path.with_name(path.name + ".kept")
+    with open(kept, "w", encoding="utf-8") as file:
+        if path.exists() and step:
+            with open(path, encoding="utf-8", errors="replace") as lines:
+                file.writelines(line for line in lines if _is_before(step, line))
+    os.replace(kept, path)
+
+
+def _is_before(step: int, line: str) -> bool:
+    try:
+        return int(json.loads(line)["step"]) < step
+    except (ValueError, KeyError, TypeError):
+        return False  # the last line of a run that was killed
 
 
 @dataclass
 class _Replay:
-    """Chooses what a trace says, record after record; see `Router.forced`."""
+    """Chooses what a trace says, step after step; see `Router.forced`."""
 
     router: Router
-    records: list[Tensor]
-    place: int = 0
+    steps: list[list[Tensor]]
+    step: int = 0  # steps that have ended
+    passes: int = 0  # of this step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
         """The choices of this pass; None: it is not one of training."""
@@ -193,20 +227,44 @@ class _Replay:
             raise RuntimeError(
                 "a recomputation found no recorded routing: with observe.replay use "
                 "moe_plugin.routing.replay.checkpoint in place of torch's")
-        ids_TK = self.records[self.place % len(self.records)]
+        step = self._records
+        if self.passes == len(step):
+            raise self._differs("more")
+        ids_TK = step[self.passes]
         shape = call.logits_TE.shape[0], call.k
         if tuple(ids_TK.shape) != shape:
             raise ValueError(
-                f"record {self.place % len(self.records) + 1} of a routing trace is of "
+                f"{self._record(self.passes)} is of "
                 f"{tuple(ids_TK.shape)} tokens and experts per token, this pass has {shape}: must "
                 "be equal; replay the model, micro-batches and layout of the trace")
-        self.place += 1
+        self.passes += 1
         complete = not bool((ids_TK < 0).any())  # on the host
         ids_TK = ids_TK.to(call.logits_TE.device)
         if complete:
             return ids_TK
         if bool(((ids_TK < 0).any(1) & call.real_T).any()):
             raise ValueError(
-                f"record {self.place} of a routing trace has no expert for a token that is no "
+                f"{self._record(self.passes - 1)} has no expert for a token that is no "
                 "padding: must name as many for each; replay a trace without dropped choices")
         return ids_TK.clamp(min=0)
+
+    def end_step(self, made: bool) -> None:
+        """Go on to the trace's next step; `ValueError` where records of a made one are left."""
+        if made and self.passes < len(self._records):
+            raise self._differs(str(self.passes))
+        self.step, self.passes = self.step + 1, 0
+
+    @property
+    def _records(self) -> list[Tensor]:
+        return self.steps[self.step % len(self.steps)]
+
+    def _record(self, number: int) -> str:
+        return (f"record {number + 1} of a layer in step {self.step % len(self.steps) + 1} of a "
+                "routing trace")
+
+    def _differs(self, passes: str) -> ValueError:
+        return ValueError(
+            f"a layer has {passes} passes in this step, and {len(self._records)} records in step "
+            f"{self.step % len(self.steps) + 1} of a routing trace: must be equal; replay the "
+            "micro-batches of the trace. Megatron also writes recomputations and evaluations: have "
+            "it write one without them, or write it with moe-plugin's router")

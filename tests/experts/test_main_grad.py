@@ -14,15 +14,30 @@ from torch import Tensor, nn
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
+from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.routing.replay import checkpoint
+from moe_plugin.routing.replay import checkpoint, forget
 from tests.exactness.spills import planned, random_planner
 from tests.experts.problems import Largest, make_layer
 
 pytestmark = pytest.mark.fast
 
 SCALE = 1024.0  # of the loss, as a host in fp16 scales it
+
+
+def test_what_a_failed_step_left_for_later_is_forgotten() -> None:
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2}))
+    weight = layer.experts.w_in_LDF
+    layer.experts.later = LaterGrads()
+    for _ in range(2):
+        layer.experts.later.add(lambda: {"w_in_LDF": torch.ones_like(weight)})
+        forget(layer)
+    layer.experts.later.compute({"w_in_LDF": weight})
+    assert weight.grad is None
+    layer.experts.later.add(lambda: {"w_in_LDF": torch.ones_like(weight)})
+    layer.experts.later.compute({"w_in_LDF": weight})
+    assert weight.grad is not None and bool((weight.grad == 1).all())
 
 
 def like_megatron(layer: nn.Module, adds: bool, dtype: torch.dtype = torch.float32) -> list[str]:

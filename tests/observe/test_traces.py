@@ -94,10 +94,43 @@ def test_a_step_that_is_repeated_counts_once(tmp_path: Path) -> None:
     start = StepStart([model])
     model(torch.randn(6, 8))
     start.rewind()
-    model(torch.randn(6, 8))
+    for _ in range(2):
+        model(torch.randn(6, 8))
     trace.end_step(1)
     a, b = (read_trace(trace_path(str(tmp_path / name), 0)) for name in "ab")
-    assert all(torch.equal(a[key][0], b[key][0]) and len(b[key]) == 1 for key in a)
+    assert all(torch.equal(a[key][0], b[key][0]) and len(b[key]) == 2 for key in a)
+
+
+@pytest.mark.parametrize(("change", "error"), [
+    (lambda rows: [row for row in rows for _ in range(2)],
+     "has 2 passes in this step, and 4 records in step 1"),
+    (lambda rows: rows[:2] + rows[4:], "has more passes in this step, and 1 records in step 1")],
+    ids=["recomputations", "fewer"])
+def test_records_that_are_no_passes_of_the_run_are_an_error(
+        change: Any, error: str, tmp_path: Path) -> None:
+    trained(Model(0), trace=str(tmp_path))
+    path = trace_path(str(tmp_path), 0)
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=error):
+        trained(Model(0), replay=str(tmp_path))
+
+
+def test_a_run_that_goes_on_keeps_earlier_steps(tmp_path: Path) -> None:
+    from moe_plugin.observe.traces import RoutingTrace
+
+    trained(Model(0), steps=3, trace=str(tmp_path))
+    path, model = trace_path(str(tmp_path), 0), Model(0)
+    with open(path, "a") as file:
+        file.write('{"step": 0, "sta')  # killed while it wrote
+    before = path.read_text().splitlines()
+    trace = RoutingTrace({str(i): layer for i, layer in enumerate(model.layers)}, 0,
+                         write=str(tmp_path))
+    for number in (3, 4):  # from a checkpoint of step 2
+        model(torch.randn(6, 8))
+        trace.end_step(number)
+    after = path.read_text().splitlines()
+    assert after[:8] == before[:8]
+    assert [json.loads(line)["step"] for line in after[8:]] == [2, 2, 3, 3]
 
 
 def test_a_trace_of_megatron_is_read(tmp_path: Path) -> None:
@@ -115,9 +148,11 @@ def test_a_trace_of_megatron_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "tokens", "error"), [
-    (Model(0), 5, r"record 1 of a routing trace is of \(6, 2\) .* this pass has \(5, 2\)"),
+    (Model(0), 5, r"record 1 of a layer in step 1 .* is of \(6, 2\) .* this pass has \(5, 2\)"),
     (Model(0, top_k=1), 6, r"this pass has \(6, 1\)"),
     (Model(0, experts=2), 6, r"has experts 0..3: must be in -1..1"),
+    (Model(0, force="balance"), 6, "router.force='balance' does not fit observe.replay"),
+    (Model(0, second_expert_policy="random"), 6, "second_expert_policy='random' does not fit"),
     (Model(0, name="sinkhorn"), 6, "observe.replay cannot be used with SinkhornRouter"),
     (Model(0).layers[0], 6, "has 2 layers, this rank has 1")])
 def test_a_trace_that_does_not_fit_is_named(model: Any, tokens: int, error: str,

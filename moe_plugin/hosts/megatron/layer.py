@@ -117,8 +117,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.register_load_state_dict_pre_hook(state.add_repeated)
         self.shared_experts = core.shared_experts(config, submodules,
                                                     groups) if self.use_shared_expert else None
-        self.recompute = config.recompute_granularity == "selective" and "moe" in (
-            config.recompute_modules or [])
+        again = config.recompute_granularity == "selective" and config.recompute_modules or []
+        self.recompute = "moe" in again
+        self.shared_experts_recompute = "shared_experts" in again
         self._prepare_parameters(native)
         self.needs = needs_of(moe.router)
         if setting(config, "overlap_moe_expert_parallel_comm"):
@@ -272,7 +273,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self._check_store()
         ranks, shared = self.groups.tensor.size(), None
         if self.shared_experts is not None:
-            shared = functools.cache(functools.partial(self.shared_experts, x_SBD))
+            shared = functools.cache(functools.partial(self.shared_experts_compute, x_SBD))
         overlapped = shared if self.plan.config.experts.shared_overlap else None
         if ranks > 1 and not self.config.sequence_parallel and not self.shares_tokens:
             output = self._run_split(x_SBD, real_SB, ranks, overlapped)

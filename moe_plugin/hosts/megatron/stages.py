@@ -19,7 +19,7 @@ is under way in a layer at a time; backward passes in between do not touch it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from moe_plugin.dispatch import Sent
 from moe_plugin.dispatch.rows import TokenPlan, with_weights
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.hosts.megatron import parameters
+from moe_plugin.hosts.megatron.compat.recipes import recomputed
 from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.output import MoEOutput
@@ -57,7 +58,11 @@ class Stages:
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Tensor | None:
         """The shared expert's outputs [s, b, h]; None without one."""
-        return None if self.shared_experts is None else self.shared_experts(hidden_states)
+        if self.shared_experts is None:
+            return None
+        if self.shared_experts_recompute:
+            return recomputed(self.shared_experts, self.config, self.tp_group, hidden_states)
+        return self.shared_experts(hidden_states)
 
     def route(self: Any, hidden_states: Tensor,
               padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -139,13 +144,6 @@ class Stages:
         y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
         return y if shared_expert_output is None else y + shared_expert_output
 
-
-    def register_wgrad_accumulation_and_reduce_hooks(self: Any, hook: Callable[[], Any]) -> None:
-        """Called by Megatron's data-parallel wrapper for each of the experts' parameters: what
-        takes its gradient and begins its reduction, once `backward_dw` has computed it.
-        """
-        self._gradient_hooks.append(hook)
-
     def backward_dw(self: Any, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """What backward passes have left of weight gradients."""
         if routed_experts:
@@ -167,9 +165,14 @@ def delay(layer: Any) -> None:
     """Leave the weight gradients of a `PluginMoELayer` to `backward_dw`.
 
     Strategy `kernels` computes them there; other ways to compute experts have them from the
-    backward pass. Megatron takes all of them there.
+    backward pass. Megatron takes all of them there: its data-parallel wrapper gives each module
+    that has the method `register_wgrad_accumulation_and_reduce_hooks` what takes the gradient of
+    any parameter in it. So the routed experts have it, not the layer, which has the shared expert,
+    too: what takes that one's gradients is its own modules' to call, when they are there.
     """
     layer._gradient_hooks = []
+    layer.experts.register_wgrad_accumulation_and_reduce_hooks = functools.partial(
+        list.append, layer._gradient_hooks)
     for parameter in layer.experts.parameters():
         parameter.skip_backward_post_hook = True
     if isinstance(layer.experts, FFNExperts):

@@ -186,6 +186,34 @@ def test_recompute_changes_nothing(native: dict[str, Any], module: str) -> None:
             torch.testing.assert_close(again[name], value, rtol=0, atol=0)
 
 
+def _shared(module: str) -> tuple[dict[str, Any], int]:
+    case = Case(native={"moe_shared_expert_intermediate_size": 16, "recompute_granularity":
+                        "selective", "recompute_modules": [module]})
+    initialise_parallel(case)
+    layer = build(case, True)
+    calls: list[int] = []
+    with torch.no_grad():
+        drawn = torch.Generator().manual_seed(5)
+        for parameter in layer.shared_experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.3)
+    layer.shared_experts.register_forward_hook(lambda *_: calls.append(1))
+    found = run(layer, case)
+    return {**found, **{name: parameter.grad for name, parameter
+                        in layer.shared_experts.named_parameters()}}, len(calls)
+
+
+def _both_shared() -> list[tuple[dict[str, Any], int]]:
+    return [_shared("core_attn"), _shared("shared_experts")]
+
+
+def test_a_shared_expert_is_recomputed_where_megatron_says_so() -> None:
+    [((plain, once), (again, twice))] = on_ranks(1, _both_shared)
+    assert (once, twice) == (1, 2)
+    for name, value in plain.items():
+        if value is not None:
+            torch.testing.assert_close(again[name], value, rtol=0, atol=0)
+
+
 def _marks(case: Case) -> list[tuple[bool, bool, int]]:
     initialise_parallel(case)
     layer = build(case, True)

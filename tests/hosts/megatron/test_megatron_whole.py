@@ -102,6 +102,35 @@ def test_delayed_weight_gradients_are_the_same(compute: dict[str, Any], ddp: dic
         assert torch.equal(value, delayed[name]) and value.any(), name
 
 
+def _reduced() -> tuple[list[int], list[bool]]:
+    """Linears of a shared expert, marked as Transformer Engine does: what is to take the gradients
+    of each, and whether those of the routed experts are taken when the layer has computed them.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from tests.hosts.megatron.layers import build
+
+    case = Case(ep=2, dtype=torch.bfloat16, native={**DELAY, **SHARED})
+    initialise_parallel(case)
+    layer = build(case, True)
+    hooks: list[list[Any]] = []
+    for linear in (layer.shared_experts.linear_fc1, layer.shared_experts.linear_fc2):
+        hooks.append([])
+        linear.register_wgrad_accumulation_and_reduce_hooks = hooks[-1].append
+        linear.weight.skip_backward_post_hook = True
+    DistributedDataParallel(case.config(), DistributedDataParallelConfig(
+        overlap_grad_reduce=True, delay_wgrad_compute=True), layer)
+    experts = list(layer.experts.parameters())
+    for parameter in experts:
+        parameter.grad = torch.ones_like(parameter)
+    layer.backward_dw()  # Megatron asserts that a gradient is there when it is taken
+    return [len(each) for each in hooks], [bool((p.main_grad > 0).all()) for p in experts]
+
+
+def test_the_shared_experts_gradients_are_taken_by_itself() -> None:
+    assert on_ranks(2, _reduced) == [([1, 1], [True, True])] * 2
+
+
 def _alone() -> str:
     from tests.hosts.megatron.layers import build, run
 
@@ -152,10 +181,12 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert packed.shape == (11, 1, 16)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], bool]] = {
-    "window_size=(4, 0) with context_parallel_size=2": ({"window_size": (4, 0)}, False),
-    "packed sequences with context_parallel_size=2 need Transformer Engine": ({}, True),
-    "attention_mask [1, 1, 8, 8] must be [batch, 1, 8, 16]": ({}, False)}
+WINDOW = {"window_size": (4, 0)}
+REFUSED: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "window_size=(4, 0) with context_parallel_size=2": (2, WINDOW, False),
+    "window_size=(4, 0) with packed sequences needs Transformer Engine": (1, WINDOW, True),
+    "packed sequences with context_parallel_size=2 need Transformer Engine": (2, {}, True),
+    "attention_mask [1, 1, 8, 8] must be [batch, 1, 8, 16]": (2, {}, False)}
 
 
 def _refused() -> list[str]:
@@ -164,8 +195,8 @@ def _refused() -> list[str]:
     from megatron.core.transformer.enums import AttnMaskType
 
     found, x, mask = [], torch.randn(8, 1, 2, 8), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-    for native, packed in REFUSED.values():
-        case = Case(cp=2, native=native)
+    for cp, native, packed in REFUSED.values():
+        case = Case(cp=cp, native=native)
         initialise_parallel(case)
         with pytest.raises(ValueError) as refused:
             DotProductAttention(config=case.config(), layer_number=1,

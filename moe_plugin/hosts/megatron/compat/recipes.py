@@ -9,7 +9,7 @@ What Transformer Engine computes keeps the recipe. Its definitions are those of 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,21 @@ def in_bf16(native: Any, layer_number: int) -> bool:
         return False
     return not (setting(native, "num_layers_at_start_in_bf16", 1) < layer_number
                 <= native.num_layers - setting(native, "num_layers_at_end_in_bf16", 1))
+
+
+def recomputed(function: Callable[..., Any], config: Any, tp_group: Any,
+               *inputs: Any) -> Any:
+    """`function(*inputs)`, computed again in the backward pass; with Transformer Engine's recipes
+    by its own function, which keeps their state.
+    """
+    from megatron.core import tensor_parallel
+
+    if setting(config, "fp8") or setting(config, "fp4"):
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        return te_checkpoint(function, False, tensor_parallel.random.get_cuda_rng_tracker,
+                             tp_group, *inputs)
+    return tensor_parallel.checkpoint(function, False, *inputs)
 
 
 def _wires(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def extend() -> None:
         packed, parts = given.arguments.pop("packed_seq_params", None), (
             self.config.context_parallel_size)
         if packed is not None:
-            _packed(given.arguments, packed, parts)
+            _packed(given.arguments, packed, parts, self.scale_mask_softmax.window_size)
         elif parts > 1:
             _gathered(given.arguments, _group(self), "causal" in self.attn_mask_type.name)
         return attend(*given.args, **given.kwargs)
@@ -110,10 +110,14 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
         given["attention_mask"] = (seen_S > own_N[:, None])[None, None]
 
 
-def _packed(given: dict[str, Any], packed: Any, parts: int) -> None:
+def _packed(given: dict[str, Any], packed: Any, parts: int, window: Any) -> None:
     """Puts a batch of one sequence [t, 1, heads, channels] in the place of packed ones [t, heads,
     channels], and the mask that keeps them apart.
     """
+    if window is not None:  # Megatron puts the window's mask in the place of any other
+        raise ValueError(
+            f"window_size={window} with packed sequences needs Transformer Engine's attention, "
+            "which is not here: must be left out; leave it out, or do not pack sequences")
     if parts > 1 or getattr(packed, "local_cp_size", None):
         raise ValueError(
             f"packed sequences with context_parallel_size={parts} need Transformer Engine's "
