@@ -130,10 +130,12 @@ class Conversion:
         source = self.source if dtype is None else self.source.decoded(dtype)
         if self.orders:
             source = reordered(source, self.orders)
-        view = convert(without_optimizer(source) if self.model_only else source, self.to)
         if self.pattern is not None:
-            from moe_plugin.checkpoint.formats.megatron.hybrid import with_pattern
+            from moe_plugin.checkpoint.formats.megatron.hybrid import as_gpt, with_pattern
 
+            source = as_gpt(source)
+        view = convert(without_optimizer(source) if self.model_only else source, self.to)
+        if self.pattern:
             view = with_pattern(view, self.pattern)
         if dtype is None:
             return view

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,6 +181,19 @@ class BoundedOncePlan(OncePlan):
     sound: Tensor | None = None
 
 
+class _GradTimes(torch.autograd.Function):
+    """The same rows, without a copy; their gradient is multiplied by a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        return grad_TD * ctx.factor.to(grad_TD.dtype), None
+
+
 class BoundedOnceDispatcher(ExchangeDispatcher):
     """Once to every rank. Not registered: see `OnceDispatcher`."""
 
@@ -218,7 +232,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         for piece, (start, end) in zip(plan.pieces, pairwise(plan.starts), strict=True):
             self.read_pairs(piece, arrived.piece(start, end), plan.slots, end - start, anchor)
         # of a token that was lost no gradient comes back
-        return super().dispatch(x_TD * plan.sound.to(x_TD.dtype), plan, anchor)
+        return super().dispatch(_GradTimes.apply(x_TD, plan.sound), plan, anchor)
 
     def weigh(self, rows_ND: Tensor, plan: BoundedOncePlan) -> Tensor:
         """See `ExchangeDispatcher`."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import logging
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,3 +128,30 @@ def test_native_layers_where_they_are_asked_for(data: str) -> None:
     assert kinds == {"MoELayer"}
     [line] = said
     assert "--moe-parallel 'fixed'" in line and "timeout" not in line
+
+
+def _reported_mean(pattern: str) -> float:
+    """Megatron's log of an auxiliary loss that is 1 in every layer of experts."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    from moe_plugin.hosts.megatron.compat import hybrid
+
+    initialise_parallel(Case())
+    hybrid.mend_loss_log()
+    name, found = "load_balancing_loss", {}
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: found.update({name: float(value)}))
+    args = argparse.Namespace(hybrid_layer_pattern=pattern, num_layers=4, mtp_num_layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron.training.global_vars",
+                      SimpleNamespace(_GLOBAL_ARGS=args))
+        tracker = MoEMetricsTracker()
+        for place in (2, 4, 5, 6, 6, 6):  # those of predictions share what there is behind
+            tracker.record(name, torch.tensor(1.0), place, 6)
+        tracker.report(1.0, 1, writer, force_initialize=True, track_names=[name],
+                       num_layers=pattern.count("E"), moe_layer_freq=2, mtp_num_layers=2)
+    return found[name]
+
+
+def test_the_log_is_a_mean_over_all_layers_of_experts() -> None:
+    assert on_ranks(1, _reported_mean, "*E*E/EE/EE") == [1.0]

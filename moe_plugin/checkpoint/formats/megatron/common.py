@@ -27,7 +27,9 @@ _MODULES = ("input_layernorm", "self_attention.linear_qkv", "self_attention.core
             "self_attention.q_layernorm", "self_attention.k_layernorm",
             "self_attention.linear_proj", "pre_mlp_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
-_SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+# of MoE layers, where a tensor's name has the part
+_OF_MOE = {".shared_experts.": ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
+           "_latent_proj.": ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")}
 
 
 def refuse_other_optimizers(source: Source) -> None:
@@ -192,18 +194,20 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
                                             (expert,), (layer["num_experts"],))
 
 
-def module_objects(numbers: Iterable[int], moe: Iterable[int], shared: bool,
+def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable[str],
                    stacked: bool) -> Iterable[str]:
     """Names of the objects of all other modules of a GPT model, empty without 8-bit numbers.
 
     Args:
         numbers: of all layers. moe: of those with an MoE layer.
-        shared: these have a shared expert.
+        tensors: names of the model's, which say what these have besides experts.
         stacked: all layers are in one tensor.
     """
-    numbers, moe = list(numbers), set(moe)
+    numbers, moe, tensors = list(numbers), set(moe), list(tensors)
+    beside = [module for part, modules in _OF_MOE.items()
+              if any(part in name for name in tensors) for module in modules]
     for number in numbers:
-        more = (_SHARED if shared else ()) if number in moe else _MLP
+        more = beside if number in moe else _MLP
         for module in (*_MODULES, *more):
             if stacked:
                 yield names.object_name(f"{names.LAYERS}{module}._extra_state", (number,),

@@ -27,6 +27,7 @@ MASTERS = ("param", "fp32_param")
 MASTER = "master"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 NATIVE_EXPERTS = "mlp.experts.experts."
 
 
@@ -95,6 +96,15 @@ def is_native(names: Iterable[str]) -> bool:
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
     """Name of an object: one of `shape` many that share a key."""
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
+
+
+def split_object(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Key, offsets and shape of an object by its name; without both where the name has none."""
+    found = _OBJECT.fullmatch(name)
+    if not found:
+        return name, (), ()
+    offsets, shape = (tuple(map(int, part.split("."))) for part in found.groups()[1:])
+    return found[1], offsets, shape
 
 
 def is_checkpoint(path: Path) -> bool:

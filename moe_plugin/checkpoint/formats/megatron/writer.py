@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_plugin.checkpoint import checksums
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, write_whole
-from moe_plugin.checkpoint.formats.megatron import common, names
+from moe_plugin.checkpoint.formats.megatron import common, hybrid, names
 from moe_plugin.checkpoint.formats.megatron.names import (
     BACKEND,
     COMMON,
@@ -151,8 +151,8 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
                           source.values.get(MODEL_ONLY) and name.startswith("optimizer."))})
     else:
         moe = names.layer_numbers(source.layers)
-        shared = any(".shared_experts." in name for _, name in source.entries)
-        found.update(dict.fromkeys(common.module_objects(numbers, moe, shared, stacked),
+        tensors = (name for _, name in source.entries)
+        found.update(dict.fromkeys(common.module_objects(numbers, moe, tensors, stacked),
                                    common.object_bytes()))
     if native:
         empty = common.object_bytes()
@@ -238,6 +238,8 @@ def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) ->
             "iteration": step, "consumed_samples": int(source.values.get("consumed_samples", 0))
         }
     })
+    if "args" not in state and hybrid.pattern_of(source):
+        state["args"] = hybrid.arguments(source)
     if source.values.get(MODEL_ONLY):
         state.pop("optimizer", None)
     elif "common" not in kept and any(field != MODEL for field, _ in source.entries):

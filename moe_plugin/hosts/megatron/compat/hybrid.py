@@ -68,10 +68,12 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
 
 
 def mend_loss_log() -> None:
-    """Let pipeline stages without experts log auxiliary losses in as many places as the others.
+    """Let pipeline stages without experts log auxiliary losses in as many places as the others,
+    and the log be a mean over all layers of experts.
 
-    0.18, 0.19: Megatron gives them one for each layer of experts, and the others one for each
-    layer; the sum over stages then waits forever, or is wrong.
+    0.18, 0.19: Megatron gives the former one for each layer of experts, and the others one for each
+    layer; the sum over stages then waits forever, or is wrong. What it divides by are layers of
+    experts by `moe_layer_freq`, which a hybrid model does not have, and predictions once more.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):
@@ -84,7 +86,16 @@ def mend_loss_log() -> None:
             num_layers = arguments["num_layers"] + (arguments.get("mtp_num_layers") or 0)
         original(self, name, num_layers, device)
 
-    MoEMetricsTracker.ensure_initialized = ensure
+    report: Any = MoEMetricsTracker.report
+
+    @functools.wraps(report)
+    def report_mean(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if pattern := script_arguments().get("hybrid_layer_pattern"):
+            kwargs |= {"num_layers": pattern.count("E"), "moe_layer_freq": None,
+                       "mtp_num_layers": None}
+        return report(self, *args, **kwargs)
+
+    MoEMetricsTracker.ensure_initialized, MoEMetricsTracker.report = ensure, report_mean
 
 
 def _refuse(pattern: str, symbols: set[str], why: str) -> None:
