@@ -28,8 +28,7 @@ CASES = {
     "alone": (1, Case(native=SHARED)),
     "EP2": (2, Case(ep=2, gated=True, native=LATENT)),
     "EP2 with a hidden shared expert": (2, Case(ep=2, native=SHARED)),
-    "TP2 with biases": (2, Case(tp=2, sequence_parallel=True,
-                                native={**LATENT, "add_bias_linear": True})),
+    "TP2": (2, Case(tp=2, sequence_parallel=True, native=LATENT)),
 }
 
 
