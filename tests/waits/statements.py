@@ -60,7 +60,7 @@ STATEMENTS: dict[str, Callable[[Cell], bool]] = {
     "for the longest batch (fixed slots with f > 0 and without the promise":
         lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
     "`all_gather`)": lambda c: c["dispatch"] == "all_gather" and _together(c),
-    "for the lengths of uneven pieces, which `2dh` and `leader` tell each other":
+    "which `2dh` and `leader` tell each other before each exchange, from host to host":
         lambda c: _sent(c) and c["all_to_all"] in ("2dh", "leader"),
     "in training router `base`, for the numbers of tokens":
         lambda c: c.get("router") == "base" and _together(c),
