@@ -24,6 +24,7 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import torch_dist
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND, METADATA
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
+from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron import script_foreign
 from moe_plugin.hosts.megatron.compat import core
@@ -183,7 +184,7 @@ def _readable(load: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         path = str(given.arguments["checkpoint_dir"])
-        with files.readable(path):
+        with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
             return script_foreign.completed(load(*args, **kwargs), path)
 
     return call

@@ -16,8 +16,8 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.lost_rank import is_last, lose
-from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, trained
+from tests.hosts.megatron.ranks import command, on_ranks
+from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, TRAIN, trained
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 WHO = "CommError: rank 0 of 2 in group 'ranks [0, 1]': "
@@ -80,8 +80,6 @@ FAILS = {"data": ("megatron.core.datasets.blended_megatron_dataset_builder",
 
 
 def _main_and_fail(place: str, argv: list[str]) -> None:
-    from moe_plugin.hosts.megatron import train
-
     module, name = FAILS[place]
     owner = importlib.import_module(module)
 
@@ -91,7 +89,7 @@ def _main_and_fail(place: str, argv: list[str]) -> None:
 
     if is_last():
         setattr(owner, name, fail)
-    raise SystemExit(train.main(["--cpu", *QUICK, *argv]))
+    command(TRAIN, ["--cpu", *QUICK, *argv])
 
 
 @pytest.mark.parametrize("place", FAILS)

@@ -50,8 +50,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
         made = _make(shape, replace(config, moe_token_dispatcher_type=name))
         sides.append(_side(f"Megatron, {name}", "native", made, source))
         _copy_weights(first, made)
-    dense = replace(config, num_moe_experts=None, expert_model_parallel_size=1,
-                    ffn_hidden_size=shape.inner * shape.top_k)
+    dense = replace(config, num_moe_experts=None, moe_ffn_hidden_size=None,
+                    expert_model_parallel_size=1, ffn_hidden_size=shape.inner * shape.top_k)
     made = _make(shape, dense)
     _copy_weights(first, made)
     return [*sides, _side("dense", "dense", made, source)]
