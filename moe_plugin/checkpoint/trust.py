@@ -11,7 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import (
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+)
 
 from moe_plugin.messages import short
 
@@ -38,7 +42,9 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
     Raises:
         UntrustedFile: it names others. What `torch.load` raises: it is damaged.
     """
-    with safe_globals([*allowed]):
+    known = {*get_safe_globals()}
+    # leaving `safe_globals` forgets all that it was given, also what others had listed before
+    with safe_globals([one for one in allowed if one not in known]):
         try:
             return torch.load(file, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.serialization import get_safe_globals, safe_globals
 
 from moe_plugin.checkpoint.trust import Unpickler, UntrustedFile, load
 
@@ -60,6 +61,17 @@ def test_a_stream_is_read_again_where_its_classes_are_looked_up_later() -> None:
     with pytest.raises(UntrustedFile, match="Color"):
         load(stream, [], "a file")
     assert load(stream, [Color], "a file") == [Color.RED]
+
+
+def test_what_others_listed_stays_listed() -> None:
+    """As Megatron lists its own classes, once in a process; ours are listed for one file."""
+    stream = io.BytesIO()
+    torch.save([Color.RED], stream)
+    for before in ([Color], []):
+        with safe_globals(before):
+            stream.seek(0)
+            assert load(stream, [Color, Plain], "a file") == [Color.RED]
+            assert [one for one in get_safe_globals() if one in (Color, Plain)] == before
 
 
 @pytest.mark.parametrize("value", [

@@ -31,6 +31,7 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.optimizer import prepare_optimizer_for_load
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.model_settings import check_settings
+from moe_plugin.hosts.megatron.stage_layouts import parse
 
 _STEP = re.compile(r"iter_(\d{7,})\Z")
 
@@ -79,7 +80,8 @@ def _begin_again(final: str) -> None:
 def _description(step: int) -> dict[str, Any]:
     # model and sizes are in Megatron's own files
     arguments = script_arguments()
-    layouts = arguments.get("stage_layouts")
+    # with the sizes of 1 that a command leaves out
+    layouts = [str(one) for one in parse(arguments.get("stage_layouts") or [])]
     return {"model": {}, "layout": {"stage_layouts": layouts} if layouts else {}, "iteration": step,
             "megatron_core": core.core_version,
             "consumed_samples": arguments.get("consumed_train_samples", 0)}

@@ -171,15 +171,30 @@ def _plain_arguments(argv: list[str]) -> dict[str, Any]:
             if isinstance(value, (bool, int, float, str, list, type(None)))}
 
 
+def options() -> list[str]:
+    """What Megatron's parser takes, as "--name"; read in a rank."""
+    done = server.run(1, _option_strings)
+    assert done.code == 0, done.log[-4000:]
+    return done.results[0]
+
+
+def _option_strings() -> list[str]:
+    return [name for action in _parser()._actions for name in action.option_strings]
+
+
 def parsed(argv: list[str]) -> argparse.Namespace:
     """The same in this process, a rank."""
+    return _parser().parse_args(argv)
+
+
+def _parser() -> argparse.ArgumentParser:
     from moe_plugin.hosts.megatron import launch
     from moe_plugin.hosts.megatron.compat.settings import training_module
     from moe_plugin.hosts.megatron.examples import pretrain_gpt_moe
 
     parser = argparse.ArgumentParser("pretrain_gpt_moe.py", allow_abbrev=False)
     parser = training_module("arguments").add_megatron_arguments(parser)
-    return launch.chained(pretrain_gpt_moe.own_defaults)(parser).parse_args(argv)
+    return launch.chained(pretrain_gpt_moe.own_defaults)(parser)
 
 
 def records_of(world: int, argv: list[str], log: Path) -> list[dict[str, Any]]:
