@@ -45,6 +45,7 @@ def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any])
     """`ValueError` where what `model_settings` gave when a checkpoint was saved is of another model
     than what it gives now; a warning where settings differ that no tensor's shape says.
     """
+    saved, mine = _all_biases(saved), _all_biases(mine)
     both = [name for name in mine if name in saved and name != "moe_plugin"
             and (saved[name] or None) != (mine[name] or None)]
     for name in both:
@@ -53,6 +54,11 @@ def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any])
         if name in _COMPUTED:
             logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
                            short(saved[name]), short(mine[name]))
+
+
+def _all_biases(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Megatron's script sets the second by the first, which conversions and configs leave apart
+    return {**settings, "add_qkv_bias": True} if settings.get("add_bias_linear") else settings
 
 
 def _learned(*settings: Mapping[str, Any]) -> bool:

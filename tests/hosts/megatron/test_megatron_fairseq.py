@@ -50,7 +50,7 @@ CASES = {
     "experts": (MOE, EXPERTS),
     "every other layer, one expert": (
         {**MOE, "moe_freq": 2, "moe_top1_expert": True},
-        [*EXPERTS, "--moe-layer-freq", "0,1", "--moe-router-topk", "1",
+        [*EXPERTS, "--moe-layer-freq", "[0,1]", "--moe-router-topk", "1",
          "--moe-router-pre-softmax"]),
     "groups": ({**MOE, "moe_router": "group_limited", "moe_router_groups": "2",
                 "moe_router_group_top_k": "1", "moe_router_normalize": "none",

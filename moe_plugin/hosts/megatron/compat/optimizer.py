@@ -209,9 +209,14 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 
 def mend_loading_of_all_optimizers() -> None:
     """`prepare_optimizer_for_load` and a loading that keeps torch Adam's step number, in every
-    distributed optimizer; stays for the life of the process.
+    distributed optimizer; in all, groups that state less are found; stays for the life of the
+    process.
     """
+    from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    for kind in (core.Float16OptimizerWithFloat16Params, core.FP32Optimizer):
+        kind.load_state_dict = _with_complete_groups(kind.load_state_dict)
 
     sharded, load = Optimizer.sharded_state_dict, Optimizer.load_state_dict
 
@@ -227,6 +232,16 @@ def mend_loading_of_all_optimizers() -> None:
         _load(self, state, load)
 
     Optimizer.sharded_state_dict, Optimizer.load_state_dict = sharded_state_dict, load_state_dict
+
+
+def _with_complete_groups(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+
+    @functools.wraps(load)
+    def call(self: Any, state: Any) -> None:
+        _complete_groups(self, state)
+        load(self, state)
+
+    return call
 
 
 def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -> None:
