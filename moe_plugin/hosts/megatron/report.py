@@ -31,6 +31,7 @@ def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str,
     """Auxiliary losses by name and layer over all ranks, the mean over micro-batches.
 
     A collective call: all ranks agree on the names first, because a pipeline stage may have none.
+    A loss that is zero in all layers, one of weight zero, is left out.
 
     Args:
         here: sums of this rank over so many micro-batches.
@@ -48,7 +49,8 @@ def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str,
             values = comm_of(group).all_reduce(values)
         # stages may have different numbers of replicas
         values = comm_of(ps.get_pipeline_model_parallel_group()).all_reduce(values / data.size())
-        found[name] = (values / microbatches).tolist()
+        if values.any():  # Megatron's log holds zeros of losses that no layer adds
+            found[name] = (values / microbatches).tolist()
     return found
 
 

@@ -184,8 +184,9 @@ def _of_lengths(argv: list[str], lengths: list[int]) -> Outcome:
     def shortened(batches: Any) -> Any:
         while True:
             length = script_arguments()["seq_length"]
-            yield {name: value[..., :length, :length] if name == "attention_mask"
-                   else value[:, :length] for name, value in next(batches).items()}
+            yield {name: (value[..., :length, :length] if name == "attention_mask"
+                          else value[:, :length]).contiguous()
+                   for name, value in next(batches).items()}
 
     def of_length(self: Any, given: Any, work: Any) -> Any:
         script_arguments()["seq_length"] = lengths[seen.steps]
