@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.megatron.common import fitted
+from moe_plugin.checkpoint.formats.megatron.common import fitted, optimizer_parts
 from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.names import METADATA, NATIVE_EXPERTS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
@@ -58,7 +58,10 @@ def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: 
 
 def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
     """The common state with the optimizers and groups of the run's own."""
-    if wanted is not None and "optimizer" in common:
+    # objects: as only the ranks that wrote it read it, with the same optimizers (dp_reshardable)
+    whole = not any(isinstance(value, ShardedObject) for part in optimizer_parts(wanted)
+                    for value in part.values())
+    if wanted is not None and "optimizer" in common and whole:
         common["optimizer"] = fitted(common["optimizer"], wanted)
     return common
 

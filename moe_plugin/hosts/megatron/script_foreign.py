@@ -25,14 +25,16 @@ _scheduler: list[Any] = []  # of the run that loads
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Whether a checkpoint of this kind has optimizer state; None: it is Megatron's own.
+    """Whether a checkpoint of this kind has optimizer state; None: it is Megatron's own, whole.
 
     Raises:
         CheckpointError: it has one that only the ranks that wrote it can read.
     """
-    common = (source.values.get("megatron") or {}).get("common") or {}
+    kept = source.values.get("megatron") or {}
+    common = kept.get("common") or {}
     if not _is_foreign(common):
-        return None
+        # `moe-plugin reshard` took the model alone out of Megatron's own
+        return None if "optimizer" in common or kept.get("sharding_type") else False
     refuse_other_optimizers(source)
     return "optimizer" in common
 

@@ -248,6 +248,7 @@ def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -
     group, order = part.model_param_group_index_map[model_param]
     state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
     step = state.pop("step", None)
-    type(part)._set_main_param_and_optimizer_states(part, model_param, tensors)
+    with torch.no_grad():  # for state by rank (dp_reshardable) Megatron leaves it on
+        type(part)._set_main_param_and_optimizer_states(part, model_param, tensors)
     if step is not None:
         state["step"] = step
