@@ -42,19 +42,13 @@ def trace_path(folder: str, rank: int) -> Path:
     return Path(folder, f"router_trace_rank{rank}.jsonl")
 
 
-def read_trace(path: str | Path) -> dict[Key, list[Tensor]]:
-    """The choices in a file, int64 [T, K] on the host, by layer in the order of the model, from the
-    first step on.
+def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
+    """The choices in a file, int64 [T, K] on the host, by layer in the order of the model, step by
+    step.
 
     Raises:
         ValueError: it cannot be read, or is not such a file; it names the line.
     """
-    return {key: [ids for step in steps for ids in step]
-            for key, steps in _by_step(path).items()}
-
-
-def _by_step(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """`read_trace`, by steps."""
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
     with open(path, encoding="utf-8") as lines:
@@ -110,7 +104,7 @@ class RoutingTrace:
         marked_here(self)
 
     def _replay(self, moes: list[MoELayer], path: Path) -> None:
-        trace = _by_step(path)
+        trace = read_trace(path)
         if len(trace) != len(moes):
             raise ValueError(f"routing trace {short(str(path))} has {len(trace)} layers, this rank "
                              f"has {len(moes)}: must be equal; give the trace of this model in "

@@ -20,6 +20,11 @@ from moe_plugin.routing.replay import checkpoint
 pytestmark = pytest.mark.fast
 
 
+def choices_of(path: str | Path) -> dict[Any, list[torch.Tensor]]:
+    """Of all steps, one after the other."""
+    return {key: [ids for step in steps for ids in step] for key, steps in read_trace(path).items()}
+
+
 class Model(nn.Module):
     """Two layers, the first recomputed; notes what is chosen in training."""
 
@@ -61,7 +66,7 @@ def test_a_trace_has_every_choice_of_training_once(tmp_path: Path) -> None:
     assert records[1] == {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 1,
                           "rank": 0, "num_tokens": 6, "topk": 2,
                           "top_indices": model.chosen[0].tolist()}
-    trace = read_trace(path)
+    trace = choices_of(path)
     assert list(trace) == [("decoder", None, 0), ("decoder", None, 1)]
     assert all(torch.equal(a, b) for a, b in zip(
         trace["decoder", None, 1], model.chosen, strict=True))
@@ -69,7 +74,7 @@ def test_a_trace_has_every_choice_of_training_once(tmp_path: Path) -> None:
 
 def test_it_ends_after_the_steps_that_are_asked_for(tmp_path: Path) -> None:
     trained(Model(0), trace=str(tmp_path), trace_steps=2)
-    assert len(read_trace(trace_path(str(tmp_path), 0))["decoder", None, 0]) == 4
+    assert len(choices_of(trace_path(str(tmp_path), 0))["decoder", None, 0]) == 4
 
 
 def test_another_model_repeats_the_choices_and_begins_again(tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_another_model_repeats_the_choices_and_begins_again(tmp_path: Path) -> N
     second = trained(Model(1), steps=4, replay=str(tmp_path / "a"), trace=str(tmp_path / "b"))
     wanted = [*first.chosen, *first.chosen[:2]]
     assert all(torch.equal(a, b) for a, b in zip(second.chosen, wanted, strict=True))
-    a, b = (read_trace(trace_path(str(tmp_path / name), 0)) for name in "ab")
+    a, b = (choices_of(trace_path(str(tmp_path / name), 0)) for name in "ab")
     assert all(torch.equal(x, y) for key in a for x, y in zip(a[key], b[key][:6], strict=True))
     weights = second.layers[1].router.weight_ED.grad
     assert weights is not None and weights.abs().max() > 0  # it learns from the weights
@@ -97,7 +102,7 @@ def test_a_step_that_is_repeated_counts_once(tmp_path: Path) -> None:
     for _ in range(2):
         model(torch.randn(6, 8))
     trace.end_step(1)
-    a, b = (read_trace(trace_path(str(tmp_path / name), 0)) for name in "ab")
+    a, b = (choices_of(trace_path(str(tmp_path / name), 0)) for name in "ab")
     assert all(torch.equal(a[key][0], b[key][0]) and len(b[key]) == 2 for key in a)
 
 
@@ -142,7 +147,7 @@ def test_a_trace_of_megatron_is_read(tmp_path: Path) -> None:
     rows.append({**rows[1], "step": 3, "top_indices": [[9, 1]]})
     path = tmp_path / "router_trace_rank3.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trace = read_trace(path)
+    trace = choices_of(path)
     assert list(trace) == [("decoder", None, 1), ("decoder", None, 3), ("mtp", 0, 0)]
     assert [ids.tolist() for ids in trace["decoder", None, 3]] == [[[9, 1]], [[1, 1]]]
 
