@@ -124,9 +124,9 @@ class MoELayer(LayerState):
         if torch.compiler.is_compiling() and not layout.compiles:
             from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
 
-            y_TD, rows = uncompiled(self._through_experts, layout, x_TD, kept, alongside)
+            y_TD, rows = uncompiled(through_experts, self.experts, layout, x_TD, kept, alongside)
         else:
-            y_TD, rows = self._through_experts(layout, x_TD, kept, alongside)
+            y_TD, rows = through_experts(self.experts, layout, x_TD, kept, alongside)
         if self.latent is not None:
             y_TD = self.latent.leave(y_TD, tokens)
         if alongside is not None or routing.passthrough_T is not None:
@@ -140,18 +140,6 @@ class MoELayer(LayerState):
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 
-    def _through_experts(self, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
-                         alongside: OverlappedWork | None) -> tuple[Tensor, int | Tensor]:
-        """(tokens' results [T, D], rows that this rank's experts computed)."""
-        dispatcher = layout.dispatcher
-        plan = dispatcher.plan(kept)
-        sent = layout.dispatch(x_TD, plan, self.experts)
-        if alongside is not None:
-            alongside()
-        for rows in sent:
-            sent.put_back(self.experts(rows))
-        return dispatcher.combine(sent, plan), plan.rows
-
     @property
     def model_dim(self) -> int:
         """D."""
@@ -163,6 +151,21 @@ class MoELayer(LayerState):
         return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
                 f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
                 f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
+
+
+def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
+                    alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
+    """(tokens' results [T, D], rows that this rank's experts computed). alongside: done while rows
+    are on their way.
+    """
+    dispatcher = layout.dispatcher
+    plan = dispatcher.plan(kept)
+    sent = layout.dispatch(x_TD, plan, experts)
+    if alongside is not None:
+        alongside()
+    for rows in sent:
+        sent.put_back(experts(rows))
+    return dispatcher.combine(sent, plan), plan.rows
 
 
 def _check_given(comm: Any, router: Any, experts: Any) -> None:

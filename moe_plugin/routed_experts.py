@@ -13,18 +13,18 @@ from torch import Tensor
 from moe_plugin.comm import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
+from moe_plugin.layer import through_experts
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.tuning.layout_selector import LayoutSelector
-from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.tuning.placement import place_experts
 
 
 class RoutedExperts:
     """Plan, dispatch, experts and combine of choices that the caller made.
 
-    It is no module and has no parameters: whose the experts are, `experts` knows. An expert's
-    gradient is the sum over the tokens of all ranks in `comm`, as of `MoELayer`. Collective.
+    It is not a module and has no parameters: `experts` says whose they are. An expert's gradient is
+    the sum over the tokens of all ranks in `comm`, as of `MoELayer`. Collective.
 
     Args:
         config: sizes, `dispatch`, `parallel`, `comm`, `tuner` and `experts.compute` are read.
@@ -66,18 +66,11 @@ class RoutedExperts:
         # a recomputation repeats the latest call: it neither chooses again nor is timed
         again = tuner is not None and not traced and inside_backward()
         layout = self.layouts.select(kept, self.layouts.current if again else None, training)
+        if tuner is not None and not traced:
+            tuner.pop_decisions()  # which logs them
         if traced and not layout.compiles:
             from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
 
-            y_TD: Tensor = uncompiled(self._through_experts, layout, x_TD, kept)
+            y_TD: Tensor = uncompiled(through_experts, self.experts, layout, x_TD, kept)[0]
             return y_TD
-        if tuner is not None and not traced:
-            tuner.pop_decisions()  # which logs them
-        return self._through_experts(layout, x_TD, kept)
-
-    def _through_experts(self, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting) -> Tensor:
-        plan = layout.dispatcher.plan(kept)
-        sent = layout.dispatch(x_TD, plan, self.experts)
-        for rows in sent:
-            sent.put_back(self.experts(rows))
-        return layout.dispatcher.combine(sent, plan)
+        return through_experts(self.experts, layout, x_TD, kept)[0]

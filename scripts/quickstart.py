@@ -111,7 +111,7 @@ def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -
             "lr-warmup-iters": s["warmup"], "lr-decay-style": "linear", "clip-grad": 1.0,
             "hidden-dropout": 0, "attention-dropout": 0, "seed": s["seed"], "save": folder /
             "checkpoints", "load": folder / "checkpoints", "save-interval": max(1, s["steps"] // 2),
-            # Megatron validates at the end, whatever the interval
+            # Megatron validates at the end, for any interval
             "eval-interval": 2 * s["steps"], "eval-iters": 25, "log-interval": s["log_interval"],
             "log-file": folder / "log.jsonl", "moe-stats-jsonl": folder / "stats.jsonl",
             "moe-stats-interval": s["log_interval"], "moe-stats-timeline": s["timeline_step"]

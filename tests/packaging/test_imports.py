@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 # Bottom to top. A room imports from itself and from the rooms before it.
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
          "config row_counts run records output planner kernels comm routing dispatch experts "
-         "memory tuning routed_experts layer_state layer pregate gradients checkpoint ensembles "
+         "memory tuning layer_state layer routed_experts pregate gradients checkpoint ensembles "
          "observe resilience hosts lab cli").split()
 # Bottom to top inside `lab`, which nothing but the command imports.
 LAB = ("planning", "vision", "emulate", "bench")

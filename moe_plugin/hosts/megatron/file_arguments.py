@@ -5,7 +5,7 @@
       moe_router_load_balancing_type: [aux_loss, seq_aux_loss]
       swiglu: true
       disable_bias_linear: true     # or add_bias_linear: false, by the attribute's name
-    router: {fp32: true}            # ours, beside it
+    router: {fp32: true}            # ours, in the same file
 
 `megatron.num_layers=8` and `router.fp32=false` on the command line replace what the file says;
 flags win over both. The section becomes words in front of those of the command line, so that

@@ -1,4 +1,4 @@
-"""Flags of the launcher that are no settings."""
+"""Flags of the launcher that are not settings."""
 
 from __future__ import annotations
 

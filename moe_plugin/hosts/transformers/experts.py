@@ -106,7 +106,7 @@ class ModuleExperts(FFNExperts):
 
     def __init__(self, module: nn.Module, config: MoEConfig, placement: Placement) -> None:
         Experts.__init__(self)
-        self.module = (module,)  # in a tuple, so that it is no part of this one
+        self.module = (module,)  # in a tuple, so that it is not a part of this one
         self.config, self.placement = config.experts, placement
         self.compute = strategies.get(config.experts.compute)
         self.adds_to_main_grad, self.memory = False, Workspace()

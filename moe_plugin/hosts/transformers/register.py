@@ -15,9 +15,10 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
-from moe_plugin.comm.functional import gather, split
+from moe_plugin.comm.functional import gather
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.tree import flatten, to_dict
+from moe_plugin.dispatch.token_entry import split_tokens
 from moe_plugin.experts.base import Experts
 from moe_plugin.hosts.transformers.experts import activation_of, experts_of
 from moe_plugin.records import Placement
@@ -122,9 +123,8 @@ def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
           comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's 1/size of them, filled up with tokens of no expert."""
     missing = -x_TD.shape[0] % comm.size
-    x_TD, weights_TK = (F.pad(x, (0, 0, 0, missing)) for x in (x_TD, weights_TK))
     ids_TK = F.pad(ids_TK, (0, 0, 0, missing), value=-1).chunk(comm.size)[comm.rank]
-    return split(x_TD, comm), ids_TK, split(weights_TK, comm)
+    return split_tokens(x_TD, None, comm)[0], ids_TK, split_tokens(weights_TK, None, comm)[0]
 
 
 def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor,

@@ -78,7 +78,7 @@ def _is_bias(parameter: Tensor) -> bool:
 
 
 def _with_stacks(key: Any) -> Any:
-    """A `ParamKey` of parameters that are no matrices, without our stacks of them."""
+    """A `ParamKey` of parameters that are not matrices, without our stacks of them."""
 
     def added(predicate: Any) -> Any:
         return replace(predicate, fn=lambda p: _is_bias(p) or (
