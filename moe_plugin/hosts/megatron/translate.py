@@ -251,7 +251,6 @@ def refuse_unsupported(native: Any) -> None:
     fields.refuse_unknown(native)
     _refuse_lists(native)
     _refuse_confused_stages(native)
-    _refuse_wrappers(script_arguments())
 
 
 def refuse_arguments() -> None:
@@ -277,16 +276,6 @@ def _refuse_confused_stages(native: Any) -> None:
             "between two ranks it takes activations for gradients; set overlap_p2p_comm=True and "
             "batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
             "pipeline stages, or no virtual ones")
-
-
-def _refuse_wrappers(arguments: Mapping[str, Any]) -> None:
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2", "hybrid_context_parallel"):
-        if arguments.get(name):
-            raise ValueError(
-                f"{name}=True is not supported by moe-plugin's MoE layer, whose results with it "
-                f"nobody has compared with Megatron's own: must be False; leave out "
-                f"--{name.replace('_', '-')}" + (
-                    ", and use --use-distributed-optimizer" if "fsdp" in name else ""))
 
 
 def _refuse_lists(native: Any) -> None:

@@ -145,6 +145,10 @@ ARGUMENTS: dict[str, Row] = {
                "which moe-plugin reshard writes for Megatron", "moe_use_upcycling"),
     **_refused("leave it out: --moe-stats-jsonl records how many tokens each expert gets",
                "save_tokens_per_expert_interval", taken=(None,)),
+    # of the whole model, whose results with them have not been compared with Megatron's own
+    **_refused("leave it out, and use --use-distributed-optimizer", "use_megatron_fsdp",
+               "use_torch_fsdp2"),
+    **_refused("leave it out", "hybrid_context_parallel"),
     **_refused("leave it out", "rl_inference_expert_model_parallel_size",
                "rl_inference_expert_tensor_model_parallel_size", taken=(None,)),
 }
