@@ -186,7 +186,7 @@ def test_recompute_changes_nothing(native: dict[str, Any], module: str) -> None:
             torch.testing.assert_close(again[name], value, rtol=0, atol=0)
 
 
-def _recomputed(module: str) -> tuple[dict[str, Any], int]:
+def _shared_recomputed(module: str) -> tuple[dict[str, Any], int]:
     case = Case(native={"moe_shared_expert_intermediate_size": 16, "recompute_granularity":
                         "selective", "recompute_modules": [module]})
     initialise_parallel(case)
@@ -203,7 +203,7 @@ def _recomputed(module: str) -> tuple[dict[str, Any], int]:
 
 
 def _both_shared() -> list[tuple[dict[str, Any], int]]:
-    return [_recomputed("core_attn"), _recomputed("shared_experts")]
+    return [_shared_recomputed("core_attn"), _shared_recomputed("shared_experts")]
 
 
 def test_a_shared_expert_is_recomputed_where_megatron_says_so() -> None:

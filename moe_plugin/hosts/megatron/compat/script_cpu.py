@@ -136,6 +136,23 @@ def _uncompiled() -> None:
     replace_training("set_jit_fusion_options", lambda _: lambda *_args, **_kwargs: None)
 
 
+@_patch("training.build_train_valid_test_data_iterators", "0.15 to 0.20",
+        "loaders draw seeds from torch's generator, after a checkpoint was loaded and on the ranks "
+        "alone that read data; on CPU dropout draws from it, too")
+def _seeds_of_loaders() -> None:
+    replace_training("build_train_valid_test_data_iterators", _beside_the_generator)
+
+
+def _beside_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return function(*args, **kwargs)
+
+    return call
+
+
 @_patch("utils.get_device_arch_version", "0.15 to 0.19",
         "argument checks ask for the GPU's architecture, to demand CUDA_DEVICE_MAX_CONNECTIONS=1 "
         "of those before Blackwell (10)")
