@@ -99,7 +99,7 @@ def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -
     """Megatron's own training loop through our launcher; the flags are Megatron's own."""
     return [
         *_torchrun(s), "-m", "moe_plugin.hosts.megatron.launch", *([] if gpu else ["--moe-cpu"]),
-        str(ROOT / "scripts" / "pretrain_gpt_moe.py"), *_flags({
+        "pretrain_gpt_moe", *_flags({
             "data-path": prefix, "split": "90,10,0", "data-cache-path": folder / "cache",
             "vocab-size": BYTES, "num-workers": 0, "max-position-embeddings": s["length"],
             "num-layers": s["layers"], "hidden-size": s["width"], "num-attention-heads": s["heads"],

@@ -224,15 +224,13 @@ class Shell:
         """
         words = words[1:] if words[0] == "--moe-cpu" else words
         ours = words[0] == "pretrain_gpt_moe"
-        name = Path(words[0]).name
-        assert ours or name == "pretrain_gpt.py" or (ROOT / "scripts" / name).is_file(), words[0]
+        assert ours or Path(words[0]).name == "pretrain_gpt.py", words[0]
         if not self.runs:
             megatron_flags.read(words[1:])
             return
         if importlib.util.find_spec("megatron.training") is None:
             pytest.skip("needs megatron-core 0.17 or newer")
-        script = words[0] if ours else str(ROOT / words[0])
-        self._megatron("launch", [script, *words[1:]], SCRIPT_SMALL)
+        self._megatron("launch", words, SCRIPT_SMALL)
 
     def moe_plugin(self, words: list[str]) -> None:
         """`moe-plugin`, in this process; what a command runs itself is only checked."""

@@ -121,7 +121,7 @@ def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | Non
         raise ValueError(
             f"ensemble_heads={args.ensemble_heads} cannot be used with this script, which gives "
             "Megatron a model's config in place of a function that makes the model; use "
-            "scripts/pretrain_gpt_moe.py, or leave it out")
+            "pretrain_gpt_moe, or leave it out")
     return errors
 
 

@@ -161,7 +161,7 @@ def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | 
             f"mtp_num_layers={config.mtp_num_layers} cannot be used with --spec in a script that "
             "builds its model from a GPTModelConfig: Megatron's builder takes its own MoE layer "
             "for multi-token prediction; pass `pretrain` a model provider, as "
-            "scripts/pretrain_gpt_moe.py does")
+            "pretrain_gpt_moe does")
     return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
 
 

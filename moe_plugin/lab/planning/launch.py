@@ -17,7 +17,7 @@ HOSTS = ("fairseq", "megatron")
 BYTES = 257  # tokens of the byte tokenizers of both hosts
 COLUMNS = 100
 CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
-SCRIPT = "scripts/pretrain_gpt_moe.py"  # in this package's repository, on Megatron's own loop
+SCRIPT = "pretrain_gpt_moe"  # of this package, by its name for the launcher
 FAIRSEQ = "$(which fairseq-train)"  # for a shell, so never quoted
 BALANCE = "0.01"  # weight of the balance loss
 

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -86,16 +85,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, str]:
                 "--save-interval", "2")
     assert sorted(run.losses) == [1, 2, 3, 4, 5] and run.losses[5][0] < run.losses[1][0]
     return run, folder
-
-
-@pytest.mark.slow
-def test_the_documented_command_trains() -> None:
-    page = Path(ROOT, "docs", "megatron.md").read_text()
-    found = re.search(r"torchrun( [^`]*?scripts/pretrain_gpt_moe\.py[^`]*)```", page)
-    assert found is not None
-    done = torchrun(*shlex.split(found[1].replace("\\\n", " ")))
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert re.search(r"iteration\s+20/.*lm loss", done.stdout)
 
 
 @pytest.mark.slow
