@@ -91,6 +91,38 @@ def test_steps_are_megatrons() -> None:
             assert off < (0.02 if CASES[name][0].dtype == BF16 else 1e-5), (name, off)
 
 
+def _decayed(ours: bool, optimizer_name: str) -> list[set[float]]:
+    """What becomes of experts' biases, and of their weights, that are all 1, in a step without
+    gradients.
+    """
+    case = Case(native={"add_bias_linear": True})
+    initialise_parallel(case)
+    wrapped, optimizer = _wrapped(case, ours, {"optimizer": optimizer_name})
+    experts = {name: p for name, p in wrapped.module.named_parameters() if ".experts." in f".{name}"
+               and ".shared_experts." not in name}
+    for parameter in experts.values():
+        parameter.data.fill_(1.0)
+    wrapped.zero_grad_buffer()
+    optimizer.step()
+    found: list[set[float]] = [set(), set()]
+    for name, parameter in experts.items():
+        weight = not (name.endswith(".bias") or ".b_" in name)
+        found[weight].update(parameter.detach().flatten().tolist())
+    return found
+
+
+def _decayed_by_both() -> list[list[list[set[float]]]]:
+    use()
+    return [[_decayed(ours, name) for ours in (False, True)] for name in ("adam", "muon")]
+
+
+def test_biases_of_experts_have_no_weight_decay() -> None:
+    for native, ours in on_ranks(1, _decayed_by_both)[0]:
+        assert ours == native
+        biases, weights = ours
+        assert biases == {1.0} and list(weights) == [pytest.approx(1 - 0.05 * 0.1)]
+
+
 def _refusals() -> list[str]:
     use()
     case, said = Case(ep=1, gated=True), []

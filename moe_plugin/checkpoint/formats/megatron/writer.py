@@ -251,8 +251,8 @@ def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) ->
         native = source.format == NATIVE
         state["optimizer"] = common.regrouped(
             state["optimizer"], own_optimizer=not native or ep > 1,
-            biases=native and any(name.endswith(".bias") and ".experts.experts." in name
-                                  for name in experts))
+            biases=any(name.endswith(".bias") and ".experts.experts." in name
+                       or name.rpartition(".")[2].startswith("b_") for name in experts))
     return state
 
 

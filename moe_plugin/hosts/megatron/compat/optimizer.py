@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +14,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.megatron.common import group_value
+from moe_plugin.experts.marks import is_expert
 
 logger = logging.getLogger(__name__)
+
+
+class _BiasesByName:
+    """A part of a model that calls experts' biases `*.bias`, as Megatron's own experts do."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._chunk = chunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See torch's."""
+        for name, parameter in self._chunk.named_parameters():
+            bias = is_expert(parameter) and name.rpartition(".")[2].startswith("b_")
+            yield f"{name}.bias" if bias else name, parameter
+
+
+@functools.cache
+def spare_biases() -> None:
+    """Let Megatron's optimizers give no weight decay to experts' biases, as to its own experts';
+    stays for the life of the process.
+
+    0.15 to main: it spares vectors and what is named `*.bias`; ours are stacks of vectors.
+    """
+    core = importlib.import_module("megatron.core.optimizer")
+    original = core._get_param_groups
+
+    @functools.wraps(original)
+    def groups(model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        return original([_BiasesByName(chunk) for chunk in model_chunks], *args, **kwargs)
+
+    core._get_param_groups = groups
 
 
 def parts(optimizer: Any) -> list[Any]:
