@@ -102,6 +102,8 @@ def _decayed(ours: bool, optimizer_name: str) -> list[set[float]]:
                and ".shared_experts." not in name}
     for parameter in experts.values():
         parameter.data.fill_(1.0)
+    for group in optimizer.param_groups:  # as Megatron's scheduler sets it
+        group["weight_decay"] = MUON["weight_decay"] * group["wd_mult"]
     wrapped.zero_grad_buffer()
     optimizer.step()
     found: list[set[float]] = [set(), set()]
