@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,10 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1"]
 
 
-def launched(argv: list[str], world: int, cwd: Path, fails: bool = False) -> str:
-    """Train by our command, with `MODEL` and these; what ranks printed."""
-    return run_main(TRAIN, ["--cpu", *QUICK, *MODEL, *argv], world, cwd, fails=fails)
+def launched(argv: list[str], world: int, cwd: Path, fails: bool = False,
+             model: Sequence[str] = MODEL) -> str:
+    """Train by our command, with a model and these; what ranks printed."""
+    return run_main(TRAIN, ["--cpu", *QUICK, *model, *argv], world, cwd, fails=fails)
 
 
 @dataclass
