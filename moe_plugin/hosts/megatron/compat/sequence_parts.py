@@ -1,10 +1,11 @@
-"""Attention without Transformer Engine for context parallelism and for packed sequences.
+"""Attention without Transformer Engine for context parallelism, packed sequences and multi-head
+latent attention.
 
-Megatron-core's own `DotProductAttention` takes neither, so that a run on CPU could have neither.
+Megatron-core's own `DotProductAttention` takes none of them, so that a run on CPU could have none.
 Here a context-parallel rank gathers the keys and values of the whole sequence, in the order of its
 tokens, and attends with its own queries: the numbers of one rank that has the sequence, without the
 memory that a ring saves. Packed sequences (THD) are one sequence in which no token sees another
-document.
+document. Values of latent attention have their own width.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 def extend() -> None:
-    """Let `DotProductAttention` take parts of sequences and packed ones; stays for the life of the
-    process.
+    """Let `DotProductAttention` take parts of sequences, packed ones and values of another width
+    than keys; stays for the life of the process.
     """
     build, attend = DotProductAttention.__init__, DotProductAttention.forward
     arguments, given_to = inspect.signature(build), inspect.signature(attend)
 
     @functools.wraps(build)
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+    def built(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None,
+              **kwargs: Any) -> None:
         given = arguments.bind(self, *args, **kwargs)
         config = given.arguments["config"]
         if config.context_parallel_size > 1:
@@ -41,6 +43,8 @@ def extend() -> None:
             given.arguments["config"].context_parallel_size = 1
         build(*given.args, **given.kwargs)
         self.config = config
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if config.context_parallel_size > 1:
             _check(self)
 
