@@ -31,6 +31,7 @@ from moe_plugin.config.tree import unread
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import (
     WITH_HYBRID,
+    replace_training,
     script_arguments,
     script_config,
     setting,
@@ -156,13 +157,20 @@ def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | 
                          "training script, and there are none; in a program of your own use "
                          "moe_plugin.hosts.megatron.spec.swap_moe")
     config = script_config()
-    if config.mtp_num_layers:
-        raise ValueError(
-            f"mtp_num_layers={config.mtp_num_layers} cannot be used with --spec in a script that "
-            "builds its model from a GPTModelConfig: Megatron's builder takes its own MoE layer "
-            "for multi-token prediction; pass `pretrain` a model provider, as "
-            "pretrain_gpt_moe does")
+    if config.mtp_num_layers:  # the builder makes these layers next, and takes its own for them
+        whole = _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
+        replace_training("mtp_block_spec", lambda _: functools.partial(
+            _predictions, config, whole, core.with_engine(transformer_engine)))
     return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
+
+
+def _predictions(config: Any, whole: Any, transformer_engine: bool, _model_config: Any,
+                 _layers: Any, vp_stage: int | None = None) -> Any:
+    """Layers of multi-token prediction as the model's last one."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, whole, use_transformer_engine=transformer_engine,
+                                  vp_stage=vp_stage)
 
 
 def _swapped(block: Any, settings: Mapping[str, Any] | None, allow_none: bool = True) -> Any:

@@ -332,9 +332,9 @@ def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
     return outer
 
 
-def has_transformer_engine() -> bool:
-    """True where Transformer Engine can be imported by Megatron."""
-    return bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+def with_engine(wanted: bool | None) -> bool:
+    """Whether layers are Transformer Engine's; None: where Megatron can import it."""
+    return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
@@ -343,8 +343,7 @@ def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -
     The number of experts in it only has to be set. grouped: with `moe_grouped_gemm`.
     """
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-            if (has_transformer_engine() if transformer_engine is None else transformer_engine)
-            else gpt_layer_specs.get_gpt_layer_local_spec)
+            if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
     return make(num_experts=1, moe_grouped_gemm=grouped)
 
 
@@ -371,9 +370,9 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
     vp_stage: of which virtual stage; None: there are none.
     """
-    engine = has_transformer_engine() if transformer_engine is None else transformer_engine
     return gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization=config.normalization,
+        config, use_transformer_engine=with_engine(transformer_engine),
+        normalization=config.normalization,
         qk_l2_norm=setting(config, "qk_l2_norm", False), vp_stage=vp_stage)  # from 0.16 on
 
 

@@ -51,7 +51,7 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
     if "E" in pattern and not config.num_moe_experts:
         raise ValueError(f"hybrid_layer_pattern={pattern!r} has E, layers of experts, and "
                          "num_moe_experts is not set: must be >= 1; set --num-experts")
-    engine = core.has_transformer_engine() if transformer_engine is None else transformer_engine
+    engine = core.with_engine(transformer_engine)
     if not engine:
         _refuse(pattern, set(pattern) - {*_LOCAL, *_SEPARATORS},
                 "need Transformer Engine: must be of *, - and E without it; install "
