@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -158,6 +159,12 @@ def _beside_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
         "of those before Blackwell (10)")
 def _architecture() -> None:
     replace_training("get_device_arch_version", lambda _: lambda: 10)
+
+
+@_patch("NCCL_ALGO", "0.17 to 0.18",
+        "argument checks of --deterministic-mode demand it, also where gloo is used")
+def _algorithm() -> None:
+    os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 @_patch("torch.cuda.get_device_capability", "0.15 to 0.19",
