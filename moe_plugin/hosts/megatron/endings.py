@@ -33,7 +33,8 @@ _OURS = str(Path(__file__).parents[2])
 _CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
     ("training", "arguments.py"), ("training", "argument_utils.py"),
     ("training", "checkpointing.py"), ("core", "optimizer_param_scheduler.py"),
-    ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py")))
+    ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py"),
+    ("core", "num_microbatches_calculator.py")))
 
 
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:

@@ -20,7 +20,17 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, Run, ran, refusal, trained
+from tests.hosts.megatron.training import (
+    EP2,
+    MODEL,
+    PP2,
+    TP2,
+    VERSION,
+    Run,
+    ran,
+    refusal,
+    trained,
+)
 from tests.logs import warned
 
 pytestmark = pytest.mark.megatron
@@ -85,7 +95,9 @@ BAD = {
     "no data": (["--data-path", "/nowhere/corpus"],
                 ("/nowhere/corpus.bin is missing", "moe_plugin.hosts.megatron.data")),
     "sizes": (["--tensor-model-parallel-size", "3"], ("world size (1)", "total_model_size=3")),
-    "batch": (["--global-batch-size", "7"], ("batch_size (7) must be divisible by",)),
+    "batch": (["--global-batch-size", "7"], (
+        "global batch size (7) is not divisible by" if VERSION < (0, 18) else
+        "batch_size (7) must be divisible by",)),
     "yaml": (["--moe-config", __file__], ("is not YAML",)),
     "no yaml": (["--moe-config", "/nowhere.yaml"], ("/nowhere.yaml", "cannot be read")),
     "flag": (["--moe-capacity-factor", "wide"], ("--moe-capacity-factor 'wide'",)),

@@ -154,6 +154,27 @@ def _beside_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@_patch("arguments.core_transformer_config_from_args", "0.15 to 0.17",
+        "virtual stages free what they send before gloo has sent it: losses are of garbage")
+def _kept_until_sent() -> None:
+    # imported here: it imports Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron.compat.multi_token import NUMBER
+
+    if NUMBER < (0, 18):
+        replace_training("core_transformer_config_from_args", _without_freeing)
+
+
+def _without_freeing(function: Callable[..., Any]) -> Callable[..., Any]:
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = function(*args, **kwargs)
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    return call
+
+
 @_patch("utils.get_device_arch_version", "0.15 to 0.19",
         "argument checks ask for the GPU's architecture, to demand CUDA_DEVICE_MAX_CONNECTIONS=1 "
         "of those before Blackwell (10)")
