@@ -43,8 +43,10 @@ class BorrowedExperts:
         self.experts, self.place = experts, place
         self.stored, self.numbers = place.local, spill.guests(place.comm.rank)
         self.local = experts.local_parameters()
-        # stored parameters that are trained: then the exchanges are in every rank's graph
-        anchor = next((p for p in experts.parameters() if p.requires_grad), None)
+        # of what is trained: then the exchanges are in every rank's graph; where a host stores
+        # parameters, or an adapter changes them, those that are computed with
+        stored = *experts.parameters(), *self.local.values()
+        anchor = next((value for value in stored if value.requires_grad), None)
         self.travel: _WeightTransfer | None = _WeightTransfer(self.local, place, spill, anchor)
         self._parameters: FFNParameters | None = None
 

@@ -14,8 +14,10 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 import moe_plugin.hosts.transformers as ours  # noqa: E402
+from moe_plugin.planner.spill import SpillPlan  # noqa: E402
 from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
+from tests.exactness.spills import planned  # noqa: E402
 
 SETTINGS = {"moe_plugin": {}, "pieces, once": {"parallel.d": 2, "dispatch.send": "ranks"},
             "gathered": {"parallel.r": 0}, "tuned": {"parallel.mode": "auto"},
@@ -30,8 +32,20 @@ def reference(folder: Path, ids: torch.Tensor) -> tuple[float, dict[str, torch.T
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
-def _rank(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Tensor,
-          want: tuple[float, dict[str, torch.Tensor]]) -> None:
+def lent(counts: list[list[int]]) -> SpillPlan:
+    """Rank 1 computes half of the rows of expert 0; other ranks neither lend nor borrow."""
+    rows = sum(row[0] for row in counts)
+    return SpillPlan(counts, {0: [rows - rows // 2, rows // 2, *[0] * (len(counts) - 2)]})
+
+
+def _rank(*args: Any) -> None:
+    with planned(lent) as made:
+        _compare(*args)
+    assert made or "lent" not in args[2]
+
+
+def _compare(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Tensor,
+             want: tuple[float, dict[str, torch.Tensor]]) -> None:
     shared = mesh.get("tp_size", 1) > 1
     mine = ids if shared else ids.chunk(dist.get_world_size())[dist.get_rank()]
     for name in names:
@@ -59,9 +73,10 @@ def _rank(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Tenso
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind,mesh,names", [
     ("mixtral", {"tp_size": 2, "ep_size": 2}, ["moe_plugin", "pieces, once", "lent"]),
-    ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, ["moe_plugin", "gathered", "tuned"])])
+    ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, ["moe_plugin", "gathered", "tuned"]),
+    ("mixtral", {"fsdp_size": 3, "ep_size": 3}, ["lent"])])
 def test_gradients_are_those_of_one_process(kind: str, mesh: dict[str, int], names: list[str],
                                             tmp_path: Path) -> None:
     tiny(kind).save_pretrained(tmp_path)
-    ids = tokens(tiny(kind), batch=4, length=13)
-    run_gloo(2, _rank, tmp_path, mesh, names, ids, reference(tmp_path, ids))
+    ids = tokens(tiny(kind), batch=6, length=9)
+    run_gloo(mesh["ep_size"], _rank, tmp_path, mesh, names, ids, reference(tmp_path, ids))
