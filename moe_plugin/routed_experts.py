@@ -12,12 +12,35 @@ from torch import Tensor
 
 from moe_plugin.comm import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.options import check
+from moe_plugin.config.tree import flatten, to_dict
+from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import Experts
 from moe_plugin.layer import through_experts
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.placement import place_experts
+
+# read by the parts of a layer that are not on this path
+_UNREAD = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
+           "dispatch.eval_token_fraction", "dispatch.equal_tokens", "parallel.replicas")
+_UNFIT = {"shares_tokens": "takes the tokens of all ranks for the same",
+          "fixed_slots": "needs a capacity, by which choices are dropped",
+          "bounded": "may have more rows than fit, which nobody asks for after a step"}
+
+
+def check_routed(config: MoEConfig) -> None:
+    """`ValueError` for settings that `RoutedExperts` would ignore, or compute something else by."""
+    name = config.dispatch.name
+    for trait, why in _UNFIT.items():
+        if getattr(dispatchers.get(name).traits, trait):
+            raise ValueError(f"dispatch.name={name!r} {why}: must be a dispatcher of exact rows "
+                             "where each rank brings tokens and their experts; use 'ragged'")
+    given, default = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
+    for path in _UNREAD:
+        check(given[path] == default[path], path, given[path],
+              f"{default[path]} where experts come with the tokens", "leave it out")
 
 
 class RoutedExperts:
@@ -32,13 +55,15 @@ class RoutedExperts:
         experts: `experts(config, placement)` makes what computes this rank's experts.
         agreed: see `HostContext`.
     Raises:
-        ValueError: config, group and experts do not fit together, or differ between ranks.
+        ValueError: config, group and experts do not fit together, or differ between ranks; see
+            `check_routed`.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm,
                  experts: Callable[[MoEConfig, Placement], Experts], *,
                  dtype: torch.dtype | None = None,
                  agreed: Mapping[str, Any] = MappingProxyType({})) -> None:
+        check_routed(config)
         # on the meta device, because the experts have their memory already
         config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", agreed=agreed)
         self.config, self.placement = config, place

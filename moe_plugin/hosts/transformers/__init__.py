@@ -8,8 +8,8 @@ ep_implementation="moe_plugin")`. No module is swapped: the model's parameters, 
 adapters and generation stay `transformers`'.
 """
 
-from moe_plugin.hosts.transformers.register import NAME, use
+from moe_plugin.hosts.transformers.register import NAME, check, use
 
 use({}, NAME)
 
-__all__ = ["NAME", "use"]
+__all__ = ["NAME", "check", "use"]

@@ -23,6 +23,8 @@ from moe_plugin.messages import first_process, warn_once
 from moe_plugin.records import ExpertRows, Placement, RowCounts
 
 _SAME = 1e-6  # of two activations' values
+_LARGE = torch.logspace(-3, 4, 29)  # an activation may be another one's, cut off
+_POINTS = torch.cat([torch.linspace(-6, 6, 97), _LARGE, -_LARGE])
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -35,7 +37,7 @@ def activation_of(module: nn.Module) -> str | None:
         return None
     if module.has_post_expert_norm:
         return None
-    x = torch.linspace(-6, 6, 97)
+    x = _POINTS
     try:
         with torch.no_grad():
             wanted = module.act_fn(x)
@@ -47,17 +49,45 @@ def activation_of(module: nn.Module) -> str | None:
     return None
 
 
+def check_module(module: nn.Module) -> None:
+    """`ValueError` unless a module of experts says how its weights lie, in floating-point numbers
+    that are multiplied as they are.
+    """
+    dtype = None
+    if hasattr(module, "is_concatenated"):
+        dtype = _first_stack(module).dtype
+        if dtype.is_floating_point and dtype.itemsize >= 2:
+            return
+    what = f"has weights of {dtype}" if dtype else "is not decorated by use_experts_implementation"
+    raise ValueError(
+        f"{type(module).__name__} {what}: must be experts in 16 bits or more, stacked as "
+        "those of transformers; load the model without quantization, or by another implementation")
+
+
 def experts_of(module: nn.Module, config: MoEConfig, placement: Placement) -> Experts:
     """What computes a module's experts on this rank.
 
     The module's own form is computed by torch's grouped products, which takes no layout that
     gathers or borrows parameters; a line in the log says so once for each kind of module.
+
+    Raises:
+        ValueError: this rank stores another number of experts than `placement` says, or settings
+            are for kernels that do not compute a form of its own.
     """
+    name, stored = type(module).__name__, _first_stack(module).shape[0]
+    if stored != placement.local:
+        raise ValueError(
+            f"{name} has {stored} experts on this rank: must be {placement.local} of "
+            f"{placement.experts} on {placement.comm.size} ranks; spread the model by "
+            "DistributedConfig of transformers, and leave parallel.shards out")
     if activation_of(module) is not None:
         return ModuleExperts(module, config, placement)
+    where = f"where {name} computes its experts in a form of its own"
+    config.experts.read_where(False, where, "use it for another model", "compute",
+                              "compute_selection", "precision", "recompute_activation")
     if first_process():
-        warn_once(__name__, f"{type(module).__name__} computes its experts in a form of its own: "
-                            "by torch's grouped products, not by kernels of moe-plugin")
+        warn_once(__name__, f"{name} computes its experts in a form of its own: by torch's grouped "
+                            "products, not by kernels of moe-plugin")
     return OwnFormExperts(module)
 
 
@@ -180,6 +210,8 @@ def _first_stack(module: nn.Module) -> Tensor:
     return stack
 
 
-def _anchor(module: nn.Module) -> nn.Parameter | None:
+def _anchor(module: nn.Module) -> Any:
     values = [p for p in module._parameters.values() if p is not None]
-    return next((p for p in values if p.requires_grad), values[0] if values else None)
+    # adapters keep stacks in modules below; replicas of `nn.DataParallel` have no parameters
+    values = values or list(module.parameters()) or [_first_stack(module)]
+    return next((p for p in values if p.requires_grad), values[0])

@@ -17,18 +17,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.functional import gather
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
+from moe_plugin.config.options import aliases, canonical
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch.token_entry import split_tokens
 from moe_plugin.experts.base import Experts
-from moe_plugin.hosts.transformers.experts import activation_of, experts_of
+from moe_plugin.hosts.transformers.experts import activation_of, check_module, experts_of
+from moe_plugin.messages import short
 from moe_plugin.records import Placement
-from moe_plugin.routed_experts import RoutedExperts
+from moe_plugin.routed_experts import RoutedExperts, check_routed
 
 NAME = "moe_plugin"
 # what is left to set where the model has the router and the experts' sizes
 SETTINGS = ("dispatch.", "parallel.", "comm.", "tuner.", "experts.compute", "experts.precision",
-            "experts.recompute")
+            "experts.recompute_activation")
 _KEPT = "_moe_plugin"  # by a module of experts, for its next call
+_OVER_RANKS = "_moe_plugin_ep"  # of a module of experts whose tokens our exchange brings
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:
@@ -36,9 +39,10 @@ def use(settings: Mapping[str, Any], name: str = NAME) -> None:
     `DistributedConfig(ep_implementation=name)`. Call it before the model is made.
 
     Args:
-        settings: dotted paths to values, such as `{"parallel.mode": "auto"}`.
+        settings: dotted paths to values, such as `{"parallel.mode": "auto"}`, or nested ones.
     Raises:
-        ValueError: no such setting, or one that the model's own router or experts decide.
+        ValueError: no such setting, or one that is not read here: the model's own router or experts
+            decide it, or nobody does.
     """
     _check(settings)
     settings = dict(settings)
@@ -46,25 +50,65 @@ def use(settings: Mapping[str, Any], name: str = NAME) -> None:
     EPImplementationInterface.register(name, partial(PluginEP, settings))
 
 
+def check(model: nn.Module) -> list[str]:
+    """The names of the modules of a model whose experts moe-plugin computes.
+
+    `transformers` takes any name for any model, and leaves it without effect where a model, or its
+    quantization, computes experts in a way of its own.
+
+    Raises:
+        ValueError: it computes none.
+    """
+    found = [name for name, module in model.named_modules() if _is_ours(module)]
+    if not found:
+        others = {name for name in (type(module).__name__ for module in model.modules())
+                  if "Experts" in name}
+        raise ValueError(
+            f"moe-plugin computes no experts of {type(model).__name__}, which has "
+            f"{', '.join(sorted(others)) or 'none'}: must have some that are decorated by "
+            f"use_experts_implementation; set experts_implementation={NAME!r} or, over ranks, "
+            "ep_implementation, or take another model")
+    return found
+
+
+def _is_ours(module: nn.Module) -> bool:
+    if _OVER_RANKS in vars(module):
+        return True
+    name = hasattr(module, "is_concatenated") and module.config._experts_implementation
+    computed = ALL_EXPERTS_FUNCTIONS.get(name, None)
+    if not isinstance(computed, partial) or computed.func is not _experts_forward:
+        return False
+    check_module(module)
+    return True
+
+
 def _check(settings: Mapping[str, Any]) -> None:
-    known = flatten(to_dict(MoEConfig()))
-    for path, value in settings.items():
-        if path in known and not path.startswith(SETTINGS):
+    where = "in a model of transformers"
+    sections = {path.split(".")[0] for path in to_dict(MoEConfig())}
+    for path, value in canonical(flatten(settings), aliases(MoEConfig)).items():
+        if path.split(".")[0] in sections and not f"{path}.".startswith(SETTINGS):
             raise ValueError(
-                f"{path}={value!r} in a model of transformers: must be a setting under one of "
+                f"{path}={short(value)} {where}: must be a setting under one of "
                 f"{', '.join(s.rstrip('.') for s in SETTINGS)}, because the model has its own "
                 "router and experts; leave it out, or put our layer in their place with "
                 "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
-    if with_overrides(from_dict({"model_dim": 8}), settings).parallel.spill == "standing":
-        raise ValueError("parallel.spill='standing' in a model of transformers, which tells nobody "
-                         "that a step is over: must be another; use parallel.spill='least_loaded'")
+    config = with_overrides(MoEConfig(), settings)
+    check_routed(config)
+    parallel = config.parallel
+    parallel.require("shards", parallel.shards is None, f"none {where}, whose ranks store whole "
+                     "experts", "leave it out")
+    parallel.require("spill", parallel.spill != "standing", "never, least_loaded or everywhere "
+                     f"{where}, which tells nobody that a step is over", "use least_loaded")
 
 
 class _Kept:
-    """What calls of one module of experts share. A copy of the module makes its own."""
+    """What calls of one module of experts share. A copy of the module makes its own.
 
-    def __init__(self, routed: RoutedExperts | None = None) -> None:
-        self.routed = routed
+    key: settings and module that it was made for.
+    """
+
+    def __init__(self, key: Any = None, routed: RoutedExperts | None = None) -> None:
+        self.key, self.routed = key, routed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Kept, ()
@@ -78,11 +122,13 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
         hidden_states: [T, D]. top_k_index: [T, K]; num_experts: that of another rank.
         top_k_weights: [T, K].
     """
-    kept = self.__dict__.get(_KEPT)
-    if kept is None or kept.routed is None:
+    kept, key = self.__dict__.get(_KEPT), (settings, self)
+    if kept is None or kept.key != key:  # a replica of `nn.DataParallel` begins with another's
         experts = int(self.num_experts)
-        routed = _routed(self, settings, LocalComm(), experts, top_k_index.shape[1])
-        kept = self.__dict__[_KEPT] = _Kept(routed)
+        # fewer experts than choices, where others compute the rest
+        choices = min(top_k_index.shape[1], experts)
+        kept = _Kept(key, _routed(self, settings, LocalComm(), experts, choices))
+        self.__dict__[_KEPT] = kept
     here_TK = top_k_index < self.num_experts
     if self._is_expert_parallel:
         top_k_weights = top_k_weights.masked_fill(~here_TK, 0.0)
@@ -99,19 +145,23 @@ class PluginEP(EPImplementation):
 
     def __init__(self, settings: Mapping[str, Any], experts: nn.Module, ep_mesh: Any,
                  tp_mesh: Any) -> None:
+        check_module(experts)
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.settings, self.experts, self.kept = settings, (experts,), _Kept()
-        self.comm = TorchComm(ep_mesh.get_group())
-        self.sharing = TorchComm(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
+        self.settings, self.experts = settings, (experts,)
+        self.routed: RoutedExperts | None = None
+        timeout_s = with_overrides(MoEConfig(), settings).comm.timeout_s
+        self.comm = TorchComm(ep_mesh.get_group(), timeout_s)
+        self.sharing = TorchComm(tp_mesh.get_group(), timeout_s) if tp_mesh.size() > 1 else None
+        setattr(experts, _OVER_RANKS, True)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor,
                  top_k_weights: Tensor) -> Tensor:
         """[T, D] of the tokens [T, D] that this rank holds."""
-        module, routed = self.experts[0], self.kept.routed
+        module, routed = self.experts[0], self.routed
         if routed is None:
             experts = self.num_local_experts * self.comm.size
-            routed = self.kept.routed = _routed(module, self.settings, self.comm, experts,
-                                                top_k_index.shape[1])
+            routed = self.routed = _routed(module, self.settings, self.comm, experts,
+                                           top_k_index.shape[1])
         if self.sharing is None:
             return _call(routed, module, hidden_states, top_k_index, top_k_weights)
         tokens = hidden_states.shape[0]
@@ -129,6 +179,7 @@ def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
 
 def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor,
           weights_TK: Tensor) -> Tensor:
+    routed.experts.training = module.training
     wide = x_TD
     if not torch.is_autocast_enabled(x_TD.device.type):
         wide = x_TD.to(module.down_proj.dtype)
@@ -138,6 +189,7 @@ def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor
 def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
     """The path of a module's calls. Collective."""
+    check_module(module)  # some quantize weights after the model is made
     first = module.gate_up_proj if module.has_gate else module.up_proj
     width, inner = first.shape[1:] if module.is_transposed else reversed(first.shape[1:])
     if module.has_gate:

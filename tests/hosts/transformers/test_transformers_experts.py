@@ -142,29 +142,21 @@ def test_dtypes_and_autocast(dtype: torch.dtype) -> None:
 def test_adapters_on_experts() -> None:
     """peft's LoRA of parameters: the adapters' gradients are those of transformers' own experts."""
     peft = pytest.importorskip("peft")
-    model = tiny("mixtral")
+    model = tiny("mixtral").train()  # layouts are tuned in training
     torch.manual_seed(2)
     adapted = peft.get_peft_model(model, peft.LoraConfig(
         r=2, init_lora_weights=False, target_modules=["q_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
     ids, found = tokens(model), []
-    for name in ("eager", "moe_plugin"):
+    ours.use({"parallel": "auto"}, "tuned")
+    for name in ("eager", "tuned", "moe_plugin"):
         model.set_experts_implementation(name)
         adapted.zero_grad()
         adapted(input_ids=ids, labels=ids).loss.backward()
         found.append([p.grad for p in adapted.parameters() if p.grad is not None])
     assert len(found[0]) > 12
     close(found[1], found[0])
-
-
-@pytest.mark.fast
-def test_settings_that_the_model_decides_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"router.top_k=2 in a model of transformers.*swap_moe"):
-        ours.use({"router.top_k": 2})
-    with pytest.raises(ValueError, match="unknown key 'parallel.degree'"):
-        ours.use({"parallel.degree": 2})
-    with pytest.raises(ValueError, match=r"parallel.spill='standing'.*step"):
-        ours.use({"parallel.spill": "standing"})
+    close(found[2], found[0])
 
 
 @pytest.mark.fast
@@ -178,5 +170,6 @@ def test_an_activation_is_known_by_its_values() -> None:
     acts = transformers.activations.ACT2FN
     assert [named(acts[name]) for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")] \
         == ["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
-    assert named(acts["quick_gelu"]) is None and named(nn.PReLU()) is None
+    assert not any(named(acts[name]) for name in ("quick_gelu", "relu6", "gelu_10"))
+    assert named(nn.PReLU()) is None
     assert named(lambda gate, up: gate * up) is None
