@@ -25,16 +25,20 @@ from moe_plugin.tuning.placement import place_experts
 # read by the parts of a layer that are not on this path
 _UNREAD = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
            "dispatch.eval_token_fraction", "dispatch.equal_tokens", "parallel.replicas")
-_UNFIT = {"shares_tokens": "takes the tokens of all ranks for the same",
-          "fixed_slots": "needs a capacity, by which choices are dropped",
-          "bounded": "may have more rows than fit, which nobody asks for after a step"}
 
 
-def check_routed(config: MoEConfig) -> None:
-    """`ValueError` for settings that `RoutedExperts` would ignore, or compute something else by."""
+def check_routed(config: MoEConfig, ranks: int) -> None:
+    """`ValueError` for settings that `RoutedExperts` of so many ranks would ignore, or with which
+    it would compute something else.
+    """
     name = config.dispatch.name
-    for trait, why in _UNFIT.items():
-        if getattr(dispatchers.get(name).traits, trait):
+    traits = dispatchers.get(name).traits
+    for unfit, why in (
+            (traits.shares_tokens, "takes the tokens of all ranks for the same"),
+            (traits.fixed_slots, "needs a capacity, by which choices are dropped"),
+            (traits.bounded and ranks > 1, f"may have more rows than fit on one of {ranks} ranks, "
+             "which is not asked for here after a step")):
+        if unfit:
             raise ValueError(f"dispatch.name={name!r} {why}: must be a dispatcher of exact rows "
                              "where each rank brings tokens and their experts; use 'ragged'")
     given, default = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
@@ -63,7 +67,7 @@ class RoutedExperts:
                  experts: Callable[[MoEConfig, Placement], Experts], *,
                  dtype: torch.dtype | None = None,
                  agreed: Mapping[str, Any] = MappingProxyType({})) -> None:
-        check_routed(config)
+        check_routed(config, comm.size)
         # on the meta device, because the experts have their memory already
         config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", agreed=agreed)
         self.config, self.placement = config, place

@@ -41,8 +41,8 @@ def use(settings: Mapping[str, Any], name: str = NAME) -> None:
     Args:
         settings: dotted paths to values, such as `{"parallel.mode": "auto"}`, or nested ones.
     Raises:
-        ValueError: no such setting, or one that is not read here: the model's own router or experts
-            decide it, or nobody does.
+        ValueError: no such setting, or one that is not read here, where a model has a router and
+            experts of its own.
     """
     _check(settings)
     settings = dict(settings)
@@ -93,12 +93,12 @@ def _check(settings: Mapping[str, Any]) -> None:
                 "router and experts; leave it out, or put our layer in their place with "
                 "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     config = with_overrides(MoEConfig(), settings)
-    check_routed(config)
+    check_routed(config, ranks=1)
     parallel = config.parallel
     parallel.require("shards", parallel.shards is None, f"none {where}, whose ranks store whole "
                      "experts", "leave it out")
     parallel.require("spill", parallel.spill != "standing", "never, least_loaded or everywhere "
-                     f"{where}, which tells nobody that a step is over", "use least_loaded")
+                     f"{where}, in which the end of a step is not known", "use least_loaded")
 
 
 class _Kept:
@@ -149,9 +149,10 @@ class PluginEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.settings, self.experts = settings, (experts,)
         self.routed: RoutedExperts | None = None
-        timeout_s = with_overrides(MoEConfig(), settings).comm.timeout_s
-        self.comm = TorchComm(ep_mesh.get_group(), timeout_s)
-        self.sharing = TorchComm(tp_mesh.get_group(), timeout_s) if tp_mesh.size() > 1 else None
+        config = with_overrides(MoEConfig(), settings)
+        check_routed(config, ep_mesh.size())
+        self.comm, self.sharing = (TorchComm(mesh.get_group(), config.comm.timeout_s)
+                                   for mesh in (ep_mesh, tp_mesh))
         setattr(experts, _OVER_RANKS, True)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor,
@@ -162,7 +163,7 @@ class PluginEP(EPImplementation):
             experts = self.num_local_experts * self.comm.size
             routed = self.routed = _routed(module, self.settings, self.comm, experts,
                                            top_k_index.shape[1])
-        if self.sharing is None:
+        if self.sharing.size == 1:
             return _call(routed, module, hidden_states, top_k_index, top_k_weights)
         tokens = hidden_states.shape[0]
         part = _part(hidden_states, top_k_index, top_k_weights, self.sharing)

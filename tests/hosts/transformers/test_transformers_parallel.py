@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
+
 import moe_plugin.hosts.transformers as ours  # noqa: E402
+from moe_plugin.hosts.transformers.register import PluginEP  # noqa: E402
 from moe_plugin.planner.spill import SpillPlan  # noqa: E402
 from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
@@ -80,3 +84,17 @@ def test_gradients_are_those_of_one_process(kind: str, mesh: dict[str, int], nam
     tiny(kind).save_pretrained(tmp_path)
     ids = tokens(tiny(kind), batch=6, length=9)
     run_gloo(mesh["ep_size"], _rank, tmp_path, mesh, names, ids, reference(tmp_path, ids))
+
+
+def _settings() -> None:
+    mesh = SimpleNamespace(get_group=lambda: dist.group.WORLD, size=lambda: 2)
+    experts = MixtralExperts(tiny("mixtral").config)
+    made = PluginEP({"comm.timeout_s": 7}, experts, mesh, mesh)
+    assert [comm.timeout.total_seconds() for comm in (made.comm, made.sharing)] == [7, 7]
+    with pytest.raises(ValueError, match="dispatch.name='bounded' may.*2 ranks.*use 'ragged'"):
+        PluginEP({"dispatch.name": "bounded"}, experts, mesh, mesh)
+
+
+@pytest.mark.distributed
+def test_settings_over_ranks() -> None:
+    run_gloo(2, _settings)
