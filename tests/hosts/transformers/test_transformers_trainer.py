@@ -1,0 +1,33 @@
+"""`Trainer` over ranks, by the example of the manual."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("transformers", minversion="5.20")
+pytest.importorskip("accelerate")
+
+from tests.distributed import run_gloo  # noqa: E402
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "trainer_ranks.py"
+
+
+def _losses(main: Any, folder: Path) -> list[float]:
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
+    return [main(["--folder", str(folder / name), "--steps", steps])
+            for name, steps in (("once", "20"), ("twice", "10"), ("twice", "20"))]
+
+
+@pytest.mark.distributed
+def test_a_run_that_is_resumed_ends_where_one_without_a_break_does(tmp_path: Path) -> None:
+    main = runpy.run_path(str(EXAMPLE))["main"]  # here, so that one process imports all
+    for once, half, twice in run_gloo(2, _losses, main, tmp_path):
+        assert twice == pytest.approx(once, rel=1e-6) and abs(half - once) > 0.1
