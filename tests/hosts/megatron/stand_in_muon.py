@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.metadata
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -62,12 +63,12 @@ class SOAP(OrthogonalizedOptimizer):
 def newton_schulz_tp(x: Tensor, steps: int, coefficient_type: str, tp_group: Any,
                      partition_dim: int | None = None, tp_mode: str = "duplicated") -> Tensor:
     """About U V^T of x = U S V^T, [M, N]."""
-    assert x.dim() == 2 and partition_dim is None and steps == len(TRIPLES)
+    assert x.dim() == 2 and partition_dim is None
     assert coefficient_type == "quintic"
     tall = x.shape[0] > x.shape[1]
     made = x.mT if tall else x
     made = made / made.norm().clamp(min=1e-7)
-    for a, b, c in TRIPLES:
+    for a, b, c in itertools.islice(itertools.cycle(TRIPLES), steps):
         square = made @ made.mT
         made = a * made + (b * square + c * square @ square) @ made
     return made.mT if tall else made

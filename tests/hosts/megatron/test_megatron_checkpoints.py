@@ -326,7 +326,7 @@ def _flips(folder: str) -> tuple[int, list[str]]:
     from moe_plugin.hosts.megatron.checkpoint_files import verified_meta
 
     tried, silent = 0, []
-    for path in sorted(Path(folder).iterdir()):
+    for path in sorted(filter(Path.is_file, Path(folder).iterdir())):  # main: a tokenizer's folder
         whole = path.read_bytes()
         for offset in sorted({*range(16), *range(0, len(whole), max(1, len(whole) // 60)),
                               *range(len(whole) - 32, len(whole))}):

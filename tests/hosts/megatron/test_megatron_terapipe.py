@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core",
 
 from moe_plugin.planner.pipeline.choice import predict
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_pipeline import DENSE, SGD, begun, steps
+from tests.hosts.megatron.test_megatron_pipeline import DENSE, SGD, begun, logs_dense, steps
 from tests.hosts.megatron.training import EP2, MODEL, PP2, RECOMPUTE, TP2, Run, ran, refusal
 
 pytestmark = pytest.mark.megatron
@@ -39,7 +39,7 @@ def _worst(world: int, argv: list[str], slices: str) -> tuple[float, list[float]
 
 CASES = {
     "MoE": ([], "11,9,8,4"),
-    "dense, rotary, grouped queries": ([*DENSE, *ROPE], "20,11,1"),
+    "dense, rotary, grouped queries": pytest.param([*DENSE, *ROPE], "20,11,1", marks=logs_dense),
     "recomputation, unequal layers": (
         [*ROPE, *RECOMPUTE, "--calculate-per-token-loss", "--moe-layer-freq", "[0,1]"], "3"),
 }

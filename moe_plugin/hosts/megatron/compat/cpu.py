@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -177,6 +178,16 @@ def _random() -> None:
     # on CPU the tracker's generator is the CPU's, which it warns of at every fork
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+
+
+@_patch("inference_layers.is_inference_column_parallel_linear", "main of August",
+        "multi-token prediction asks it, and without Transformer Engine its classes are no types")
+def _no_inference_layers() -> None:
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    module: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    if hasattr(module, "is_inference_column_parallel_linear"):  # taken by name
+        module.is_inference_column_parallel_linear = lambda module: False
 
 
 def _on_cpu(device: Any) -> Any:

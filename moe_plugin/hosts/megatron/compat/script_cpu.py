@@ -219,13 +219,3 @@ def _recipes_without_engine() -> None:
         return True
 
     module.is_te_min_version = is_te_min_version
-
-
-@_patch("inference_layers.is_inference_column_parallel_linear", "main of August",
-        "multi-token prediction asks it, and without Transformer Engine its classes are no types")
-def _no_inference_layers() -> None:
-    if importlib.util.find_spec("transformer_engine") is not None:
-        return
-    module: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
-    if hasattr(module, "is_inference_column_parallel_linear"):  # taken by name
-        module.is_inference_column_parallel_linear = lambda module: False
