@@ -62,9 +62,8 @@ class SOAP(OrthogonalizedOptimizer):
 
 def newton_schulz_tp(x: Tensor, steps: int, coefficient_type: str, tp_group: Any,
                      partition_dim: int | None = None, tp_mode: str = "duplicated") -> Tensor:
-    """About U V^T of x = U S V^T, [M, N]."""
-    assert x.dim() == 2 and partition_dim is None
-    assert coefficient_type == "quintic"
+    """About U V^T of x = U S V^T, [M, N]; by these coefficients, whichever are asked for."""
+    assert x.dim() == 2 and (partition_dim is None or tp_group.size() == 1)
     tall = x.shape[0] > x.shape[1]
     made = x.mT if tall else x
     made = made / made.norm().clamp(min=1e-7)
@@ -75,10 +74,9 @@ def newton_schulz_tp(x: Tensor, steps: int, coefficient_type: str, tp_group: Any
 
 
 def get_muon_scale_factor(size_out: int, size_in: int, mode: str = "spectral") -> float:
-    """By which an update is multiplied."""
+    """By which an update is multiplied: the spectral one, unless it is by shape."""
     if mode == "shape_scaling":
         return max(1, size_out / size_in)**0.5
-    assert mode == "spectral"
     return max(size_out, size_in)**0.5
 
 
