@@ -147,6 +147,10 @@ class _Together:
         size = sum(map(aligned, first)) + last
         self.data = SimpleNamespace(nelement=lambda: size)
 
+    def dim(self) -> int:
+        """As that of each: main asks, to estimate the cost of a matrix."""
+        return self.members[0].dim()
+
     def places(self, start: int, bucket: int) -> Iterable[tuple[Tensor, tuple[int, int, int]]]:
         """Where each is in the buffer, from `start`: first and last number, bucket."""
         for each in self.members:
