@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from moe_plugin.experts.ffn import SHARD_AXIS
 
 D, HIDDEN, EXPERTS, SEQUENCE, BATCH = 16, 24, 4, 8, 3
 
@@ -52,12 +55,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Weights:
-    """Whole weights: router [E, D], first maps [E, D, F], gates or None, second maps [E, F, D]."""
+    """Whole weights: router [E, D], first maps [E, D, F], gates or None, second maps [E, F, D]; and
+    their biases [E], [E, F], [E, F], [E, D], or None.
+    """
 
     router: Tensor
     w_in: Tensor
     w_gate: Tensor | None
     w_out: Tensor
+    router_bias: Tensor | None = None
+    b_in: Tensor | None = None
+    b_gate: Tensor | None = None
+    b_out: Tensor | None = None
 
 
 def draw(case: Case, seed: int = 3) -> Weights:
@@ -70,9 +79,14 @@ def draw(case: Case, seed: int = 3) -> Weights:
         return torch.randn(*shape, generator=g) * 0.3
 
     experts = case.config().num_moe_experts
-    return Weights(
+    found = Weights(
         normal(experts, D) * 3, normal(experts, width, hidden),
         normal(experts, width, hidden) if case.gated else None, normal(experts, hidden, width))
+    if not case.config().add_bias_linear:
+        return found
+    return replace(found, router_bias=normal(experts), b_in=normal(experts, hidden),
+                   b_gate=normal(experts, hidden) if case.gated else None,
+                   b_out=normal(experts, width))
 
 
 def needs_padding_mask(case: Case) -> None:
@@ -129,31 +143,40 @@ def _ranges(layer: Any, case: Case) -> tuple[list[int], int]:
 def load(layer: Any, case: Case, weights: Weights) -> None:
     """Copy whole weights into either layer."""
     with torch.no_grad():
-        router = layer.router.weight if hasattr(layer.router, "weight") else layer.router.weight_ED
-        router.copy_(weights.router)
         for part, whole in _parts(layer, case):
             part.copy_(whole(weights))
 
 
 def _parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
-    """(parameter, function from whole weights to its value) for every expert parameter of this
-    rank.
+    """(parameter, function from whole weights to its value) for every parameter of the router and
+    of the experts of this rank.
     """
-    if hasattr(layer, "moe"):
-        return _our_parts(layer)
+    router = layer.router.weight if hasattr(layer.router, "weight") else layer.router.weight_ED
+    found = [(router, lambda w: w.router)]
+    if getattr(layer.router, "bias", None) is not None:
+        found.append((layer.router.bias, lambda w: w.router_bias))
+    return found + (_our_parts(layer) if hasattr(layer, "moe") else _native_parts(layer, case))
+
+
+def _native_parts(layer: Any, case: Case) -> list[tuple[Tensor, Any]]:
     found = []
     indices, tp_rank = _ranges(layer, case)
-    for e, expert in zip(indices, layer.experts.local_experts, strict=True):
-        def first(w: Weights, e: int = e) -> Tensor:
-            cut = [
-                m[e].chunk(case.etp, 1)[tp_rank].t()
-                for m in ((w.w_gate, w.w_in) if case.gated else (w.w_in,))
-            ]
-            return torch.cat(cut)
 
-        found.append((expert.linear_fc1.weight, first))
-        found.append(
-            (expert.linear_fc2.weight, lambda w, e=e: w.w_out[e].chunk(case.etp, 0)[tp_rank].t()))
+    def first(w: Weights, e: int, kind: str) -> Tensor:
+        both = [getattr(w, f"{kind}_{of}")[e] for of in (("gate", "in") if case.gated else ("in",))]
+        return torch.cat([m.chunk(case.etp, -1)[tp_rank].t() for m in both])
+
+    def second(w: Weights, e: int) -> Tensor:
+        return w.w_out[e].chunk(case.etp, 0)[tp_rank].t()
+
+    for e, expert in zip(indices, layer.experts.local_experts, strict=True):
+        found += [(expert.linear_fc1.weight, partial(first, e=e, kind="w")),
+                  (expert.linear_fc2.weight, partial(second, e=e))]
+        if case.config().add_bias_linear:
+            # Megatron adds a whole bias on each rank of an expert that is cut
+            assert case.etp == 1
+            found += [(expert.linear_fc1.bias, partial(first, e=e, kind="b")),
+                      (expert.linear_fc2.bias, lambda w, e=e: w.b_out[e])]
     return found
 
 
@@ -162,34 +185,30 @@ def _our_parts(layer: Any) -> list[tuple[Tensor, Any]]:
     shard = place.comm.rank % place.shards
     expert = place.comm.rank // place.shards * place.local
     here = slice(expert, expert + place.local)
-    found = [(experts.w_in_LDF, lambda w: w.w_in[here].chunk(place.shards, 2)[shard]),
-             (experts.w_out_LFD, lambda w: w.w_out[here].chunk(place.shards, 1)[shard])]
-    if experts.w_gate_LDF is not None:
-        found.append((experts.w_gate_LDF, lambda w: w.w_gate[here].chunk(place.shards, 2)[shard]))
-    return found
+
+    def part(w: Weights, name: str) -> Tensor:
+        whole = getattr(w, name.rpartition("_")[0])
+        return whole[here].chunk(place.shards, SHARD_AXIS[name])[shard]
+
+    return [(parameter, partial(part, name=name)) for name, parameter in experts.named_parameters()]
 
 
 def whole_gradients(layer: Any, case: Case, of: Any = lambda p: p.grad) -> Weights:
     """Gradients of the whole weights, summed over the world (replicas hold parts)."""
-    like = draw(case)
-    total = Weights(*(torch.zeros_like(t) if t is not None else None
-                      for t in (like.router, like.w_in, like.w_gate, like.w_out)))
-    probe = Weights(*(t.clone().requires_grad_() if t is not None else None
-                      for t in (like.router, like.w_in, like.w_gate, like.w_out)))
+    like = vars(draw(case))
+    probe = {name: value if value is None else value.clone().requires_grad_()
+             for name, value in like.items()}
     # the transpose of "whole to part" puts a part's gradient in its place
-    value = sum((whole(probe) * of(part).float()).sum() for part, whole in _parts(layer, case))
-    names = [n for n in ("w_in", "w_gate", "w_out") if getattr(probe, n) is not None]
-    for name, grad in zip(names, torch.autograd.grad(value, [getattr(probe, n) for n in names]),
-                          strict=True):
-        getattr(total, name).copy_(grad)
-    router = layer.router.weight if hasattr(layer.router, "weight") else layer.router.weight_ED
-    total.router.copy_(of(router).float())
-    if case.tp > 1 and not case.sequence_parallel:
-        total.router.div_(case.tp)  # whole on every tensor-parallel rank
-    for tensor in (total.router, total.w_in, total.w_gate, total.w_out):
-        if tensor is not None:
-            dist.all_reduce(tensor)
-    return total
+    value = sum((whole(Weights(**probe)) * of(part).float()).sum()
+                for part, whole in _parts(layer, case))
+    names = [name for name, whole in probe.items() if whole is not None]
+    total = dict(zip(names, torch.autograd.grad(value, [probe[name] for name in names]),
+                     strict=True))
+    for name, grad in total.items():
+        if case.tp > 1 and not case.sequence_parallel and name.startswith("router"):
+            grad.div_(case.tp)  # whole on every tensor-parallel rank
+        dist.all_reduce(grad)
+    return Weights(**{**dict.fromkeys(like), **total})
 
 
 def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -232,8 +251,7 @@ def run(layer: Any, case: Case) -> dict[str, Any]:
     real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()
     return {
         "output": (y.detach() * real[..., None]).float(), "input gradient": x.grad.float(),
-        "router gradient": grads.router, "w_in gradient": grads.w_in,
-        "w_gate gradient": grads.w_gate, "w_out gradient": grads.w_out,
+        **{f"{name} gradient": grad for name, grad in vars(grads).items()},
         **{f"logged {name}": value for name, value in logged.items()}
     }
 

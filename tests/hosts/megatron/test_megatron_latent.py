@@ -27,6 +27,7 @@ SHARED = {**LATENT, "moe_shared_expert_intermediate_size": 12}
 CASES = {
     "alone": (1, Case(native=SHARED)),
     "EP2": (2, Case(ep=2, gated=True, native=LATENT)),
+    "EP2 with biases": (2, Case(ep=2, gated=True, native={**LATENT, "add_bias_linear": True})),
     "EP2 with a hidden shared expert": (2, Case(ep=2, native=SHARED)),
     "TP2": (2, Case(tp=2, sequence_parallel=True, native=LATENT)),
 }

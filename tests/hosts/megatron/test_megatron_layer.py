@@ -55,6 +55,7 @@ SEVERAL = {
     "EP2": (2, Case(ep=2, native=BOTH)),
     "EP2, gated, by token": (2, Case(
         ep=2, gated=True, native={**BOTH, "calculate_per_token_loss": True})),
+    "EP2, biases (native router)": (2, Case(ep=2, native={**AUX, "add_bias_linear": True})),
     "EP2, gated, weights first": (2, Case(ep=2, gated=True, native={**AUX, **WEIGHTS_FIRST})),
     "EP2, padding": (2, Case(ep=2, padding=True, native=BOTH)),
     "EP2, sequence loss (native router)": (2, Case(
