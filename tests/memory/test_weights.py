@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.config import OffloadConfig, with_overrides
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.norm import PartedClip, clip_grad_norm_
 from moe_plugin.hosts.plain.streamed import streamed_trainer
 from moe_plugin.memory.copier import Copier
@@ -161,6 +162,14 @@ def test_clips_by_the_norm_of_all_blocks(tmp_path, kind, optimizer, count, segme
     same(trainer, blocks)
     assert kind == "host" or tier.end == room
     trainer.close()
+
+
+@pytest.mark.parametrize("kind", ["disk", "host"])
+def test_the_optimizer_sees_which_parameters_are_experts(tmp_path, kind):
+    trainer = StreamedTrainer(model(), loss(1), SGD, tier_of(kind, tmp_path))
+    marks = [[is_expert(p) for p in block.params] for block in trainer.blocks]
+    assert marks == [[is_expert(p) for p in block.stepped] for block in trainer.blocks]
+    assert {True, False} == {mark for block in marks for mark in block}
 
 
 def test_passes_that_are_forgotten_leave_nothing(tmp_path):

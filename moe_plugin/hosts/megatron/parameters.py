@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedTensor
-from moe_plugin.hosts.megatron.compat.optimizer import spare_biases
+from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors
 from moe_plugin.records import Placement
 
 
@@ -28,9 +28,9 @@ def mark(experts: nn.Module) -> None:
     the same parts at every expert-parallel size, so that its checkpoint loads at another.
     `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its
     model-parallel group, each of which stores other experts (or other slices).
-    Biases are spared weight decay.
+    Biases are vectors to its optimizers.
     """
-    spare_biases()
+    biases_are_vectors()
     for parameter in experts.parameters():
         parameter.allreduce = False
         parameter.tensor_model_parallel = True

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from moe_plugin.config import OffloadConfig, run_config
 from moe_plugin.hosts.megatron.compat import core, cpu
+from moe_plugin.hosts.megatron.compat.optimizer import is_vector
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
@@ -34,6 +35,7 @@ from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.planner.units import parse_size
+from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
 MakePart = Callable[..., nn.Module]  # of pre_process and post_process, as of a pipeline stage
@@ -253,7 +255,7 @@ class StreamedNorm:
         for parameter in parameters:
             if parameter.grad is not None:
                 expert = not getattr(parameter, "allreduce", True)  # Megatron's mark
-                key = (expert, parameter.dim() == 1, place)
+                key = (expert, is_vector(parameter), place)
                 self._norms.setdefault(key, []).append(torch.norm(parameter.grad))
 
     def norm(self) -> Tensor:
@@ -353,9 +355,8 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
                  "moe_use_upcycling", "overlap_moe_expert_parallel_comm", "freeze_all_layers",
                  "use_mup", "no_save_optim", "exit_on_missing_checkpoint", "ckpt_convert_format",
                  "no_weight_decay_cond_type", "apply_wd_to_qk_layernorm"))]
-    for what, is_so, remedy in unfit:
-        if is_so:
-            raise ValueError(f"offload.weights=host does not fit {what} in Megatron: {remedy}")
+    refuse_unfit("offload.weights=host", ((f"{what} in Megatron", not is_so, remedy)
+                                          for what, is_so, remedy in unfit))
 
 
 def _part(make: MakePart, calls: _Calls, number: int, layers: int) -> nn.Module:
@@ -385,7 +386,8 @@ def _numbered(spec: Any, number: int) -> Any:
 
 def _optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Torch's, as Megatron uses it, with its names in the groups; vectors have no weight decay."""
-    kinds = [(1.0, [p for p in params if p.dim() != 1]), (0.0, [p for p in params if p.dim() == 1])]
+    kinds = [(1.0, [p for p in params if not is_vector(p)]),
+             (0.0, [p for p in params if is_vector(p)])]
     groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,
                "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
               for times, chosen in kinds if chosen]

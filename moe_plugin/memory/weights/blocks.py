@@ -70,6 +70,8 @@ class StreamedBlock:
             self._weights.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
             self.stepped = [nn.Parameter(view, p.requires_grad) for view, p in
                             zip(self.layout.views(flat_N), self.params, strict=True)]
+            for stepped, p in zip(self.stepped, self.params, strict=True):
+                vars(stepped).update(vars(p))  # the marks of hosts
         else:
             self._weights.put(flat_N)
         self.detach()

@@ -151,6 +151,44 @@ def test_a_whole_run_takes_megatrons_steps_and_resumes(data: str, tmp_path: Path
     assert again == {step: pytest.approx(ours[0][step], abs=1e-6) for step in (4, 5)}
 
 
+def _chosen(ours: bool) -> list[set[tuple[float, ...]]]:
+    """What Megatron's optimizer chooses for experts' biases, and for their weights, in a model of
+    twice the base's width: factor of weight decay, highest rate of learning, eps.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        get_megatron_optimizer,
+        get_mup_config_overrides,
+        get_standard_config_overrides,
+    )
+
+    case = Case(native={"add_bias_linear": True})
+    initialise_parallel(case)
+    layer = build(case, ours)
+    wrapped = DistributedDataParallel(case.config(), DistributedDataParallelConfig(), layer)
+    config = OptimizerConfig(optimizer="adam", lr=0.5, min_lr=0.1, weight_decay=0.1, adam_eps=1e-8)
+    optimizer = get_megatron_optimizer(config, [wrapped], config_overrides={
+        **get_standard_config_overrides(config), **get_mup_config_overrides(config, 2.0)})
+    of = {id(p): (group["wd_mult"], group["max_lr"], group.get("eps"))
+          for group in optimizer.param_groups for p in group["params"]}
+    found: list[set[tuple[float, ...]]] = [set(), set()]
+    for name, parameter in layer.experts.named_parameters():
+        found[not (name.endswith(".bias") or name.startswith("b_"))].add(of[id(parameter)])
+    return found
+
+
+def _chosen_by_both() -> list[list[set[tuple[float, ...]]]]:
+    return [_chosen(ours) for ours in (False, True)]
+
+
+def test_rates_by_width_take_biases_of_experts_for_vectors() -> None:
+    [(native, ours)] = on_ranks(1, _chosen_by_both)
+    assert ours == native
+    [(bias, weight)] = zip(*ours, strict=True)
+    assert bias[:2] == (0.0, 0.5) and weight == (1.0, 0.25, 5e-9)
+
+
 def _refusals() -> list[str]:
     use()
     case, said = Case(ep=1, gated=True), []

@@ -30,7 +30,7 @@ KINDS = {
     "rope, dense layers": ["--position-embedding-type", "rope", "--swiglu", "--normalization",
                            "RMSNorm", "--num-layers", "3", "--moe-layer-freq", "2",
                            "--clip-grad", "0", "--moe-router", "sigmoid_bias"],
-    "fused": ["--moe-fused-adam", "--moe-router-score-function", "sigmoid"],
+    "fused, biases": ["--moe-fused-adam", "--moe-router-score-function", "sigmoid"],
 }
 
 
@@ -39,6 +39,8 @@ def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_pat
     stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl"), "--moe-stats-interval",
              "2"]
     argv = [*UNTIED, *KINDS[kind], "--data-path", data]
+    if "biases" in kind:
+        argv.remove("--disable-bias-linear")
     host = ["--weights-on", "host", "--moe-activation-path", str(tmp_path)]
     whole, streamed = (records_of(1, [*argv, *more], tmp_path / name) for more, name in (
         ([], "whole.jsonl"), ([*host, *stats], "streamed.jsonl")))

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.experts.marks import is_expert
 from moe_plugin.experts.matrices import MARK, from_matrices, mark_matrices, part_of, to_matrices
+from moe_plugin.hosts.megatron.compat.optimizer import is_vector
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.messages import short
 
@@ -65,7 +65,7 @@ def _teach(module: ModuleType) -> None:
     managed = layer_wise.is_managed_by_layer_wise_optimizer
     for place in (core, layer_wise):
         place.is_managed_by_layer_wise_optimizer = lambda p: (
-            part_of(p) is not None or (managed(p) and not _is_bias(p)))
+            part_of(p) is not None or (managed(p) and not is_vector(p)))
     optimizer = layer_wise.LayerWiseDistributedOptimizer
     optimizer._compute_per_buffer_param_layout = staticmethod(
         _stacks_together(optimizer._compute_per_buffer_param_layout))
@@ -73,15 +73,11 @@ def _teach(module: ModuleType) -> None:
     core._get_megatron_emerging_optimizer = _refused(core._get_megatron_emerging_optimizer)
 
 
-def _is_bias(parameter: Tensor) -> bool:
-    return is_expert(parameter) and parameter.dim() < 3
-
-
 def _with_stacks(key: Any) -> Any:
     """A `ParamKey` of parameters that are not matrices, without our stacks of them."""
 
     def added(predicate: Any) -> Any:
-        return replace(predicate, fn=lambda p: _is_bias(p) or (
+        return replace(predicate, fn=lambda p: is_vector(p) or (
             part_of(p) is None and predicate.fn(p)))
 
     predicates = key.predicate

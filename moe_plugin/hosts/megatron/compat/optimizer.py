@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.megatron.common import group_value
 from moe_plugin.experts.marks import is_expert
@@ -19,11 +19,21 @@ from moe_plugin.experts.marks import is_expert
 logger = logging.getLogger(__name__)
 
 
-class _BiasesByName:
-    """A part of a model that calls experts' biases `*.bias`, as Megatron's own experts do."""
+def is_vector(parameter: Tensor) -> bool:
+    """Whether Megatron's optimizers are to take a parameter for a vector; experts' biases are
+    stacks of vectors.
+    """
+    return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
-    def __init__(self, chunk: Any) -> None:
-        self._chunk = chunk
+
+class _WithVectors:
+    """A part of a model with vectors in place of experts' biases, as Megatron's own experts have.
+
+    stacks: gets the bias that each stands for.
+    """
+
+    def __init__(self, chunk: Any, stacks: dict[Tensor, Tensor]) -> None:
+        self._chunk, self._stacks = chunk, stacks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chunk, name)
@@ -31,23 +41,33 @@ class _BiasesByName:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See torch's."""
         for name, parameter in self._chunk.named_parameters():
-            bias = is_expert(parameter) and name.rpartition(".")[2].startswith("b_")
-            yield f"{name}.bias" if bias else name, parameter
+            if is_vector(parameter) and parameter.dim() > 1:
+                vector = nn.Parameter(parameter.detach()[0], parameter.requires_grad)
+                vars(vector).update(vars(parameter))
+                self._stacks[vector] = parameter
+                yield name, vector
+            else:
+                yield name, parameter
 
 
 @functools.cache
-def spare_biases() -> None:
-    """Let Megatron's optimizers give no weight decay to experts' biases, as to its own experts';
-    stays for the life of the process.
+def biases_are_vectors() -> None:
+    """Let Megatron's optimizers choose for experts' biases, stacks of vectors, what they choose for
+    its own experts': no weight decay, rates of learning that do not follow the model's width
+    (`--use-mup`); stays for the life of the process.
 
-    0.15 to main: it spares vectors and what is named `*.bias`; ours are stacks of vectors.
+    0.15 to main: parameters are chosen for by their names and numbers of axes.
     """
     core = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
 
     @functools.wraps(original)
     def groups(model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        return original([_BiasesByName(chunk) for chunk in model_chunks], *args, **kwargs)
+        stacks: dict[Tensor, Tensor] = {}
+        found = original([_WithVectors(chunk, stacks) for chunk in model_chunks], *args, **kwargs)
+        for group in found:
+            group["params"] = [stacks.get(p, p) for p in group["params"]]
+        return found
 
     core._get_param_groups = groups
 
