@@ -78,8 +78,10 @@ class Experts(nn.Module):
         ids_TK: int64, global numbers; -1: none.
         """
 
-    def use_layer(self, number: int) -> None:
-        """These are the experts of MoE layer `number`, from 0; see `HostContext.numbered_later`."""
+    def use_layer(self, number: int | None) -> None:
+        """These are the experts of MoE layer `number`, from 0; see `HostContext.numbered_later`.
+        None: the host does not know it either.
+        """
 
     def taken_counts(self) -> dict[str, int]:
         """What the store of `stored` experts did since the last call of this."""

@@ -17,10 +17,10 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
-from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer, prediction_of
+from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer, is_told, prediction_of
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
-from moe_plugin.hosts.megatron.compat.recipes import in_bf16
+from moe_plugin.hosts.megatron.compat.recipes import in_bf16, recomputed
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
     script_arguments,
@@ -101,10 +101,10 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.layer_number = self._number_in_model(self.layer_number)
         self.losses = AuxiliaryLosses(
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
-            plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, self._is_mtp))
+            plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
+        self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
         native = core.native_router(
-            config, submodules, groups,
-            self._is_mtp and self._prediction is None) if plan.native_router else None
+            config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)
         # its parts are registered before it: torch names a parameter by its first owner, so names
         # are Megatron's (`router.*`, `experts.*`); state dicts: see `state`
@@ -221,9 +221,10 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.layer_number = self._number_in_model(layer_number)
         self._follow_recipe(layer_number)
         number = layer_numbers.moe_layers_before(self.config, self.layer_number)
-        number_layers(self.router, number)
         self.experts.use_layer(number)
-        if self.layer_number == layer_numbers.first_moe_layer(self.config):
+        if number is not None:
+            number_layers(self.router, number)
+        if not number:
             _announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)  # part of Megatron's router interface
@@ -259,8 +260,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 "after which nothing takes its weights' gradients: must be False without the "
                 "schedule of overlap_moe_expert_parallel_comm=True; leave it out")
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
-        if self.losses.passes > 1 and self.training and not inside_backward():
-            with self._recordings.of_next(self.losses.passes):
+        if self.passes > 1 and self.training and not inside_backward():
+            with self._recordings.of_next(self.passes):
                 return self._checkpointed(hidden_states, real_SB), None
         return self._checkpointed(hidden_states, real_SB), None
 
@@ -330,7 +331,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if self.run_ends_steps or self.plan.run.offload.weights == "host":
             return None
         microbatches = core.microbatches_a_step()
-        return None if microbatches is None else microbatches * self.losses.passes
+        return None if microbatches is None else microbatches * self.passes
 
     def _finish_step(self) -> None:
         for moe in chosen_together(self.moe):

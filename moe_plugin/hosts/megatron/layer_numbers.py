@@ -34,22 +34,22 @@ def trace_key(number: int, config: Any,
     return "mtp", prediction, place - prediction * _layers_a_prediction(config)
 
 
-def moe_layers_before(config: Any, number: int) -> int:
-    """MoE layers ahead of layer `number` (see `in_model`) on all pipeline stages."""
+def moe_layers_before(config: Any, number: int) -> int | None:
+    """MoE layers ahead of layer `number` (see `in_model`) on all pipeline stages; None: the pattern
+    of this hybrid model is not known.
+    """
     pattern = _pattern(config)
+    if pattern is None:
+        return None
     return sum(pattern[: number - 1]) + max(0, number - 1 - len(pattern))
 
 
-def first_moe_layer(config: Any) -> int:
-    """1-based number of the first MoE layer."""
-    pattern = _pattern(config)
-    return 1 + pattern.index(1) if 1 in pattern else 1
-
-
 def last_layer_is_moe(config: Any) -> bool:
-    """True where the last layer, which those of multi-token prediction are like, is an MoE layer.
+    """True where the last layer, which those of multi-token prediction are like, is an MoE layer,
+    as far as is known.
     """
-    return bool(_pattern(config)[config.num_layers - 1])
+    pattern = _pattern(config)
+    return pattern is None or bool(pattern[config.num_layers - 1])
 
 
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
@@ -72,10 +72,12 @@ def _hybrid_parts() -> tuple[str, str, int]:
     return main.replace("|", ""), predictions[0] if predictions else "", len(predictions)
 
 
-def _pattern(config: Any) -> list[int]:
+def _pattern(config: Any) -> list[int] | None:
     main, prediction, count = _hybrid_parts()
     if main:
         return [int(symbol == "E") for symbol in main + prediction * count]
+    if setting(config, "is_hybrid_model", False):
+        return None  # its pattern is an argument of the model alone
     # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry per layer
     pattern = config.moe_layer_freq
     if isinstance(pattern, (list, tuple)):

@@ -26,7 +26,8 @@ class AuxiliaryLosses:
         weights: by our names.
         ranks: ranks that share a micro-batch's tokens and have parts of its losses.
         timeout_s: of a collective call among them.
-        passes: forward passes per micro-batch, see `layer_numbers.passes_a_microbatch`.
+        passes: forward passes per micro-batch that a loss is shared between, see
+            `layer_numbers.passes_a_microbatch`.
     """
 
     config: Any

@@ -165,7 +165,7 @@ class StoredExperts(Experts):
         grown["stalls"] = min(1, grown["stalls"])  # a call may compute in parts
         return {**grown, "resident_bytes": self.store.cache.resident_bytes}
 
-    def use_layer(self, number: int) -> None:
+    def use_layer(self, number: int | None) -> None:
         """See `Experts`: the part of a file that has several layers."""
         if self._host.numbered_later:
             self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)

@@ -177,7 +177,8 @@ def _numbers() -> list[list[Any]]:
 
     every, pattern = SimpleNamespace(num_layers=6, moe_layer_freq=2), SimpleNamespace(
         num_layers=4, moe_layer_freq=[0, 1, 1, 0])
-    return [[moe_layers_before(every, n) for n in (1, 3, 5)],
+    hybrid = SimpleNamespace(num_layers=4, moe_layer_freq=1, is_hybrid_model=True)
+    return [[moe_layers_before(hybrid, 2)], [moe_layers_before(every, n) for n in (1, 3, 5)],
             [moe_layers_before(pattern, n) for n in (2, 3)],
             [moe_layers_before(pattern, in_model(n, pattern, n < 5)) for n in (1, 2, 5)],
             [trace_key(in_model(n, pattern, mtp, prediction) or 0, pattern, prediction)
@@ -186,7 +187,7 @@ def _numbers() -> list[list[Any]]:
 
 
 def test_moe_layers_are_numbered_by_megatrons_pattern() -> None:
-    assert on_ranks(1, _numbers) == [[[0, 1, 2], [0, 1], [2, 3, 2], [
+    assert on_ranks(1, _numbers) == [[[None], [0, 1, 2], [0, 1], [2, 3, 2], [
         ("decoder", None, 2), ("mtp", 1, 0), ("mtp", 0, 0), ("mtp", 1, 1)]]]
 
 

@@ -6,8 +6,8 @@
 | says so when it builds an MoE layer | no | no | one of its own exact class | yes |
 | one repeated layer (`mtp_use_repeated_layer`) | no | no | yes | yes |
 
-In a hybrid model (0.18 on) each prediction is a stack of layers, whose numbers all begin at 1; only
-their names say so.
+In a hybrid model (0.18 on) each prediction is a stack of layers, whose numbers all begin at 1; up
+to 0.19 only their names say so, in which predictions are numbered from 1.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ def is_mtp_layer(extra: dict[str, Any]) -> bool:
     """Whether an MoE layer that is built with these arguments is one of multi-token prediction, as
     far as this version says so.
     """
-    return (bool(extra.get("is_mtp_layer")) or _inside.get()
-            or prediction_of(extra) is not None)
+    return is_told(extra) or prediction_of(extra) is not None
+
+
+def is_told(extra: dict[str, Any]) -> bool:
+    """Whether Megatron's own router, too, would know that it is in such a layer."""
+    return bool(extra.get("is_mtp_layer")) or _inside.get()
 
 
 def prediction_of(extra: dict[str, Any]) -> int | None:
@@ -37,7 +41,7 @@ def prediction_of(extra: dict[str, Any]) -> int | None:
     None: of none.
     """
     found = _IN_STACK.search(extra.get("name") or "")
-    return int(found[1]) if found else None
+    return int(found[1]) - 1 if found else None
 
 
 def tell_layers() -> None:
