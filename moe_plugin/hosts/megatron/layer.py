@@ -267,7 +267,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def _checkpointed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         if self.recompute and self.training:
-            return tensor_parallel.checkpoint(self._run, False, x_SBD, real_SB)
+            return recomputed(self._run, self.config, self.tp_group, x_SBD, real_SB)
         return self._run(x_SBD, real_SB)
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:

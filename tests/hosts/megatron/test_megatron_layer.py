@@ -187,6 +187,37 @@ def test_recompute_changes_nothing(native: dict[str, Any], module: str) -> None:
             torch.testing.assert_close(again[name], value, rtol=0, atol=0)
 
 
+def _recomputed_by_transformer_engine(case: Case) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Calls of its function, which is torch's here; results without and with a recipe."""
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions import transformer_engine
+
+    calls: list[Any] = []
+
+    def recomputed(function: Any, spread: bool, tracker: Any, group: Any, *inputs: Any) -> Any:
+        calls.append(group)
+        return tensor_parallel.checkpoint(function, spread, *inputs)
+
+    transformer_engine.te_checkpoint = recomputed
+    initialise_parallel(case)
+    layers = [build(case, True), build(case, True)]
+    layers[1].shared_experts.load_state_dict(layers[0].shared_experts.state_dict())
+    layers[1].config.fp8 = "e4m3"  # set afterwards: our experts stay as they are
+    plain, again = (run(layer, case) for layer in layers)
+    return len(calls), plain, again
+
+
+def test_under_a_recipe_transformer_engine_recomputes_the_layer() -> None:
+    """Its modules in the shared expert have a state that is kept so."""
+    [(calls, plain, again)] = on_ranks(1, _recomputed_by_transformer_engine, Case(native={
+        **BOTH, "moe_shared_expert_intermediate_size": 16, "recompute_granularity": "selective",
+        "recompute_modules": ["moe"]}))
+    assert calls == 1
+    for name, value in plain.items():
+        if value is not None:
+            torch.testing.assert_close(again[name], value, rtol=0, atol=0)
+
+
 def _shared_recomputed(module: str) -> tuple[dict[str, Any], int]:
     case = Case(native={"moe_shared_expert_intermediate_size": 16, "recompute_granularity":
                         "selective", "recompute_modules": [module]})
