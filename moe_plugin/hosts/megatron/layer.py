@@ -324,7 +324,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 and not self.continues and self._clock.new_step(self._passes_a_step())):
             self._finish_step()
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
-        ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part)
+        ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part,
+                        self.config.sequence_parallel)
         return token_info(x_SBD, ids_SB, self.needs)
 
     def _passes_a_step(self) -> int | None:

@@ -21,14 +21,16 @@ def give_token_ids(model: nn.Module) -> None:
     hand_token_ids(model, "input_ids")
 
 
-def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str],
-           rank: int) -> Tensor | None:
+def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank: int,
+           sequence_parallel: bool = False) -> Tensor | None:
     """Ids int64 [s, B] of this tensor-parallel rank's part; None where they are not needed.
 
     Args:
         x_SBD: [s, B, D], part number `rank` of the sequence.
-        tokens_BS: int64 [B, S], ids of the whole sequence.
+        tokens_BS: int64 [B, S], ids of the whole sequence; of packed ones [1, B * S], which
+            Megatron may give an MoE layer sample by sample.
         needs: of the router.
+        sequence_parallel: packed ones were cut among the ranks before that.
     Raises:
         ValueError: ids are needed and not given.
     """
@@ -40,6 +42,10 @@ def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str],
             "stage; call moe_plugin.hosts.megatron.tokens.give_token_ids(model) in the model "
             "provider")
     length, batch = x_SBD.shape[:2]
+    if batch > tokens_BS.shape[0]:
+        if sequence_parallel:
+            tokens_BS, rank = tokens_BS[:, rank * length * batch :][:, : length * batch], 0
+        tokens_BS = tokens_BS.view(batch, -1)
     mine_SB = tokens_BS.t()[rank * length : (rank + 1) * length]
     # past the end: padding, not routed
     return torch.cat([mine_SB, mine_SB.new_zeros(length - mine_SB.shape[0], batch)])

@@ -194,3 +194,14 @@ def test_missing_token_ids_are_explained() -> None:
         ids_of(torch.zeros(4, 2, 8), None, frozenset({"token_ids"}), 0)
     ids_SB = ids_of(torch.zeros(4, 2, 8), torch.arange(14).view(2, 7), frozenset({"token_ids"}), 1)
     assert ids_SB.tolist() == [[4, 11], [5, 12], [6, 13], [0, 0]]
+
+
+@pytest.mark.parametrize(("rank", "cut", "ids"), [
+    (0, False, [[0, 4], [1, 5]]), (1, False, [[2, 6], [3, 7]]),
+    (0, True, [[0, 2], [1, 3]]), (1, True, [[4, 6], [5, 7]])])
+def test_token_ids_of_packed_samples(rank: int, cut: bool, ids: list[list[int]]) -> None:
+    """Two ranks have [2, 2, 8]: two samples of 4 tokens, cut by the layer, or four of 2, of which
+    Megatron gives each rank two.
+    """
+    found = ids_of(torch.zeros(2, 2, 8), torch.arange(8)[None], frozenset({"token_ids"}), rank, cut)
+    assert found.tolist() == ids
