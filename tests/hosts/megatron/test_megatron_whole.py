@@ -156,7 +156,8 @@ def test_packed_sequences_equal_native() -> None:
     _same(ranks, 0, whole([rank[1] for rank in ranks]))
 
 
-def _attention(config: dict[str, Any], documents: list[int]) -> tuple[Tensor, Tensor]:
+def _attention(config: dict[str, Any], documents: list[int], mask: str
+               ) -> tuple[Tensor, Tensor]:
     """(of packed documents, of each document by itself), [t, 1, channels]."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -164,7 +165,7 @@ def _attention(config: dict[str, Any], documents: list[int]) -> tuple[Tensor, Te
 
     initialise_parallel(Case())
     attention = DotProductAttention(config=Case(native=config).config(), layer_number=1,
-                                    attn_mask_type=AttnMaskType.causal, attention_type="self")
+                                    attn_mask_type=AttnMaskType[mask], attention_type="self")
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(sum(documents), 2, 8, generator=g) for _ in range(3))
     ends = torch.tensor([0, *documents]).cumsum(0).int()
@@ -175,8 +176,9 @@ def _attention(config: dict[str, Any], documents: list[int]) -> tuple[Tensor, Te
     return packed, torch.cat(alone)
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    [(packed, alone)] = on_ranks(1, _attention, {"attention_dropout": 0.0}, [3, 1, 5, 2])
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_packed_documents_do_not_see_each_other(mask: str) -> None:
+    [(packed, alone)] = on_ranks(1, _attention, {"attention_dropout": 0.0}, [3, 1, 5, 2], mask)
     torch.testing.assert_close(packed, alone)
     assert packed.shape == (11, 1, 16)
 

@@ -53,10 +53,11 @@ def extend() -> None:
         given = given_to.bind(self, *args, **kwargs)
         packed, parts = given.arguments.pop("packed_seq_params", None), (
             self.config.context_parallel_size)
+        causal = "causal" in self.attn_mask_type.name
         if packed is not None:
-            _packed(given.arguments, packed, parts, self.scale_mask_softmax.window_size)
+            _packed(given.arguments, packed, parts, causal, self.scale_mask_softmax.window_size)
         elif parts > 1:
-            _gathered(given.arguments, _group(self), "causal" in self.attn_mask_type.name)
+            _gathered(given.arguments, _group(self), causal)
         return attend(*given.args, **given.kwargs)
 
     DotProductAttention.__init__, DotProductAttention.forward = built, attended
@@ -114,7 +115,7 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
         given["attention_mask"] = (seen_S > own_N[:, None])[None, None]
 
 
-def _packed(given: dict[str, Any], packed: Any, parts: int, window: Any) -> None:
+def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
     """Puts a batch of one sequence [t, 1, heads, channels] in the place of packed ones [t, heads,
     channels], and the mask that keeps them apart.
     """
@@ -134,4 +135,5 @@ def _packed(given: dict[str, Any], packed: Any, parts: int, window: Any) -> None
     token_S = torch.arange(given["query"].shape[0], device=ends_N.device)
     document_S = torch.searchsorted(ends_N.long(), token_S, right=True)
     apart_SS = document_S[:, None] != document_S
-    given["attention_mask"] = (apart_SS | (token_S > token_S[:, None]))[None, None]
+    later_SS = (token_S > token_S[:, None]) & causal
+    given["attention_mask"] = (apart_SS | later_SS)[None, None]
