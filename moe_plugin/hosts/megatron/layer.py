@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
@@ -26,7 +25,6 @@ from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
     setting,
     settings_errors,
-    with_known_names,
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
@@ -83,7 +81,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
                  **extra: Any) -> None:
         core.check_version()
-        config = with_known_names(config)
         refuse_arguments()
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))

@@ -60,8 +60,6 @@ def end_writers_of_all_saves() -> None:
 
 
 def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(original, "ends_writers"):
-        return original
     signature = inspect.signature(original)
 
     @functools.wraps(original)
