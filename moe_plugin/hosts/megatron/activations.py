@@ -15,7 +15,7 @@ from torch import nn
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import OffloadConfig
 from moe_plugin.hosts.megatron.compat.names import TransformerLayer
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.compat.settings import cuda_graphs, setting
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 
@@ -45,7 +45,8 @@ def activations_of(settings: OffloadConfig, config: Any,
     return manage_layers(
         settings, layers, comm_of(stage), contexts=[_random_states],
         places=[layer.layer_number - 1 for layer in layers.values()], total=config.num_layers,
-        refused={f"Megatron's {name}": bool(setting(config, name, None)) for name in _REFUSED})
+        refused={**{f"Megatron's {name}": bool(setting(config, name)) for name in _REFUSED},
+                 "Megatron's cuda_graph_impl": cuda_graphs(config) is not None})
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -31,10 +31,13 @@ from moe_plugin.dispatch.rows import TokenPlan, with_weights
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.hosts.megatron import parameters
 from moe_plugin.hosts.megatron.compat.recipes import recomputed
+from moe_plugin.hosts.megatron.compat.settings import cuda_graphs
 from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
 from moe_plugin.kernels.weight_grads import LaterGrads
+from moe_plugin.messages import short
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
+from moe_plugin.run import refuse_unfit
 from moe_plugin.tuning.layouts import LayerLayout
 
 
@@ -182,9 +185,11 @@ def delay(layer: Any) -> None:
 def check(layer: Any) -> None:
     """`ValueError` for settings of a `PluginMoELayer` that cannot be cut into these steps."""
     config, native, split = layer.moe.config, layer.config, layer.groups.tensor.size() > 1
-    traits = layer.moe.layouts.available.traits
-    bad = [
-        (name, value, bound) for name, value, bound, ok in (
+    traits, graphs = layer.moe.layouts.available.traits, cuda_graphs(native)
+    refuse_unfit(
+        "overlap_moe_expert_parallel_comm=True, which hides exchanges behind another micro-batch,",
+        ((f"{name}={short(value)}", fits, f"must be {bound}; set one of the two otherwise")
+         for name, value, bound, fits in (
             ("parallel.mode", config.parallel.mode, "'fixed'", config.parallel.mode == "fixed"),
             ("parallel.d", config.parallel.d, 1, config.parallel.d == 1),
             ("parallel.d_backward", config.parallel.d_backward, 0,
@@ -204,12 +209,11 @@ def check(layer: Any) -> None:
              "token_ids" not in layer.needs),
             # Megatron's schedule has the final norm in an MoE layer's last step alone
             ("moe_layer_freq", native.moe_layer_freq, "such that the last layer is an MoE layer",
-             last_layer_is_moe(native))) if not ok
-    ]
-    for name, value, bound in bad:
-        raise ValueError(
-            f"{name}={value!r} does not fit overlap_moe_expert_parallel_comm=True, which hides "
-            f"exchanges behind another micro-batch: must be {bound}; set one of the two otherwise")
+             last_layer_is_moe(native)),
+            # it reaches into Megatron's own dispatcher, and into its layer where there are graphs
+            ("moe_token_dispatcher_type", native.moe_token_dispatcher_type, "'alltoall'",
+             native.moe_token_dispatcher_type != "flex"),
+            ("cuda_graph_impl", graphs, "'none'", graphs is None))))
 
 
 def _weights(plan: DispatchPlan) -> Tensor:

@@ -32,6 +32,7 @@ from moe_plugin.config.router import router_names
 from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
+    cuda_graphs,
     megatrons_own,
     parsed_defaults,
     plain_name,
@@ -281,12 +282,13 @@ def _refuse_confused_stages(native: Any) -> None:
 def _refuse_lists(native: Any) -> None:
     chosen = setting(native, "cuda_graph_scope") or []
     scopes = {plain_name(scope) for scope in balance.as_list(chosen)}
-    if setting(native, "cuda_graph_impl", "none") not in (None, "none") and scopes != {"attn"}:
+    if cuda_graphs(native) and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "
             "supported: sizes inside an MoE "
             "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
-    offloaded = {"expert_fc1", "moe_act"} & set(setting(native, "offload_modules") or [])
+    offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
+        setting(native, "offload_modules") or [])
     if setting(native, "fine_grained_activation_offloading", False) and offloaded:
         raise ValueError(
             f"offload_modules contains {sorted(offloaded)}, which is not supported: must be "

@@ -40,7 +40,7 @@ from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import SWAP, blocks_of
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 from moe_plugin.planner.units import parse_size, show_size
-from moe_plugin.run import StepFacts
+from moe_plugin.run import StepFacts, refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +120,9 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
     """
     if settings.activations == "keep":
         return None
-    for name, used in (refused or {}).items():
-        if used:
-            raise ValueError(
-                f"offload.activations={short(settings.activations)} does not fit {name}, which "
-                "decides about the same tensors or layers: leave one of both out")
+    refuse_unfit(f"offload.activations={short(settings.activations)}", (
+        (name, not used, "both decide about the same tensors or layers; leave one of them out")
+        for name, used in (refused or {}).items()))
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)}: this rank has no "
                          "transformer layer; use keep, or other pipeline stages")

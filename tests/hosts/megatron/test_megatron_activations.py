@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core",
 
 from moe_plugin.observe.history import read_run
 from moe_plugin.planner.offload.profile import load_profile
+from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, refusal
 
@@ -65,6 +66,26 @@ def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path
                                      else [("keep", "recompute", "keep", "keep")] * 2)
     files = [tmp_path / f"profile.stage{n}.json" for n in range(2)] if sizes is PP2 else [profile]
     assert all(len(load_profile(file).blocks) == len(policies) for file in files)
+
+
+def _with_graphs(made_by: str) -> str:
+    from moe_plugin.config import OffloadConfig
+    from moe_plugin.hosts.megatron.activations import activations_of
+
+    case = Case()
+    initialise_parallel(case)
+    config = case.config()
+    config.cuda_graph_impl = made_by
+    with pytest.raises(ValueError) as refused:
+        activations_of(OffloadConfig(activations="swap"), config, [])
+    return str(refused.value)
+
+
+def test_graphs_do_not_fit() -> None:
+    [said], [without] = (on_ranks(1, _with_graphs, made_by)
+                         for made_by in ("transformer_engine", "none"))
+    assert "does not fit Megatron's cuda_graph_impl" in said
+    assert "no transformer layer" in without
 
 
 def test_what_does_not_fit_is_refused(data: str) -> None:

@@ -302,6 +302,10 @@ REFUSED = {
     "sharded expert weights": ({"expert_gtp_weight_remat_size": 2}, {},
                                ("expert_gtp_weight_remat_size=2", "num-weight-shards")),
     "graphs": ({"cuda_graph_impl": "local", "cuda_graph_scope": ["moe"]}, {}, ("['moe']", "attn")),
+    "offloaded experts": (
+        {"fine_grained_activation_offloading": True,
+         "offload_modules": ["core_attn", "fused_group_mlp"]}, {},
+        ("offload_modules contains ['fused_group_mlp']", "remove them")),
     "newer graphs": ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]}, {},
                      ("['attn', 'moe']", "'attn' alone")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),

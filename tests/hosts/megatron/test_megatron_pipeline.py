@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +67,17 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
     script.check_seam(PipelineConfig())
     with pytest.raises(ValueError, match="must be '1f1b' with this Megatron.*get_forward_backward"):
         script.check_seam(PipelineConfig(schedule="eager-1f1b"))
+
+
+@pytest.mark.parametrize("made_by", ["local", "transformer_engine", "full_iteration"])
+def test_graphs_are_refused(made_by: str) -> None:
+    """Megatron's own schedules alone say in which micro-batch a graph is."""
+    from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
+
+    schedule: Any = SimpleNamespace(name="eager-1f1b", unfit=())
+    EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl="none"))
+    with pytest.raises(ValueError, match=f"cuda_graph_impl='{made_by}': must be 'none'"):
+        EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl=made_by))
 
 
 def test_fairseq_has_no_stages() -> None:

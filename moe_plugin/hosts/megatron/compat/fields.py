@@ -128,6 +128,8 @@ FIELDS: dict[str, Row] = {
     **_refused("leave out --tensor-parallel-num-weight-shards", "gtp_weight_remat_size",
                taken=(None, 1)),
     **_refused(_SIZES_CHANGE, "enable_cuda_graph", "external_cuda_graph"),
+    **_refused("leave it out: a router sees its micro-batch once", "mlp_chunks_for_training",
+               taken=(None, 1)),
 }
 # of the training script alone
 ARGUMENTS: dict[str, Row] = {

@@ -60,6 +60,12 @@ def plain_name(value: Any) -> str:
     return str(getattr(value, "name", value))
 
 
+def cuda_graphs(config: Any) -> str | None:
+    """What makes CUDA graphs (`cuda_graph_impl`): local, transformer_engine ...; None: nothing."""
+    name = plain_name(setting(config, "cuda_graph_impl")).lower()
+    return None if name == "none" else name
+
+
 def script_arguments() -> dict[str, Any]:
     """Parsed arguments of Megatron's own training script; empty where none runs.
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state as ps
 
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.compat.names import get_model_config
-from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
+from moe_plugin.hosts.megatron.compat.settings import cuda_graphs, setting
 from moe_plugin.registry import Registry
 
 # signature of what Megatron's get_forward_backward_func returns; keyword arguments alone
@@ -79,10 +79,10 @@ class PipelineSchedule:
     def check(self, passes: dict[str, Any], config: Any) -> None:
         """`ValueError` where a setting of Megatron, or an argument, does not fit."""
         refuse_virtual(self.name, setting(config, "virtual_pipeline_model_parallel_size"))
-        graphs = plain_name(setting(config, "cuda_graph_impl", "none"))
+        graphs = cuda_graphs(config)
         given = [(name, setting(config, name), "off") for name in _REFUSED
                  if setting(config, name, False)]
-        given += [("cuda_graph_impl", graphs, "'none'")] if graphs.lower() == "local" else []
+        given += [("cuda_graph_impl", graphs, "'none'")] if graphs else []
         for name, value, bound in given:
             refuse(self.name, name, value, bound, "use pipeline.schedule=1f1b, or leave it out")
         for name in self.unfit:
