@@ -279,21 +279,28 @@ def of_another_format(path: str) -> bool:
         METADATA in names and not {COMMON, BACKEND, META}.intersection(names))
 
 
-def latest(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None if absent.
-
-    `ValueError` where the file that names it is damaged.
-    """
+def tracked(root: str) -> str | None:
+    """What is in the file that names the newest checkpoint; None: that file is missing."""
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
         return None
     check_input(path)
     with open(path, encoding="utf-8", errors="replace") as stream:
-        text = stream.read().strip()
+        return stream.read().strip()
+
+
+def latest(root: str) -> int | None:
+    """Iteration of the newest checkpoint; None if absent.
+
+    `ValueError` where the file that names it is damaged.
+    """
+    text = tracked(root)
+    if text is None:
+        return None
     if not text.isdecimal() or len(text) > 15:
         raise ValueError(
-            f"{path} contains {short(text)}, must contain the number of an iteration; write the "
-            "number of one of the folders iter_... there")
+            f"{os.path.join(root, LATEST)} contains {short(text)}, must contain the number of an "
+            "iteration; write the number of one of the folders iter_... there")
     return int(text)
 
 

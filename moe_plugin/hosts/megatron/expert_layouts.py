@@ -34,26 +34,26 @@ _THEIRS = {one: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for one
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def load(original: Callable[..., Any], state: dict[str, Any], path: str, *args: Any,
-         **kwargs: Any) -> Any:
+def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     """`megatron.core.dist_checkpointing.load`, whichever layout the checkpoint's experts have.
 
     The index is unpickled without a limit, as torch does it next (see `check_classes`).
 
     Args:
         original: Megatron's.
-        state: sharded state dict; "optimizer" in it may have other optimizers and groups than the
-            checkpoint's common state, which is then fitted to it.
+        given: its arguments; "optimizer" in the sharded state dict may have other optimizers and
+            groups than the checkpoint's common state, which is then fitted to it.
     """
+    state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     if not (Path(path) / METADATA).is_file():  # of another backend than torch's
-        return original(state, path, *args, **kwargs)
+        return original(**given)
     files = DistributedFiles(Path(path), trusted=True)
     shapes = {name: one.entry.shape for name, one in files.tensors().items()}
     known = {*shapes, *files.objects()}
     state = dict_list_map_outplace(functools.partial(_replaced, known=known, shapes=shapes), state)
-    own = len(args) >= 2 or kwargs.get("common_strategy") is not None
+    own = given.get("common_strategy") is not None
     with changed(functools.partial(_with_optimizer, state.get("optimizer")), own) as more:
-        return original(state, path, *args, **{**kwargs, **more})
+        return original(**{**given, "sharded_state_dict": state, **more})
 
 
 def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:

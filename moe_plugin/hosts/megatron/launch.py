@@ -153,14 +153,16 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script
-    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
     from moe_plugin.hosts.megatron.script_checkpoint import readable_loads, whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
-    end_writers_of_all_saves()
-    whole_saves()
-    load_without_missing()
-    readable_loads()
+    wrap("save", saves_whose_writers_end)
+    wrap("save", whole_saves)
+    wrap("load", load_without_missing)
+    wrap("load", readable_loads)
+    wrap("load_common_state_dict", readable_loads)
     with contextlib.closing(observe_script()) as seen:
         try:
             runpy.run_path(script, run_name="__main__")

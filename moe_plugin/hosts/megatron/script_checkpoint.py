@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import torch_dist
@@ -36,36 +35,25 @@ from moe_plugin.hosts.megatron.stage_layouts import parse
 _STEP = re.compile(r"iter_(\d{7,})\Z")
 
 
-def whole_saves() -> None:
-    """Let Megatron's own function write whole checkpoints; stays for the life of the process."""
-    original = dist_checkpointing.save
-    if hasattr(original, "whole"):
-        return
-    signature = inspect.signature(original)
+def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Around `dist_checkpointing.save`: it writes whole checkpoints."""
+    final = str(given["checkpoint_dir"])
+    step = _STEP.search(final)
+    if step is None or "://" in final:
+        return save(**given)
+    if given.get("async_sharded_save"):
+        files.together(final, lambda: _begin_again(final))
+        return save(**given)
+    part = files.part_of(final)
+    files.together(final, lambda: save(**{**given, "checkpoint_dir": part}))
+    sums = files.sums(part)
 
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        final = str(given.arguments["checkpoint_dir"])
-        step = _STEP.search(final)
-        if step is None or "://" in final:
-            return original(*args, **kwargs)
-        if given.arguments.get("async_sharded_save"):
-            files.together(final, lambda: _begin_again(final))
-            return original(*args, **kwargs)
-        given.arguments["checkpoint_dir"] = part = files.part_of(final)
-        files.together(final, lambda: original(*given.args, **given.kwargs))
-        sums = files.sums(part)
+    def finish() -> None:
+        if dist.get_rank() == 0:
+            files.write_meta(part, _description(int(step[1])), sums)
+            files.replace_folder(part, final)
 
-        def finish() -> None:
-            if dist.get_rank() == 0:
-                files.write_meta(part, _description(int(step[1])), sums)
-                files.replace_folder(part, final)
-
-        files.together(final, finish)
-
-    save.whole = True  # type: ignore[attr-defined]
-    dist_checkpointing.save = save
+    files.together(final, finish)
 
 
 def _begin_again(final: str) -> None:
@@ -132,7 +120,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
     if newest is None:
         others = any(arguments.get(name) for name in (
             "pretrained_checkpoint", "non_persistent_ckpt_type", "non_persistent_save_interval"))
-        if not others and files.gather(_tracked(root))[0] is None:
+        if not others and files.gather(files.tracked(root))[0] is None:
             files.nothing_found(root, bool(arguments.get("skip_train")))
         yield
         return
@@ -171,25 +159,13 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
         return script_foreign.optimizer_state(source)
 
 
-def readable_loads() -> None:
-    """Let Megatron's own functions say which checkpoint cannot be loaded, and what helps; stays for
-    the life of the process.
+def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Around what loads of `dist_checkpointing`: it says which checkpoint cannot be loaded, and
+    what helps.
     """
-    for name in ("load", "load_common_state_dict"):
-        setattr(dist_checkpointing, name, _readable(getattr(dist_checkpointing, name)))
-
-
-def _readable(load: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(load)
-
-    @functools.wraps(load)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        path = str(given.arguments["checkpoint_dir"])
-        with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
-            return script_foreign.completed(load(*args, **kwargs), path)
-
-    return call
+    path = str(given["checkpoint_dir"])
+    with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
+        return script_foreign.completed(load(**given), path)
 
 
 def _latest(root: str) -> int | None:
@@ -197,7 +173,7 @@ def _latest(root: str) -> int | None:
 
     A collective call.
     """
-    text = files.gather(_tracked(root))[0]
+    text = files.gather(files.tracked(root))[0]
     if text:
         return None if text == "release" else files.latest(root)
     left = files.older(root, 10**15)
@@ -215,15 +191,6 @@ def _newest_number(root: str, iteration: int) -> int:
     """Iteration of the newest whole checkpoint up to one; see `checkpoint_files.newest_whole`."""
     path, _ = files.newest_whole(root, iteration, _verified)
     return int(os.path.basename(path).removeprefix("iter_"))
-
-
-def _tracked(root: str) -> str | None:
-    """What is in the file that names the newest checkpoint; None: that file is missing."""
-    path = os.path.join(root, files.LATEST)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8", errors="replace") as stream:
-        return stream.read().strip()
 
 
 def _track(root: str, newest: int | None) -> None:

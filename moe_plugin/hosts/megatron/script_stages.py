@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 
+from moe_plugin.hosts.megatron.compat.checkpointing import wrap
 from moe_plugin.hosts.megatron.compat.names import get_model_config
 from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
 from moe_plugin.hosts.megatron.passes import bare
@@ -66,7 +67,7 @@ def follow(stages: Callable[[], StageLayouts | None]) -> None:
 
     stages: of the run, once its arguments are parsed; None: all are alike.
     """
-    make, load = ps.initialize_model_parallel, dist_checkpointing.load
+    make = ps.initialize_model_parallel
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -77,15 +78,16 @@ def follow(stages: Callable[[], StageLayouts | None]) -> None:
         else:
             initialize(found, lambda **sizes: make(**{**given, **sizes}))
 
-    @functools.wraps(load)
-    def loaded(state: dict[str, Any], checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+    def loaded(load: Callable[..., Any], given: dict[str, Any]) -> Any:
         if stages() is not None and not (
-                dist_checkpointing.load_content_metadata(checkpoint_dir) or {}).get(_APART):
+                dist_checkpointing.load_content_metadata(given["checkpoint_dir"]) or {}
+        ).get(_APART):
             # of layers that the checkpoint has as one tensor these stages ask for unequal parts
-            kwargs["validate_access_integrity"] = False
-        return load(state, checkpoint_dir, *args, **kwargs)
+            given = {**given, "validate_access_integrity": False}
+        return load(**given)
 
-    ps.initialize_model_parallel, dist_checkpointing.load = groups, loaded
+    ps.initialize_model_parallel = groups
+    wrap("load", loaded)
     replace_training("_build_sharded_state_dict_metadata", lambda build: functools.wraps(build)(
         lambda *args, **kwargs: {**build(*args, **kwargs),
                                  **({} if stages() is None else {_APART: True})}))

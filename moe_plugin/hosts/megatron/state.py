@@ -16,9 +16,8 @@ without an object that is asked for, and no checkpoint of another layer or of fi
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from megatron.core import dist_checkpointing
 from torch import nn
 
 from moe_plugin.hosts.megatron import expert_layouts
+from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedObject, make_sharded_object_for_checkpoint
 from moe_plugin.layer import MoELayer
@@ -67,28 +67,15 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
     state[f"{prefix}moe._extra_state"] = {**own, TUNER: saved}
 
 
-def load_without_missing() -> None:
-    """Load distributed checkpoints in either layout of experts, and without asking for a tuner that
-    the checkpoint does not have, also in Megatron's own script; stays for the life of the process.
+def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Around `dist_checkpointing.load`: of checkpoints in either layout of experts, and without
+    asking for a tuner that the checkpoint does not have, also in Megatron's own script.
     """
-    if _lenient():
-        return
-    original = functools.partial(expert_layouts.load, dist_checkpointing.load)
-
-    @functools.wraps(dist_checkpointing.load)
-    def load(sharded_state_dict: dict[str, Any], checkpoint_dir: str, *args: Any,
-             **kwargs: Any) -> Any:
-        # the models are under `model`, or `model0`, `model1`, ...
-        without_missing((part for key, part in sharded_state_dict.items()
-                         if key.startswith("model") and isinstance(part, dict)), checkpoint_dir)
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    load.lenient = True  # type: ignore[attr-defined]
-    dist_checkpointing.load = load
-
-
-def _lenient() -> bool:
-    return hasattr(dist_checkpointing.load, "lenient")
+    # the models are under `model`, or `model0`, `model1`, ...
+    without_missing((part for key, part in given["sharded_state_dict"].items()
+                     if key.startswith("model") and isinstance(part, dict)),
+                    given["checkpoint_dir"])
+    return expert_layouts.load(load, given)
 
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
@@ -98,7 +85,8 @@ def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
     offsets: axes that Megatron puts before ours (layers).
     """
     tuner = tuner_state(moe)
-    if tuner is None or not (moe.config.parallel.mode == "auto" or _lenient()):
+    if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
+            "load", load_without_missing)):
         return {}
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {key: make_sharded_object_for_checkpoint(tuner, key, offsets, replica)}

@@ -117,9 +117,10 @@ def _megatrons_own_load(folder: str) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
 
-    end_writers_of_all_saves()
+    wrap("save", saves_whose_writers_end)
     initialise_parallel(Case(ep=2))
     fixed, tuned, predicted = (build(Case(ep=2), True, {"parallel.mode": mode})
                                for mode in ("fixed", "auto", "predicted"))
@@ -144,12 +145,13 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     """
     from megatron.core import dist_checkpointing
 
-    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
     from moe_plugin.hosts.megatron.state import load_without_missing
 
-    load_without_missing()
-    load_without_missing()  # once is enough
-    end_writers_of_all_saves()
+    wrap("load", load_without_missing)
+    wrap("load", load_without_missing)  # once is enough
+    wrap("save", saves_whose_writers_end)
     initialise_parallel(Case(ep=2))
     first, again, other = (build(Case(ep=2), True, {"parallel.mode": "predicted"})
                            for _ in range(3))

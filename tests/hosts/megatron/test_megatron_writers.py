@@ -47,7 +47,8 @@ def _script_saves(folder: str) -> tuple[bool, bool]:
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from moe_plugin.hosts.megatron.compat.writers import end_writers_of_all_saves
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
 
     seen = []
 
@@ -56,8 +57,8 @@ def _script_saves(folder: str) -> tuple[bool, bool]:
         seen.append(filesystem_async._results_queue is None)
 
     with mock.patch.object(dist_checkpointing, "save", original):
-        end_writers_of_all_saves()
-        end_writers_of_all_saves()  # once is enough
+        wrap("save", saves_whose_writers_end)
+        wrap("save", saves_whose_writers_end)  # once is enough
         dist_checkpointing.save({}, folder)
         dist_checkpointing.save({}, folder, async_sharded_save=True)
     assert dist_checkpointing.save is serialization.save

@@ -10,15 +10,12 @@ a pipe holds.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from moe_plugin.machine import die_with_parent
@@ -50,24 +47,10 @@ def writers_end_with_us() -> Iterator[None]:
         setattr(filesystem_async, _QUEUE, kept)
 
 
-def end_writers_of_all_saves() -> None:
-    """Let the writers of `dist_checkpointing.save` end with this process; stays for its life.
-
-    Saves that are not waited for (`--async-save`) stay as they are.
+def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Around `dist_checkpointing.save`: its writers end with this process, except of a save that is
+    not waited for (`--async-save`).
     """
-    if not hasattr(dist_checkpointing.save, "ends_writers"):
-        dist_checkpointing.save = _ending(dist_checkpointing.save)
-
-
-def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def ending(*args: Any, **kwargs: Any) -> Any:
-        if signature.bind(*args, **kwargs).arguments.get("async_sharded_save"):
-            return original(*args, **kwargs)
-        with writers_end_with_us():
-            return original(*args, **kwargs)
-
-    ending.ends_writers = True  # type: ignore[attr-defined]
-    return ending
+    waited = not given.get("async_sharded_save")
+    with writers_end_with_us() if waited else contextlib.nullcontext():
+        return save(**given)
