@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop, pytest.ma
     importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None,
     reason="needs Megatron's Muon of megatron-core 0.18 or newer")]
 MUON: dict[str, Any] = {"optimizer": "muon", "lr": 0.05, "weight_decay": 0.1, "clip_grad": 0.0,
-                        "muon_scale_mode": "shape_scaling", "muon_fp32_matmul_prec": "highest"}
+                        "muon_scale_mode": "shape_scaling", "muon_fp32_matmul_prec": "highest",
+                        "muon_tp_mode": "blockwise"}
 
 
 def _wrapped(case: Case, ours: bool, given: dict[str, Any]) -> tuple[Any, Any]:
@@ -136,7 +137,8 @@ def _losses(argv: list[str]) -> dict[int, float]:
 def test_a_whole_run_takes_megatrons_steps_and_resumes(data: str, tmp_path: Path,
                                                        more: list[str]) -> None:
     """From one checkpoint of Megatron's own layers, ours and theirs; and again from the middle."""
-    argv = [*MODEL, *EP2, "--swiglu", "--optimizer", "muon", "--weight-decay", "0.1", *more,
+    argv = [*MODEL, *EP2, "--swiglu", "--optimizer", "muon", "--weight-decay", "0.1",
+            "--lr-decay-style", "constant", *more,
             "--train-iters", "5", "--data-path", data, "--save-interval", "1"]
     begin, plain = str(tmp_path / "native"), ["--no-load-optim", "--no-load-rng"]
     on_ranks(2, _losses, [*argv, "--native-moe", "--save", begin, "--exit-interval", "1"])
