@@ -159,18 +159,9 @@ def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | 
     config = script_config()
     if config.mtp_num_layers:  # the builder makes these layers next, and takes its own for them
         whole = _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
-        replace_training("mtp_block_spec", lambda _: functools.partial(
-            _predictions, config, whole, core.with_engine(transformer_engine)))
+        replace_training("mtp_block_spec", lambda _: lambda _config, _layers, vp_stage=None: (
+            core.predictions_spec(config, whole, transformer_engine, vp_stage)))
     return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)
-
-
-def _predictions(config: Any, whole: Any, transformer_engine: bool, _model_config: Any,
-                 _layers: Any, vp_stage: int | None = None) -> Any:
-    """Layers of multi-token prediction as the model's last one."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    return get_gpt_mtp_block_spec(config, whole, use_transformer_engine=transformer_engine,
-                                  vp_stage=vp_stage)
 
 
 def _swapped(block: Any, settings: Mapping[str, Any] | None, allow_none: bool = True) -> Any:

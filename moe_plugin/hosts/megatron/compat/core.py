@@ -376,6 +376,13 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
         qk_l2_norm=setting(config, "qk_l2_norm", False), vp_stage=vp_stage)  # from 0.16 on
 
 
+def predictions_spec(config: Any, layers: TransformerBlockSubmodules,
+                     transformer_engine: bool | None, vp_stage: int | None) -> Any:
+    """Megatron's spec of multi-token prediction, with the last of these layers."""
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layers, use_transformer_engine=with_engine(transformer_engine), vp_stage=vp_stage)
+
+
 def replace_attention(spec: Any, ours: type) -> Any:
     """A copy of a block or layer spec with `ours` as `core_attention` of its self-attention."""
 
