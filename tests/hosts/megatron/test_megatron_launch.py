@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from tests.hosts.megatron.ranks import ROOT
-from tests.hosts.megatron.training import MODEL, arguments_of, options
+from tests.hosts.megatron.training import MODEL, arguments_of, options, own_loop
 
 pytestmark = pytest.mark.megatron
 
@@ -50,6 +50,7 @@ def test_spec_takes_a_yaml_file(tmp_path: Path) -> None:
         script_spec(str(tmp_path / "bad.yaml"))
 
 
+@own_loop
 def test_native_argument_table_names_paths_of_the_tree() -> None:
     from moe_plugin.config.flags import flag_specs
     from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
@@ -200,6 +201,7 @@ def test_spec_follows_virtual_stages() -> None:
         [[(1, False), (2, True)], []], [[(3, True)], [(4, True)]]]
 
 
+@own_loop
 def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
     from moe_plugin.hosts.megatron.spec import script_spec
     from moe_plugin.hosts.megatron.translate import settings_from_flags
