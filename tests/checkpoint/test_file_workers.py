@@ -188,11 +188,12 @@ plan, threads, lock = target.with_name(target.name + ".converting") / PLAN, set(
 def advance(nbytes):
     if not plan.exists():
         return
-    with lock:  # the first thread waits here for the other one
+    with lock:
         threads.add(get_ident())
-        if len(threads) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-    Event().wait(60)
+        both = len(threads) == 2
+    if not both:  # the first thread waits here for the other one, which may have ended its file
+        Event().wait(20)
+    os.kill(os.getpid(), signal.SIGKILL)
 convert(source, target, advance)
 """
 
