@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import logging
 import os
 import re
@@ -32,6 +31,7 @@ import torch
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron import ensemble, own_flags, replicas
 from moe_plugin.hosts.megatron.compat import script_cpu
+from moe_plugin.hosts.megatron.compat.cpu import engine_installed
 from moe_plugin.hosts.megatron.compat.loaders import refuse_empty_splits
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -144,7 +144,7 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
         script_cpu.enable()
         extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.DEFAULTS),
                           script_cpu.leave_out)
-    elif importlib.util.find_spec("transformer_engine") is None:
+    elif not engine_installed():
         extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.WITHOUT_ENGINE))
     keep_compiled_helpers()
     mend_config_warning()

@@ -146,8 +146,13 @@ def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) 
     if not config.virtual_pipeline_model_parallel_size and not setting(
             config, "pipeline_model_parallel_layout"):
         return of_stage(None)
-    whole = core.gpt_block_spec(in_one_stage(config), transformer_engine)
-    return StageSpecs(_swapped(whole, settings), of_stage)
+    return StageSpecs(_all_layers(config, settings, transformer_engine), of_stage)
+
+
+def _all_layers(config: Any, settings: Mapping[str, Any] | None,
+                transformer_engine: bool | None) -> Any:
+    """Those of all pipeline stages."""
+    return _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
 
 
 def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | None,
@@ -158,7 +163,7 @@ def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | 
                          "moe_plugin.hosts.megatron.spec.swap_moe")
     config = script_config()
     if config.mtp_num_layers:  # the builder makes these layers next, and takes its own for them
-        whole = _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
+        whole = _all_layers(config, settings, transformer_engine)
         replace_training("mtp_block_spec", lambda _: lambda _config, _layers, vp_stage=None: (
             core.predictions_spec(config, whole, transformer_engine, vp_stage)))
     return _swapped(core.gpt_block_spec(config, transformer_engine, vp_stage), settings)

@@ -30,7 +30,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float, *,
                  nesterov: bool, weight_decay_method: str, fp32_matmul_prec: str,
                  scaled_orthogonalize_fn: Callable[..., Tensor]) -> None:
-        assert weight_decay_method == "decoupled"  # products are in fp32 here, whatever is asked
+        assert weight_decay_method == "decoupled"  # matmuls are in fp32 here, whatever is asked
         self.nesterov, self.scaled_orthogonalize_fn = nesterov, scaled_orthogonalize_fn
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

@@ -77,7 +77,7 @@ def made(kind: type[nn.Module]) -> Any:
 
 def called(experts: Any, settings: dict[str, Any] | None = None, choices: int = EXPERTS,
            by: Any = None) -> Tensor:
-    """Its output with settings of ours, registered anew under one name; None: its own code's.
+    """Its output with settings of ours, registered again under one name; None: its own code's.
 
     by: what is called in its place.
     """

@@ -71,6 +71,11 @@ def enable(force: bool = False) -> bool:
     return True
 
 
+def engine_installed() -> bool:
+    """Whether Transformer Engine is; imports nothing."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def enabled() -> bool:
     """Whether this process stays on CPU for good."""
     return hasattr(torch.cuda, "_moe_plugin_literals")
@@ -181,9 +186,9 @@ def _random() -> None:
 
 
 @_patch("inference_layers.is_inference_column_parallel_linear", "main of August",
-        "multi-token prediction asks it, and without Transformer Engine its classes are no types")
+        "multi-token prediction calls it; without Transformer Engine its isinstance raises")
 def _no_inference_layers() -> None:
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if engine_installed():
         return
     module: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
     if hasattr(module, "is_inference_column_parallel_linear"):  # taken by name

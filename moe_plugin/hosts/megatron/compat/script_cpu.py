@@ -11,7 +11,6 @@ import argparse
 import enum
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -205,7 +204,7 @@ def _kernels() -> None:
 @_patch("transformer_config.is_te_min_version", "0.15 to main",
         "it asks for Transformer Engine under fp8 recipes with experts; ours follow them without")
 def _recipes_without_engine() -> None:
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if cpu.engine_installed():
         return
     module = importlib.import_module("megatron.core.transformer.transformer_config")
     least = module.is_te_min_version
