@@ -16,6 +16,7 @@ from moe_plugin.config import MoEConfig, from_dict
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.records import HostContext
 from moe_plugin.routing.routers.topk import TopKRouter
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -122,24 +123,13 @@ def test_padded_needs_a_capacity() -> None:
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
     def build(comm) -> dict[str, torch.Tensor]:
-        return {
-            name: p.detach().clone()
-            for name, p in MoELayer(config(num_experts=2), comm).experts.named_parameters()
-        }
+        with seeded(5):
+            layer = MoELayer(config(num_experts=2), comm)
+        return {name: p.detach().clone() for name, p in layer.experts.named_parameters()}
 
-    # one thread at a time: the simulated ranks share torch's generator
-    import threading
-
-    lock = threading.Lock()
-
-    def alone(comm) -> dict[str, torch.Tensor]:
-        with lock:
-            torch.manual_seed(5)
-            return build(comm)
-
-    whole = run_simulated(1, alone)[0]
-    halves = run_simulated(2, alone)
-    quarters = run_simulated(4, alone)
+    whole = run_simulated(1, build)[0]
+    halves = run_simulated(2, build)
+    quarters = run_simulated(4, build)
     for name, value in whole.items():
         assert torch.equal(torch.cat([h[name] for h in halves]), value)
         axis = {"w_in_LDF": 1, "b_in_LF": 0, "w_out_LFD": 0, "b_out_LD": 0}[name]

@@ -29,7 +29,6 @@ def test_second_derivatives_over_ranks() -> None:
     x = torch.randn(2, 6, 8, dtype=torch.float64)
 
     def rank(comm) -> torch.Tensor:
-        torch.manual_seed(0)
         layer = MoELayer(config(experts={"hidden_dim": 6, "compute": "loop", "activation": "silu"}),
                          comm, dtype=torch.float64)
         for index, parameter in enumerate(layer.parameters()):

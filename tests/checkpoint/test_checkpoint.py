@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from moe_plugin.checkpoint import CheckpointError, checksums, load, merge, save,
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.gradients.sync import sync_gradients
+from tests.seeds import seeded
 
-LOCK = threading.Lock()
 SIZES = [1, 2, 4, 8]
 
 
@@ -33,8 +32,7 @@ class Model(nn.Module):
     def __init__(self, comm: Comm, experts: int = 4, seed: int = 0,
                  shards: int | None = None) -> None:
         super().__init__()
-        with LOCK:  # simulated ranks share torch's generator
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.first = MoELayer(
                 from_dict({
                     "model_dim": 8, "num_experts": 8,

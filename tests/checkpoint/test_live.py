@@ -17,8 +17,8 @@ from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.gradients.sync import reduce_experts, sync_gradients
 from moe_plugin.hosts.plain.sharding import ddp_model
-from tests.checkpoint.test_checkpoint import LOCK
 from tests.distributed import run_gloo
+from tests.seeds import seeded
 
 WORLD, EACH, SIZES = 4, 2, [4, 2, 1, 4]  # ranks, steps at each size, expert-parallel sizes
 OPTIMIZERS = {
@@ -32,8 +32,7 @@ class Model(nn.Module):
 
     def __init__(self, comm: Comm, world: Comm) -> None:
         super().__init__()
-        with LOCK:  # simulated ranks share torch's generator
-            torch.manual_seed(5)
+        with seeded(5):
             self.first = self._layer(comm, 8, "sigmoid_bias", kind="gated_ffn")
             self.middle = nn.Linear(8, 8, dtype=torch.float64)
             self.second = self._layer(comm, 2, "topk", bias=True)

@@ -23,8 +23,8 @@ from moe_plugin.config import from_dict
 from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.planner.order_files import dump_orders
 from moe_plugin.routing import finish_step
-from tests.checkpoint.test_checkpoint import LOCK
 from tests.checkpoint.test_live import OPTIMIZERS, loss_of
+from tests.seeds import seeded
 
 ORDERS = {"first": (6, 2, 0, 5, 4, 1, 3, 7), "second": (1, 0)}
 
@@ -34,8 +34,7 @@ class Model(nn.Module):
 
     def __init__(self, comm: Comm) -> None:
         super().__init__()
-        with LOCK:  # simulated ranks share torch's generator
-            torch.manual_seed(5)
+        with seeded(5):
             self.first = self._layer(comm, 8, "sigmoid_bias", {"bias_rate": 0.05}, kind="gated_ffn")
             self.middle = nn.Linear(8, 8, dtype=torch.float64)
             self.second = self._layer(comm, 2, "cosine", {"cosine_dim": 4}, bias=True)

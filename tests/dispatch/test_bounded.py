@@ -29,6 +29,7 @@ from tests.exactness.harness import (
     run_rank,
 )
 from tests.oracle import Case, dense, make_inputs, make_parameters
+from tests.seeds import seeded
 
 FACTORS = (0.3, 0.7, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
 
@@ -225,8 +226,8 @@ def test_more_tokens_than_in_the_first_call_are_reported() -> None:
                         "dispatch": {"name": "bounded"}, "parallel": "fixed"})
 
     def rank(comm: Comm) -> list[bool]:
-        torch.manual_seed(0)
-        layer = MoELayer(config, comm)
+        with seeded(0):
+            layer = MoELayer(config, comm)
         seen = []
         for tokens in (4, 4, 40):
             y = layer(torch.randn(tokens, 8)).output
@@ -317,8 +318,8 @@ def test_a_call_without_tokens_or_gradients_settles_no_bound() -> None:
                         "dispatch": {"name": "bounded"}, "parallel": "fixed"})
 
     def rank(comm: Comm) -> tuple[int | None, ...]:
-        torch.manual_seed(0)
-        layer, settled = MoELayer(config, comm), []
+        with seeded(0):
+            layer, settled = MoELayer(config, comm), []
         for tokens, grad in ((0, True), (3, False), (5, False), (7, True), (4, False)):
             with torch.set_grad_enabled(grad):
                 assert layer(torch.randn(tokens, 8)).output.isfinite().all()
@@ -355,8 +356,9 @@ def test_statistics_of_a_discarded_step_are_not_recorded() -> None:
                         "dispatch": {"name": "bounded", "on_overflow": "repeat"}})
 
     def rank(comm: Comm) -> list[tuple[int, int]]:
-        torch.manual_seed(0)
-        layer, recorder, records = MoELayer(config, comm), StatsRecorder(ObserveConfig(), comm), []
+        with seeded(0):
+            layer = MoELayer(config, comm)
+        recorder, records = StatsRecorder(ObserveConfig(), comm), []
 
         def step(tokens: int) -> None:
             out = layer(torch.randn(tokens, 8))

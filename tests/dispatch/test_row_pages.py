@@ -25,6 +25,7 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.resilience.overflow import limits_of, until_rows_fit
 from tests.exactness.harness import RankResult, compare, config_of, load, reference, run_layer
 from tests.oracle import Case, make_parameters
+from tests.seeds import seeded
 
 SMALL_PAGE = 64
 
@@ -114,9 +115,9 @@ def kept_by_layers(comm: Comm, stash_kib: float, layers: int, **experts: object)
         }, "dispatch": {"name": "bounded", "max_tokens": 64, "stash_mib": stash_kib},
         "parallel": "fixed"
     })
-    torch.manual_seed(comm.rank)
-    model = torch.nn.Sequential(*(MoELayer(config, comm) for _ in range(layers)))
-    x = torch.randn(64, 32, requires_grad=True)
+    with seeded(comm.rank):
+        model = torch.nn.Sequential(*(MoELayer(config, comm) for _ in range(layers)))
+        x = torch.randn(64, 32, requires_grad=True)
     with Live() as live:
         for layer in model:
             x = layer(x).output

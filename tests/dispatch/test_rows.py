@@ -25,6 +25,7 @@ from moe_plugin.kernels import slot_index, weigh_rows
 from moe_plugin.kernels.choices import stable_order
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import Placement, Routing
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -164,12 +165,12 @@ class _Copies(TorchDispatchMode):
 def test_rows_that_arrived_are_not_copied_into_the_order_of_experts(name: str) -> None:
     """Neither forward nor backward, of inputs or results: the experts' own operation does it."""
     def rank(comm: Comm) -> tuple[list[tuple[str, int]], int]:
-        torch.manual_seed(comm.rank)
         factor = 2.0 if name == "padded" else None
-        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "parallel": "fixed",
-                                    "dispatch": {"name": name, "capacity_factor": factor},
-                                    "experts": {"compute": "fused"}}), comm)
-        x_TD = torch.randn(30 + comm.rank, 8, requires_grad=True)
+        with seeded(comm.rank):
+            layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "parallel": "fixed",
+                                        "dispatch": {"name": name, "capacity_factor": factor},
+                                        "experts": {"compute": "fused"}}), comm)
+            x_TD = torch.randn(30 + comm.rank, 8, requires_grad=True)
         y_TD = layer(x_TD).output
         with _Copies() as copies:
             out = layer(x_TD)

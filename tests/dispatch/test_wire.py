@@ -18,6 +18,7 @@ from moe_plugin.dispatch.wire import FORMATS, with_wire
 from moe_plugin.kernels import kernels
 from moe_plugin.kernels.fp8 import BLOCK
 from tests.comm.exchanges import column, random_counts
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -162,8 +163,8 @@ def test_each_way_has_its_own_format(pieces: int, monkeypatch: pytest.MonkeyPatc
                           for seed in range(2))
 
     def rank(comm: Comm) -> torch.Tensor:
-        torch.manual_seed(2)
-        layer = MoELayer(config, comm)
+        with seeded(2):
+            layer = MoELayer(config, comm)
         y_TD = layer(x_TD.clone().requires_grad_()).output
         comm.barrier()
         forward = list(seen)

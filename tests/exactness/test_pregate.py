@@ -27,6 +27,7 @@ from tests.exactness.harness import NAMES, config_of, load_experts, slice_of
 from tests.exactness.test_routers import give_parameters, token_ids
 from tests.oracle import Case, expert, losses, make_inputs, make_parameters, objective, route
 from tests.routing.references import reference_of
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -257,12 +258,12 @@ def test_every_router_chooses_early_and_is_recomputed(name: str) -> None:
     def rank(comm: Any) -> list[list[dict[str, Tensor]]]:
         found = []
         for through in (None, checkpoint):
-            torch.manual_seed(1)
             config = from_dict({"model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 16},
                                 "router": {"name": name, "pre_gate": 1, "noise": 0.0,
                                            **reference_of(name).settings}})
-            model = nn.ModuleList(Block(MoELayer(config, comm, dtype=torch.float64))
-                                  for _ in range(2))
+            with seeded(1):
+                model = nn.ModuleList(Block(MoELayer(config, comm, dtype=torch.float64))
+                                      for _ in range(2))
             for block in model:
                 give_parameters(block.moe.router)
             pregate.link(model)

@@ -18,6 +18,7 @@ from tests.combinations import Cell, name_of
 from tests.exactness import cells
 from tests.exactness.harness import compare, dropping_by_value, naming, reference, run_rank
 from tests.planner.problems import A100, cluster
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 LATENT = 16  # of the reference's tokens of width 8: what is taken for the other does not fit
@@ -42,10 +43,10 @@ def test_output_and_every_gradient_are_the_references(cell: Cell) -> None:
 
 
 def _bytes_sent(comm: Comm, latent: int) -> int:
-    torch.manual_seed(0)
-    layer = MoELayer(from_dict({
-        "model_dim": 64, "num_experts": 4, "losses": {}, "experts": {
-            "hidden_dim": 16, "latent_dim": latent, "bias": False}}), comm)
+    with seeded(0):
+        layer = MoELayer(from_dict({
+            "model_dim": 64, "num_experts": 4, "losses": {}, "experts": {
+                "hidden_dim": 16, "latent_dim": latent, "bias": False}}), comm)
     sent: int = layer(torch.ones(10, 64)).stats.bytes_sent
     return sent
 

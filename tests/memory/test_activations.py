@@ -21,6 +21,7 @@ from moe_plugin.planner.offload.activation_plan import plan
 from moe_plugin.planner.offload.activation_problem import blocks_of
 from moe_plugin.planner.offload.profile import load_profile
 from tests.distributed import run_gloo
+from tests.seeds import seeded
 
 DIM, TOKENS = 16, 24
 
@@ -46,8 +47,8 @@ class Block(nn.Module):
 
 def make(blocks=4, comm=None, seed=0):
     """Blocks that start alike."""
-    torch.manual_seed(seed)
-    return nn.ModuleList(Block(comm or LocalComm(), i) for i in range(blocks))
+    with seeded(seed):
+        return nn.ModuleList(Block(comm or LocalComm(), i) for i in range(blocks))
 
 
 def loss_of(blocks, seed):

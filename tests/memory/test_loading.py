@@ -38,7 +38,6 @@ def read(monkeypatch) -> list[int]:
 def test_a_checkpoint_of_any_number_of_ranks(tmp_path, read, writers, readers):
     def write(comm):
         layer = layer_of(comm=comm)
-        torch.manual_seed(comm.rank)
         with torch.no_grad():
             for p in layer.experts.parameters():
                 p.normal_(generator=torch.Generator().manual_seed(comm.rank))

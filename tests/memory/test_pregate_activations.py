@@ -16,6 +16,7 @@ from moe_plugin.memory.activations.offload import POLICIES
 from moe_plugin.output import weighted_loss
 from tests.distributed import run_gloo
 from tests.memory.test_activations import same
+from tests.seeds import seeded
 
 DIM, TOKENS, BLOCKS = 16, 24, 4
 
@@ -37,8 +38,8 @@ class Block(nn.Module):
 
 def make(comm=None, pre_gate=1):
     """Blocks that start alike."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(Block(comm or LocalComm(), pre_gate) for _ in range(BLOCKS))
+    with seeded(0):
+        blocks = nn.ModuleList(Block(comm or LocalComm(), pre_gate) for _ in range(BLOCKS))
     assert pregate.link(blocks) == (BLOCKS - 1 if pre_gate else 0)
     return blocks
 

@@ -19,6 +19,7 @@ from moe_plugin.experts import is_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.tiers import TierError
 from moe_plugin.records import HostContext
+from tests.seeds import seeded
 
 D, F, E = 8, 12, 6
 EXPERT = 4 * (2 * D * F + F + D)  # bytes
@@ -32,9 +33,9 @@ def layer_of(store: str = "device", comm=None, number: int | None = None, dtype=
             "experts": {"hidden_dim": F, "compute": "loop", "store": store,
                         "store_path": None if tmp is None or store != "disk" else str(tmp),
                         **changes}}
-    torch.manual_seed(3)
-    return MoELayer(from_dict(tree), comm, host=HostContext(layer_number=number), dtype=dtype,
-                    device=device)
+    with seeded(3):
+        return MoELayer(from_dict(tree), comm, host=HostContext(layer_number=number), dtype=dtype,
+                        device=device)
 
 
 def tokens(count: int = 9, seed: int = 0, dtype=torch.float32) -> Tensor:

@@ -22,6 +22,7 @@ from moe_plugin.observe.choices import ChoiceLog
 from moe_plugin.planner.order_files import load_choices
 from moe_plugin.resilience.overflow import StepStart
 from moe_plugin.routing.replay import checkpoint
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -39,8 +40,8 @@ class Model(nn.Module):
 
 
 def trained(comm: Comm, path: Path, steps: int) -> list[Tensor]:
-    torch.manual_seed(comm.rank)
-    model = Model(comm)
+    with seeded(comm.rank):
+        model = Model(comm)
     with torch.no_grad():
         model.moe.router.weight_ED.copy_(torch.eye(4, 8))
     run = TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.0),

@@ -19,6 +19,7 @@ from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import SelectionCall, finish_step, number_layers, router_selections
 from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.distributed import run_gloo
+from tests.seeds import seeded
 
 # 1, 2 and 4 choices a token: a layer's load tells which one decided
 NAMES = "switch,gshard,expert_choice"
@@ -26,13 +27,10 @@ NAMES = "switch,gshard,expert_choice"
 
 def make(names: str = NAMES, losses: dict | None = None, router: dict | None = None, comm=None,
          host: HostContext = HostContext(), **choice) -> MoELayer:
-    torch.manual_seed(1)
-    return MoELayer(
-        from_dict({
-            "model_dim": 6, "num_experts": 4, "losses": losses or {},
-            "router": {"name": names, "selection": choice,
-                       **(router or {})}, "experts": {"hidden_dim": 8}
-        }), comm, host=host)
+    with seeded(1):
+        return MoELayer(from_dict({
+            "model_dim": 6, "num_experts": 4, "losses": losses or {}, "experts": {"hidden_dim": 8},
+            "router": {"name": names, "selection": choice, **(router or {})}}), comm, host=host)
 
 
 def who(layer: MoELayer, **info) -> str:

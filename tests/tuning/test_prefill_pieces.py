@@ -11,6 +11,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -24,12 +25,12 @@ def layer(comm: Comm, folder: Path, kind: str = "rows", **settings) -> MoELayer:
     path = folder / f"{kind}.yaml"
     if not path.exists():
         path.write_text("".join(f"{name}: {value}\n" for name, value in DEVICES[kind].items()))
-    torch.manual_seed(0)
     parallel = {"mode": "fixed", "prefill": True, **settings.pop("parallel", {})}
-    return MoELayer(from_dict({
+    config = from_dict({
         "model_dim": 16, "num_experts": 16, "router": {"top_k": 2}, "experts": {"hidden_dim": 128},
-        "parallel": parallel, "tuner": {"device": str(path)}, **settings}), comm,
-        dtype=torch.float64).eval()
+        "parallel": parallel, "tuner": {"device": str(path)}, **settings})
+    with seeded(0):
+        return MoELayer(config, comm, dtype=torch.float64).eval()
 
 
 def seen(made: MoELayer, tokens: int, comm: Comm) -> tuple[str, torch.Tensor, torch.Tensor]:

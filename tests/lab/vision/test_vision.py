@@ -33,6 +33,7 @@ from moe_plugin.lab.vision.train import Trainer, main
 from tests.distributed import run_gloo
 from tests.lab.vision.folders import few, image_folder, some
 from tests.observe import wandb_files
+from tests.seeds import seeded
 
 pytest.importorskip("timm")
 TINY = PRESETS["tiny"]
@@ -40,8 +41,8 @@ EXACT = {"dispatch.capacity_factor": None, "router.noise": 0.0, "losses": {"swit
 
 
 def tiny(comm: Comm | None = None, seed: int = 0, **settings: object) -> nn.Module:
-    torch.manual_seed(seed)
-    return build(TINY, 10, comm=comm, settings={**EXACT, **settings})
+    with seeded(seed):
+        return build(TINY, 10, comm=comm, settings={**EXACT, **settings})
 
 
 def images(count: int = 6) -> Tensor:
