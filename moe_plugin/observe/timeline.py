@@ -6,6 +6,7 @@ Ranks that do not record wait for rank 0 only while it starts the profiler.
 from __future__ import annotations
 
 import bisect
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class StepTimeline:
             return
         from torch.profiler import ProfilerActivity, profile
 
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its own lines on stderr: start and stop
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         handles = [handle for name, layer in self.layers.items() for handle in _marked(name, layer)]
         try:
