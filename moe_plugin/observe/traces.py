@@ -32,6 +32,7 @@ from moe_plugin.records import Routing
 from moe_plugin.regular_files import check_input, check_output, make_folder
 from moe_plugin.routing import Router
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.forced import check_replaceable
 from moe_plugin.routing.replay import inside_backward, replaying
 
 Key = tuple[str, int | None, int]  # block, mtp_idx, layer
@@ -110,18 +111,8 @@ class RoutingTrace:
                              f"has {len(moes)}: must be equal; give the trace of this model in "
                              "this layout")
         for moe, steps in zip(moes, trace.values(), strict=True):
-            router, config = moe.router, moe.config.router
-            if not isinstance(router, Router) or "force" not in (router.reads or ()):
-                raise ValueError(
-                    f"observe.replay cannot be used with {type(router).__name__}: must be a router "
-                    "with router.force, such as topk; with Megatron's own use "
-                    "--moe-enable-routing-replay and its RouterReplay")
-            for name, value, bound in (("force", config.force, "none"), (
-                    "second_expert_policy", config.second_expert_policy, "all")):
-                if value != bound:
-                    raise ValueError(
-                        f"router.{name}={short(value)} does not fit observe.replay, whose trace "
-                        f"says what is chosen: must be {bound}; leave out one of the two")
+            router = moe.router
+            check_replaceable(router, "observe.replay")
             self.replays.append(_Replay(router, _checked(steps, moe.config.num_experts, path)))
             router.forced = self.replays[-1]
 

@@ -23,8 +23,9 @@ logits, which are even on average alone, and whose weights are of the random log
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_plugin.messages import short
 from moe_plugin.routing.call import RoutingCall
 
 
@@ -33,3 +34,21 @@ def balanced(call: RoutingCall) -> Tensor:
     number_T = call.real_T.long().cumsum(0) - 1
     step_K = [j * call.experts // call.k for j in range(call.k)]
     return (number_T[:, None] + number_T.new_tensor(step_K)) % call.experts
+
+
+def check_replaceable(router: nn.Module, what: str) -> None:
+    """`ValueError` unless `what` may replace the choice of a router, and nothing else does."""
+    if "force" not in (getattr(router, "reads", None) or ()):
+        raise ValueError(
+            f"{what} cannot be used with {type(router).__name__}: must be a router with "
+            "router.force, such as topk; with Megatron's own use --moe-enable-routing-replay and "
+            "its RouterReplay")
+    config = router.config
+    for name, value, bound in (("force", config.force, "none"), (
+            "second_expert_policy", config.second_expert_policy, "all")):
+        if value != bound:
+            raise ValueError(f"router.{name}={short(value)} does not fit {what}, which says what "
+                             f"is chosen: must be {bound}; leave out one of the two")
+    if router.forced is not None:
+        raise ValueError(f"{what} does not fit {type(router).__name__}, whose choices are replayed "
+                         "already: must be one of them; leave out the other")

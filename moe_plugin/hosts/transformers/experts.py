@@ -55,7 +55,7 @@ def check_module(module: nn.Module) -> None:
     """
     dtype = None
     if hasattr(module, "is_concatenated"):
-        dtype = _first_stack(module).dtype
+        dtype = first_stack(module).dtype
         if dtype.is_floating_point and dtype.itemsize >= 2:
             return
     what = f"has weights of {dtype}" if dtype else "is not decorated by use_experts_implementation"
@@ -74,7 +74,7 @@ def experts_of(module: nn.Module, config: MoEConfig, placement: Placement) -> Ex
         ValueError: this rank stores another number of experts than `placement` says, or settings
             are for kernels that do not compute a form of its own.
     """
-    name, stored = type(module).__name__, _first_stack(module).shape[0]
+    name, stored = type(module).__name__, first_stack(module).shape[0]
     if stored != placement.local:
         raise ValueError(
             f"{name} has {stored} experts on this rank: must be {placement.local} of "
@@ -150,13 +150,13 @@ class ModuleExperts(FFNExperts):
     def w_in_LDF(self) -> Tensor:  # type: ignore[override]
         """Of this shape and dtype; not to compute with."""
         module = self.module[0]
-        stack = _input_first(module, _first_stack(module).detach())
+        stack = _input_first(module, first_stack(module).detach())
         return _halves(stack, True)[1] if module.has_gate else stack
 
     def local_parameters(self) -> dict[str, Tensor]:
         """See `Experts`: views of the module's parameters."""
         module, found = self.module[0], {}
-        first = _input_first(module, _first_stack(module))
+        first = _input_first(module, first_stack(module))
         if module.has_gate:
             found["w_gate_LDF"], found["w_in_LDF"] = _Halves.apply(first, module.is_concatenated)
         else:
@@ -205,7 +205,7 @@ class OwnFormExperts(Experts):
         return grouped(rows_RI, counts, _input_first(module, getattr(module, name)), bias_LO)
 
 
-def _first_stack(module: nn.Module) -> Tensor:
+def first_stack(module: nn.Module) -> Tensor:
     stack: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
     return stack
 
@@ -213,5 +213,5 @@ def _first_stack(module: nn.Module) -> Tensor:
 def _anchor(module: nn.Module) -> Any:
     values = [p for p in module._parameters.values() if p is not None]
     # adapters keep stacks in modules below; replicas of `nn.DataParallel` have no parameters
-    values = values or list(module.parameters()) or [_first_stack(module)]
+    values = values or list(module.parameters()) or [first_stack(module)]
     return next((p for p in values if p.requires_grad), values[0])

@@ -34,13 +34,14 @@ MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 Steps = list[tuple[float, ...]]
 
 
-def steps(world: int, flags: str, folder: Path, *, native: bool = False) -> Steps:
+def steps(world: int, flags: str, folder: Path, *, native: bool = False,
+          script: str = SCRIPT) -> Steps:
     """Loss, gradient norm and mean balance losses of steps 2 to 4, from the checkpoint in
     `folder`.
     """
     log = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
-    _launched(world, folder, native, *flags.split(), "--load", str(folder / "start"),
-              "--train-iters", "4", "--log-file", str(log))
+    _launched(world, folder, NATIVE if native else script, *flags.split(), "--load",
+              str(folder / "start"), "--train-iters", "4", "--log-file", str(log))
     rows = [row for row in map(json.loads, log.read_text().splitlines()) if "lm_loss" in row]
     assert [row["iteration"] for row in rows] == [2, 3, 4]
     return [(row["lm_loss"], row["grad_norm"], *(
@@ -52,15 +53,15 @@ def same(got: Steps, wanted: Steps) -> None:
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=2e-4, atol=0)
 
 
-def _launched(world: int, folder: Path, native: bool, *flags: str) -> None:
-    run_main(LAUNCH, ["--moe-cpu", NATIVE if native else SCRIPT, *MODEL, "--data-path",
-                      (folder / "data").read_text(), *flags], world, folder)
+def _launched(world: int, folder: Path, script: str, *flags: str) -> None:
+    run_main(LAUNCH, ["--moe-cpu", script, *MODEL, "--data-path", (folder / "data").read_text(),
+                      *flags], world, folder)
 
 
 def begin(folder: Path, data: str, flags: str = "") -> tuple[Path, Steps]:
     """A folder with a checkpoint of Megatron's own layers, and the steps of one rank from there."""
     (folder / "data").write_text(data)
-    _launched(1, folder, True, *flags.split(), "--train-iters", "1", "--save",
+    _launched(1, folder, NATIVE, *flags.split(), "--train-iters", "1", "--save",
               str(folder / "start"), "--save-interval", "1")
     wanted = steps(1, flags, folder, native=True)
     assert wanted[0][0] - wanted[-1][0] > 0.05

@@ -1,0 +1,201 @@
+"""Routing of rollouts, replayed in training (R3, arXiv 2510.11370).
+
+About one choice in ten of a router differs between the engine that generated a sample and the model
+that trains on it. Engines therefore return the experts of each token of a sample, and training
+takes these in place of its own choice: weights are those that the router gives these experts now,
+and gradients go through them to the router as from any choice.
+
+    with replay_rollouts(model, tokens_of_rank(padded(samples, length))):
+        loss = ...
+        loss.backward()     # inside, so that recomputed layers choose the same again
+
+A sample is what vLLM (`CompletionOutput.routed_experts`) and SGLang (`meta_info["routed_experts"]`,
+base64 of int32) return: [tokens, layers, K], the prompt first. The last token was generated and
+never computed, so an engine has no choice for it: there, and wherever else a choice is -1, the
+router chooses itself.
+
+Shapes: T tokens, B samples, S their padded length, L layers with experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.messages import short
+from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.forced import check_replaceable
+from moe_plugin.routing.routers.base import Router
+
+
+def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:
+    """The choices of a sample, int64 [T, L, K] on the host.
+
+    Args:
+        sample: an array or tensor of integers [T, L, K], or base64 of int32, as SGLang sends it.
+        layers, top_k: L and K, for base64 alone, which has no shape.
+    Raises:
+        ValueError: another shape, no integers.
+    """
+    if isinstance(sample, (str, bytes)):
+        if layers is None or top_k is None:
+            raise ValueError(f"layers={layers}, top_k={top_k} for routed experts in base64: must "
+                             "be those of the model, because the text has no shape; give both")
+        numbers = torch.frombuffer(bytearray(base64.b64decode(sample)), dtype=torch.int32)
+        if numbers.numel() % (layers * top_k):
+            raise ValueError(
+                f"routed experts have {numbers.numel()} numbers: must be a multiple of layers x "
+                f"top_k = {layers} x {top_k}; give those of the model")
+        return numbers.view(-1, layers, top_k).long()
+    ids_TLK = torch.as_tensor(sample)
+    if ids_TLK.dim() != 3 or ids_TLK.is_floating_point() or ids_TLK.dtype == torch.bool:
+        raise ValueError(f"routed experts are {ids_TLK.dtype} {tuple(ids_TLK.shape)}: must be "
+                         "integers [tokens, layers, top_k]; give a sample as the engine returns it")
+    return ids_TLK.long().cpu()
+
+
+def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None = None) -> Tensor:
+    """Samples as a batch, int64 [B, S, L, K], -1 where they say nothing.
+
+    Args:
+        samples: of `rollout`. length: S, tokens of a sample with its padding.
+        starts: place of each sample's first token, where padding is on the left; None: 0.
+    """
+    starts = starts or [0] * len(samples)
+    batch = samples[0].new_full((len(samples), length, *samples[0].shape[1:]), -1)
+    for row_SLK, ids_TLK, start in zip(batch, samples, starts, strict=True):
+        if start + len(ids_TLK) > length:
+            raise ValueError(
+                f"a sample of {len(ids_TLK)} tokens from place {start} on does not fit "
+                f"length={length}: must be at most that; cut samples as their tokens")
+        row_SLK[start:start + len(ids_TLK)] = ids_TLK
+    return batch
+
+
+def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Samples one after the other, int64 [1, S, L, K]; lengths: tokens of each in the batch, with
+    the last one, which an engine has no choice for, and padding.
+    """
+    return torch.cat([padded([one], length)
+                      for one, length in zip(samples, lengths, strict=True)], 1)
+
+
+def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
+                   context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
+                   sequence: tuple[int, int] = (0, 1)) -> Tensor:
+    """The choices of the tokens that a layer of this rank sees, in its order, int64 [T, L, K].
+
+    Args:
+        sequence_first: tokens lie [S, B] (Megatron, fairseq), else [B, S].
+        context: (rank, ranks) of context parallelism: of 2 x ranks equal parts of a sequence a rank
+            has part `rank` and, counted from the end, part `rank`, as Megatron cuts them.
+        lengths: of packed sequences, each of which is cut so; None: samples are not packed.
+        sequence: (rank, ranks) of sequence parallelism: of what is left the rank's equal part.
+    Raises:
+        ValueError: a sequence cannot be cut so.
+    """
+    rank, ranks = context
+    if ranks > 1:
+        sequences = ids_BSLK.split(list(lengths), 1) if lengths else [ids_BSLK]
+        for one in sequences:
+            _check_parts("context", one.shape[1], 2 * ranks)
+        parts = [one.chunk(2 * ranks, 1) for one in sequences]
+        ids_BSLK = torch.cat([part for some in parts for part in (some[rank], some[-1 - rank])], 1)
+    rank, ranks = sequence
+    _check_parts("sequence", ids_BSLK.shape[1], ranks)
+    ids_BSLK = ids_BSLK.chunk(ranks, 1)[rank]
+    return (ids_BSLK.transpose(0, 1) if sequence_first else ids_BSLK).flatten(0, 1)
+
+
+def _check_parts(name: str, tokens: int, parts: int) -> None:
+    if tokens % parts:
+        raise ValueError(f"a sequence of {tokens} tokens: must be a multiple of {parts} with this "
+                         f"{name} parallelism; pad it as the batch is padded")
+
+
+@contextmanager
+def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
+                    layers: Sequence[int] | None = None) -> Iterator[None]:
+    """While open, each layer of ours in `model` takes the experts that samples were generated with.
+
+    In training and in evaluation: also a pass for log-probabilities replays. Keep it open until
+    `backward` has returned; open it anew for the next micro-batch. It costs one read on the host.
+
+    Args:
+        model: has routers of ours that can be forced (`router.force`), in the order of its layers.
+        ids_TLK: of `tokens_of_rank`, on any device. Each pass of a layer is of these T tokens.
+        layers: which of the L each layer takes; None: all, in their order. Engines differ in
+            whether they count layers without experts, and a pipeline stage has some of them.
+    Raises:
+        ValueError: layers, experts, tokens or top-k that are not those of `ids_TLK`.
+    """
+    routers = [part for part in model.modules() if isinstance(part, Router)]
+    with replay_choices(routers, choices_of_layers(
+            ids_TLK, layers, [router.num_experts for router in routers])):
+        yield
+
+
+@contextmanager
+def replay_choices(routers: Sequence[nn.Module], choices: Sequence[Tensor]) -> Iterator[None]:
+    """While open, each router takes its choices, int64 [T, K]; see `replay_rollouts`."""
+    for router in routers:
+        check_replaceable(router, "replay_rollouts")
+    try:
+        for router, ids_TK in zip(routers, choices, strict=True):
+            router.forced = _Rollout(ids_TK, router.select)
+        yield
+    finally:
+        for router in routers:
+            router.forced = None
+
+
+def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
+                      experts: Sequence[int]) -> list[Tensor]:
+    """[T, K] of each layer with so many experts; arguments and errors: see `replay_rollouts`."""
+    if layers is None and ids_TLK.shape[1] != len(experts):
+        raise ValueError(
+            f"routed experts have {ids_TLK.shape[1]} layers, the model here has {len(experts)} "
+            "with experts: must be equal; say which of them each takes by `layers`")
+    places = list(range(len(experts))) if layers is None else list(layers)
+    if len(places) != len(experts) or not all(0 <= p < ids_TLK.shape[1] for p in places):
+        raise ValueError(f"layers={short(places)}: must be {len(experts)} numbers in "
+                         f"0..{ids_TLK.shape[1] - 1}, one for each layer with experts")
+    choices = [ids_TLK[:, place] for place in places]
+    for ids_TK, count in zip(choices, experts, strict=True):
+        if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < count:
+            raise ValueError(f"routed experts are {int(ids_TK.min())}..{int(ids_TK.max())}: must "
+                             f"be in -1..{count - 1}; give those of this model")
+    return choices
+
+
+def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
+    """`ValueError` unless a pass of a layer is of the tokens and experts a token of a rollout."""
+    if tuple(ids_TK.shape) != (tokens, top_k):
+        raise ValueError(
+            f"a layer has a pass of {tokens} tokens and {top_k} experts each, and routed experts "
+            f"are of {tuple(ids_TK.shape)}: must be equal; cut them as the batch is "
+            "(tokens_of_rank), and open replay_rollouts for each micro-batch")
+
+
+@dataclass
+class _Rollout:
+    """Chooses what a rollout says; see `Router.forced`."""
+
+    ids_TK: Tensor
+    select: Callable[[RoutingCall], Tensor]
+
+    def __post_init__(self) -> None:
+        self.complete = not bool((self.ids_TK < 0).any())
+
+    def __call__(self, call: RoutingCall) -> Tensor:
+        check_tokens(self.ids_TK, call.logits_TE.shape[0], call.k)
+        ids_TK = self.ids_TK = self.ids_TK.to(call.logits_TE.device)
+        if self.complete:
+            return ids_TK
+        return torch.where((ids_TK < 0).any(1, keepdim=True), self.select(call), ids_TK)
