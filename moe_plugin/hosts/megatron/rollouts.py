@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.nn.functional as F
+from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron import layer_numbers
-from megatron.core import parallel_state as ps
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.routing.rollouts import choices_of_layers, replay_choices, tokens_of_rank
 
