@@ -281,7 +281,8 @@ NEEDS = {
     "memory limit": _asked("moe_plugin.lab.bench.memory_limit:why_not"),
     "checkout": lambda: None if (ROOT / "scripts").is_dir() else f"there is no {ROOT / 'scripts'}",
     **{name: _package(name)
-       for name in ("fairseq", "megatron", "torchft", "timm", "igraph", "triton", "matplotlib")},
+       for name in ("fairseq", "megatron", "transformers", "torchft", "timm", "igraph", "triton",
+                    "matplotlib")},
 }
 NEEDS_SAID = {
     **{name: name for name in NEEDS}, "nodes": "an emulated cluster (Linux, root)",

@@ -92,7 +92,7 @@ def test_launcher_brings_settings_records_and_routers_to_an_unmodified_script(
         tmp_path: Path) -> None:
     settings = tmp_path / "moe.yaml"
     settings.write_text("dispatch: {name: padded, capacity_factor: 2.0}\n"
-                        "router: {name: hash, hash: {vocabulary: 256}}\n")
+                        "router: {name: hash, hash: {vocabulary: 264}}\n")
     records, events = tmp_path / "moe.jsonl", tmp_path / "events"
     train(2, "--pipeline-model-parallel-size", "2", "--train-iters", "4",
           "--moe-config", str(settings), "--moe-router-load-balancing-type", "none",

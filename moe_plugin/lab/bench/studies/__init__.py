@@ -12,6 +12,8 @@ STUDIES = {study.name: study for study in (
           module="layers.OneProblemsOperations"),
     Study("host", "what a layer costs the host: processor time and operations of a call"),
     Study("train", "whole training steps of our layer and the framework's own"),
+    Study("transformers", "training steps of models of transformers, and of its own experts",
+          needs=("transformers",)),
     Study("all-to-all", "all-to-all algorithms by message size, on your ranks or emulated ones"),
     Study("layers", "our layer and its peers on all problems of the page",
           stem="layer", module="layers.AllLayers"),
