@@ -101,6 +101,7 @@ class FFNParameters:
 
 
 GroupedMatmul = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
+Elementwise = Callable[[Tensor], Tensor]
 Strategy = Callable[[Tensor, "RowCounts | RowPlan", FFNParameters], Tensor]
 strategies: Registry[Strategy] = Registry("expert_compute")
 # those that use `FFNParameters.keep`. Not `batched`, which keeps padded copies in which rows lie
@@ -108,11 +109,13 @@ strategies: Registry[Strategy] = Registry("expert_compute")
 KEEPS_ROWS = ("auto", "kernels", "grouped", "loop")
 
 
-def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False) -> Strategy:
+def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
+                elementwise: Callable[[Elementwise], Elementwise] = lambda f: f) -> Strategy:
     """A strategy from a grouped matmul `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`.
 
     The rows of expert l are multiplied by matrix l, and its bias is added. keeps_rows: whatever
     autograd saves in it has its rows in the order of `rows_RI`, so that they can be kept elsewhere.
+    elementwise: what to compute in place of an activation.
     """
 
     @functools.wraps(matmul)
@@ -120,8 +123,8 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False) -> Strategy:
         if (keeps_rows and parameters.keep is not None and isinstance(rows, DeviceCounts)
                 and x.numel()):
             return _ffn_keeping(matmul, x, rows, parameters)
-        return apply_to_rows(lambda rows_RD, counts: _ffn(matmul, rows_RD, counts, parameters), x,
-                             rows)
+        return apply_to_rows(lambda rows_RD, counts: _ffn(
+            matmul, rows_RD, counts, parameters, elementwise), x, rows)
 
     return strategy
 
@@ -154,7 +157,8 @@ def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
     return combine_rows(compute(gather_rows(x, *maps), rows.counts), rows.weights_TK, *maps)
 
 
-def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters) -> Tensor:
+def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters,
+         elementwise: Callable[[Elementwise], Elementwise] = lambda f: f) -> Tensor:
     inner = [matmul(rows_RD, counts, p.w_in_LDF, p.b_in_LF)]
     if p.w_gate_LDF is not None:
         inner.append(matmul(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF))
@@ -164,7 +168,7 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
             inner_RF = F.dropout(inner_RF, p.dropout)
         return matmul(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
 
-    activate = functools.partial(_activate, ACTIVATIONS[p.activation].value)
+    activate = functools.partial(_activate, elementwise(ACTIVATIONS[p.activation].value))
     if p.recompute:
         return through_recomputed(out, activate, *inner)
     return out(activate(*inner))

@@ -42,14 +42,14 @@ def flags_page() -> str:
             "Every setting, of a layer or of a run, is a flag of the same name in both hosts. A "
             "setting's link leads to its meaning and its bounds. Flags override the YAML file of "
             "`--moe-config`, and the file overrides the defaults; what nothing reads beside the "
-            "flags is left out of the file, and the log says so. `none` means \"not set\"."),
+            "flags is left out of the file, and the log says so. `none` means \"not set\"; what "
+            "settings \"by registered name\" take is on [another page](names.md)."),
         "", "```text",
         "--moe-config settings.yaml --moe-top-k 1          # k = 1, whatever the file says",
         "--moe-losses gshard=0.01,z=0.001                  # names and weights",
         "--moe-batch-prioritized                           # or with true, false",
         "```", "",
         *(_prose(f"- `{s.flag}`: {_linked(s.help)}.", "  ") for s in specs if not s.path), "",
-        "What settings \"by registered name\" take is on [another page](names.md).", "",
         *(line for section in sections for line in _flags_of(section, specs))])
 
 

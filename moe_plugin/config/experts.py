@@ -8,7 +8,7 @@ from moe_plugin.config.options import MOST_WIDTH, SettingsSection, option
 
 # strategies of ours that multiply as torch is set to, and read no precision; one that a user
 # registers may read it
-MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop")
+MULTIPLY_BY_TORCH = ("fused", "grouped", "batched", "loop", "blocks")
 
 # precisions whose products round both operands; they take the kernels whatever is named
 ROUNDED = ("fp8", "fp8_blockwise", "fp8_blockwise_hybrid", "mxfp8", "mxfp8_hybrid", "nvfp4")

@@ -13,6 +13,7 @@ own.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +64,11 @@ class MoEConfig(SettingsSection):
         "the same seed and settings give the same bits, also on GPU; an operator that is not "
         "deterministic is an error (docs/own_routers.md)",
         flag="deterministic")
+    batch_invariant: bool = option(
+        False,
+        "a token's output is the same, bit for bit, whatever else is in the batch: router and "
+        "experts multiply in blocks of one size (docs/rollouts.md)",
+        flag="batch-invariant")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
         default_factory=lambda: {"gshard": 0.01}, metadata={
@@ -101,11 +107,30 @@ class MoEConfig(SettingsSection):
                               "use parallel.mode=auto", "max_d", "tries", "samples", "drift",
                               "bucket")
         self._check_links()
+        if self.batch_invariant:
+            self._check_batch_invariant()
         for name in ("load_importance", "tutel_load_importance"):
             weight = self.losses.get(name, 0)
             check(not weight > 0 or self.router.noise > 0, f"losses.{name}", weight,
                   "0 unless router.noise > 0",
                   "its load term is the probability under the noise: set router.noise, e.g. 1.0")
+
+    def _check_batch_invariant(self) -> None:
+        for name, allowed, why in (
+                ("dispatch.capacity_factor", (None,), "other tokens decide what is dropped"),
+                ("parallel.mode", (None, "fixed"), "layouts add up in other orders"),
+                ("parallel.spill", (None, "never"), "other tokens decide who computes a row"),
+                ("experts.compute", ("auto", "blocks"), "others sum in an order of the batch"),
+                ("experts.kind", ("ffn", "gated_ffn"), "others multiply by themselves"),
+                ("experts.precision", ("ieee",), "rows share their scales"),
+                ("experts.dropout", (0.0,), "random numbers go by the place in the batch"),
+                ("router.noise", (0.0,), "random numbers go by the place in the batch"),
+                ("router.input_jitter", (0.0,), "random numbers go by the place in the batch"),
+                ("router.second_expert_policy", ("all",), "others drop by the batch's numbers")):
+            value = operator.attrgetter(name)(self)
+            self.require(name, value in allowed,
+                         f"{allowed[-1]} where batch_invariant=True",
+                         f"{why}; leave it out")
 
     def _check_links(self) -> None:
         router, links, weighs = self.router, self.router.links, self.losses.get("ta_moe", 0) > 0

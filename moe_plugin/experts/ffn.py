@@ -19,6 +19,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import all_gather
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.experts import ROUNDED
+from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.marks import mark_expert
@@ -65,7 +66,12 @@ class FFNExperts(Experts):
         super().__init__()
         self.config, self.placement = config.experts, placement
         self.adds_to_main_grad = host.adds_to_main_grad
-        self.compute = strategies.get(config.experts.compute)
+        self.compute = strategies.get(
+            "blocks" if config.batch_invariant else config.experts.compute)
+        if config.batch_invariant:
+            check(placement.shards == 1, "batch_invariant", True,
+                  f"False where experts are cut into {placement.shards} parts",
+                  "their sum over ranks is in an order of the batch: use as many experts as ranks")
         if self.config.dropout and not drops_out(self.compute):
             logger.info(
                 "experts.dropout=%s: experts.compute=%s has no dropout; in training torch's "

@@ -25,6 +25,7 @@ class LatentProjection(nn.Module):
         super().__init__()
         options = {"bias": config.experts.bias, "std": config.experts.init_std, "dtype": dtype,
                    "device": device}
+        options["in_blocks"] = config.batch_invariant
         self.down = DrawnLinear(config.model_dim, config.experts.latent_dim, **options)
         self.up = DrawnLinear(config.experts.latent_dim, config.model_dim, **options)
 

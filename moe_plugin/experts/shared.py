@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.config import MoEConfig
 from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.in_blocks import in_pieces, product_in_blocks
 from moe_plugin.records import Routing, Tokens
 
 
@@ -20,11 +21,20 @@ class DrawnLinear(nn.Linear):
 
     Args:
         std: standard deviation of the weights, with zero biases; None: as torch's.
+        in_blocks: see `batch_invariant`.
     """
 
-    def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
-        self.std = std
+    def __init__(self, *args: Any, std: float | None = None, in_blocks: bool = False,
+                 **options: Any) -> None:
+        self.std, self.in_blocks = std, in_blocks
         super().__init__(*args, **options)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """[T, O] of [T, I]."""
+        if not self.in_blocks:
+            return super().forward(x_TI)
+        y_TO = product_in_blocks(x_TI, self.weight.T)
+        return y_TO if self.bias is None else y_TO + self.bias
 
     def reset_parameters(self) -> None:
         """See the class; the values of `SharedExpert` without sharding."""
@@ -48,9 +58,13 @@ class SharedExpert(nn.Module):
                  device: Any = None) -> None:
         super().__init__()
         inner, width = config.experts.shared_hidden_dim, config.model_dim
+        blocks = config.batch_invariant
         options = {"bias": config.experts.bias, "std": config.experts.init_std, "dtype": dtype,
-                   "device": device}
+                   "device": device, "in_blocks": blocks}
         self.activation = ACTIVATIONS[config.experts.activation].value
+        self.sigmoid = torch.sigmoid
+        if blocks:
+            self.activation, self.sigmoid = map(in_pieces, (self.activation, torch.sigmoid))
         self.fc_in = DrawnLinear(width, inner, **options)
         self.dropout, self.overlap = config.experts.dropout, config.experts.shared_overlap
         gated = config.experts.kind == "gated_ffn"
@@ -58,7 +72,8 @@ class SharedExpert(nn.Module):
         self.fc_out = DrawnLinear(inner, width, **options)
         self.gate = None
         if config.experts.shared_gate:
-            self.gate = DrawnLinear(width, 1, bias=False, dtype=dtype, device=device)
+            self.gate = DrawnLinear(width, 1, bias=False, dtype=dtype, device=device,
+                                    in_blocks=blocks)
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
@@ -78,7 +93,7 @@ class SharedExpert(nn.Module):
         inner_TF = F.dropout(inner_TF, self.dropout, self.training)
         y_TD = self.fc_out(inner_TF)
         if self.gate is not None:
-            y_TD = torch.sigmoid(self.gate(x_TD)) * y_TD
+            y_TD = self.sigmoid(self.gate(x_TD)) * y_TD
         y_TD = y_TD.to(x_TD.dtype)
         return y_TD if mask_T is None else y_TD.masked_fill(~mask_T[:, None], 0)
 

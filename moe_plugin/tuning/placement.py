@@ -120,7 +120,7 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
              or parallel.spill not in (None, "never"))
     free = comm.size > 1 and comm.separate and not (
-        named or config.deterministic or traits.single_layout)
+        named or config.deterministic or config.batch_invariant or traits.single_layout)
     measures = may_measure(config)
     mode = parallel.mode or (
         DEFAULT_WHEN_UNSET["parallel.mode"][measures and spans_nodes(comm)] if free else "fixed")

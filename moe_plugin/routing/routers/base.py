@@ -13,6 +13,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_
 from moe_plugin.kernels.derivatives import transformed
+from moe_plugin.kernels.in_blocks import ScoreInPieces, product_in_blocks
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
@@ -53,6 +54,7 @@ class Router(BuffersKeepDtype, RouterModule):
         adds_noise: `router.noise` is added to the logits.
         leaves_none: declares that `select` gives each token k experts, none of them -1; a class
             with a `select` of its own that does not say so may leave choices empty.
+        multiplies_in_blocks: all its products are those of `Router.scores`.
         score: the score function. noise: standard deviation of the logits' noise in training.
         divides: weights are divided by their sum before anything is dropped.
         layer_config: settings of the layer.
@@ -71,6 +73,7 @@ class Router(BuffersKeepDtype, RouterModule):
     adds_noise: bool = True
     leaves_none: bool = True
     adapted: bool = False
+    multiplies_in_blocks: bool = True
     expert_groups: int = 1
 
     def __init_subclass__(cls) -> None:
@@ -91,6 +94,11 @@ class Router(BuffersKeepDtype, RouterModule):
               self.num_experts, f">= {self.fixed_k} with {type(self).__name__}",
               "raise num_experts, or use router.name=topk")
         self.score: ScoreFunction = score_functions.get(self.score_name)()
+        if config.batch_invariant:
+            check(self.multiplies_in_blocks and "force" in (self.reads or ()), "batch_invariant",
+                  True, f"False with {type(self).__name__}",
+                  "its choice may depend on other tokens: use router.name=topk")
+            self.score = ScoreInPieces(self.score)
         self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
         self.divides = self.config.normalize in ("auto", "before_drop")
         self.forced: Callable[[RoutingCall], Tensor | None] | None = (
@@ -223,7 +231,11 @@ class Router(BuffersKeepDtype, RouterModule):
         Args:
             x_TD: tokens, of any float dtype. call: has `mask_T`, `k`, `info`, `noise`.
         """
-        logits_TE = linear_scores(x_TD, self.weight_ED)
+        if self.layer_config.batch_invariant:
+            dtype = accumulate_dtype(x_TD.dtype)
+            logits_TE = product_in_blocks(x_TD.to(dtype), self.weight_ED.to(dtype).T)
+        else:
+            logits_TE = linear_scores(x_TD, self.weight_ED)
         return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:

@@ -1,0 +1,134 @@
+"""Products and functions of rows whose bits do not depend on what other rows there are.
+
+A library sums a matrix product in an order that it chooses by the number of rows, and computes the
+last elements of a tensor in another way than those that fill its vector registers: the same token
+gets other bits in another batch. Here all rows are multiplied in blocks of `BLOCK`, the last one
+filled up with zeros, from memory that lies alike, and elements are computed in pieces that fill all
+registers. Whether the library at hand then treats all rows of a block alike is tried, once for each
+size. Gradients are computed from all rows at once, as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.kernels.derivatives import first_derivative_only
+from moe_plugin.kernels.expert_ffn import from_matmul, strategies
+from moe_plugin.kernels.scores import ScoreFunction, Sigmoid, Softmax
+from moe_plugin.row_counts import RowCounts
+
+BLOCK = 32
+WIDTH = 16  # both axes of a matrix are filled up to a multiple: other widths have odd ends
+PIECE = 4096  # elements, few enough for one thread
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, w_IO: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RI, w_IO)
+        (rows, inner), outer = x_RI.shape, w_IO.shape[1]
+        dtype = x_RI.dtype
+        if x_RI.device.type == "cpu" and dtype.itemsize < 4:
+            dtype = torch.float32  # many CPUs take 30 times as long for products of 16 bits
+        wide_IO = w_IO.to(dtype)
+        if inner % WIDTH or outer % WIDTH or wide_IO.data_ptr() % 64:
+            wide_IO = F.pad(wide_IO, (0, -outer % WIDTH, 0, -inner % WIDTH)).clone()
+        _check_library(wide_IO.shape, wide_IO.stride(), dtype, x_RI.device)
+        out_RO = wide_IO.new_empty(rows + -rows % BLOCK, wide_IO.shape[1])
+        block_BI = wide_IO.new_zeros(BLOCK, wide_IO.shape[0])
+        for first in range(0, rows, BLOCK):
+            some_RI = x_RI[first:first + BLOCK]
+            block_BI[:len(some_RI), :inner] = some_RI
+            torch.mm(block_BI, wide_IO, out=out_RO[first:first + BLOCK])
+        return out_RO[:rows, :outer].to(x_RI.dtype).contiguous()
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_RI, w_IO = ctx.saved_tensors
+        return (grad_RO @ w_IO.T if ctx.needs_input_grad[0] else None,
+                x_RI.T @ grad_RO if ctx.needs_input_grad[1] else None)
+
+
+@functools.cache
+def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
+                   device: torch.device) -> None:
+    """`ValueError` if a row's bits depend on its place in a block of this size here."""
+    random = torch.Generator().manual_seed(0)
+    w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    w_IO.copy_(torch.randn(shape, generator=random))
+    x_BI = torch.randn(BLOCK, shape[0], generator=random).to(device, dtype)
+    out_BO = x_BI @ w_IO
+    for places in (x_BI.flip(0), x_BI.roll(1, 0), x_BI.roll(5, 0)):
+        found = {row.numpy(force=True).tobytes() for row in (places @ w_IO).view(torch.uint8)}
+        if found != {row.numpy(force=True).tobytes() for row in out_BO.view(torch.uint8)}:
+            raise ValueError(
+                f"batch_invariant=True does not fit products of [{BLOCK}, {shape[0]}] by "
+                f"{tuple(shape)} in {dtype} on this {device.type}, whose library sums rows of a "
+                "block in different orders: must be all alike; use another dtype or width")
+
+
+def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
+    """x w, [R, O], differentiable once; a row's bits depend on that row and w alone.
+
+    Args:
+        x_RI: [R, I]. w_IO: [I, O], of the same floating-point dtype; under autocast both are cast.
+    Raises:
+        ValueError: this machine's library computes rows of a block in different orders.
+    """
+    if torch.is_autocast_enabled(x_RI.device.type) and x_RI.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x_RI.device.type)
+        x_RI, w_IO = x_RI.to(dtype), w_IO.to(dtype)
+    out: Tensor = _InBlocks.apply(x_RI, w_IO)
+    return out
+
+
+def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An elementwise function, computed in pieces of `PIECE` elements, the last one filled up."""
+    def pieces(x: Tensor) -> Tensor:
+        filled = F.pad(x.flatten(), (0, -x.numel() % PIECE))
+        if not x.numel():
+            return function(x)
+        return torch.cat([function(one) for one in filled.split(PIECE)])[:x.numel()].view_as(x)
+
+    return pieces
+
+
+class ScoreInPieces(ScoreFunction):
+    """Another score function of each logit by itself, in pieces; or torch's softmax. Routing is
+    then computed step by step.
+
+    Raises:
+        ValueError: a score function of one's own, which may read a whole row.
+    """
+
+    def __init__(self, score: ScoreFunction) -> None:
+        self.is_softmax = isinstance(score, Softmax)
+        if not isinstance(score, (Softmax, Sigmoid)):
+            raise ValueError(
+                f"batch_invariant=True does not fit the scores of {type(score).__name__}: must be "
+                "softmax or sigmoid; change router.score")
+        self._scores = functools.partial(torch.softmax, dim=1) if self.is_softmax else (
+            in_pieces(score.scores))
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """See `ScoreFunction.scores`."""
+        return self._scores(logits_TE)
+
+
+def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
+    """A loop over experts whose products are in blocks. Shapes and dtypes: see `loop`."""
+    some = [product_in_blocks(rows, w) for rows, w in
+            zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
+    if b_LO is not None:
+        some = [rows + b for rows, b in zip(some, b_LO.unbind(0), strict=True)]
+    return torch.cat(some)
+
+
+strategies.register("blocks")(from_matmul(in_blocks, elementwise=in_pieces))
