@@ -127,7 +127,7 @@ def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | 
     some = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:
-        some = [rows + b for rows, b in zip(some, b_LO.unbind(0), strict=True)]
+        some = [rows + b.to(rows.dtype) for rows, b in zip(some, b_LO.unbind(0), strict=True)]
     return torch.cat(some)
 
 

@@ -60,7 +60,7 @@ class GradSums:
         """
         self._forget_aborted()
         if name not in self._sums:
-            self._sums[name] = _Sum(memory.empty(f"gradient {name}", tuple(w_LIO.shape), w_LIO))
+            self._sums[name] = _Sum(_as_it_lies(f"gradient {name}", w_LIO, memory))
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def end(self, name: str) -> Tensor | None:
@@ -99,6 +99,16 @@ class GradSums:
             self._task = task
             self._sums.clear()
             self._ended.clear()
+
+
+def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
+    """Memory for a weight's gradient, in the order of its axes: of another one autograd makes a
+    copy, and a slow one.
+    """
+    experts, inner, outer = w_LIO.shape
+    if w_LIO.stride(1) == 1 != w_LIO.stride(2):
+        return memory.empty(purpose, (experts, outer, inner), w_LIO).transpose(1, 2)
+    return memory.empty(purpose, (experts, inner, outer), w_LIO)
 
 
 class WeightGrad:
