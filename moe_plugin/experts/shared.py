@@ -34,7 +34,7 @@ class DrawnLinear(nn.Linear):
         if not self.in_blocks:
             return super().forward(x_TI)
         y_TO = product_in_blocks(x_TI, self.weight.T)
-        return y_TO if self.bias is None else y_TO + self.bias
+        return y_TO if self.bias is None else y_TO + self.bias.to(y_TO.dtype)
 
     def reset_parameters(self) -> None:
         """See the class; the values of `SharedExpert` without sharding."""
