@@ -20,7 +20,7 @@ from moe_plugin.comm.graph_ops import Route
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.routing.capacity import with_equal_tokens
-from tests.combinations import Cell, all_pairs, name_of
+from tests.combinations import Cell, all_pairs, every_value, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells
 from tests.exactness.harness import (
@@ -107,7 +107,9 @@ def _run_cells(some: list[Cell], backend: str) -> list[RankResult]:
 
 
 @pytest.mark.parametrize(("some", "backend"), [
-    pytest.param(ONE_GRAPH, "aot_eager", id="one graph"),
+    pytest.param([ONE_GRAPH[place] for place in every_value(ONE_GRAPH)], "aot_eager",
+                 id="one graph"),
+    pytest.param(ONE_GRAPH, "aot_eager", id="one graph, all pairs", marks=pytest.mark.slow),
     pytest.param(BREAKS, "aot_eager", id="with breaks"),
     pytest.param([ONE_GRAPH[0], ONE_GRAPH[-3], BREAKS[1]], "inductor", id="by Inductor",
                  marks=pytest.mark.slow),  # its compiler takes half a minute
