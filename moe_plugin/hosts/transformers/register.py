@@ -164,7 +164,8 @@ class PluginEP(EPImplementation):
             routed = self.routed = _routed(module, self.settings, self.comm, experts,
                                            top_k_index.shape[1])
         if self.sharing.size == 1:
-            return _call(routed, module, hidden_states, top_k_index, top_k_weights)
+            y_TD = _call(routed, module, hidden_states, top_k_index, top_k_weights)
+            return y_TD.clone() if y_TD._is_view() else y_TD  # FSDP2's hook must not be on a view
         tokens = hidden_states.shape[0]
         part = _part(hidden_states, top_k_index, top_k_weights, self.sharing)
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
