@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.kernels.derivatives import first_derivative_only
+from moe_plugin.kernels.derivatives import first_derivative_only, transformed
 from moe_plugin.kernels.expert_ffn import from_matmul, strategies
 from moe_plugin.kernels.scores import ScoreFunction, Sigmoid, Softmax
+from moe_plugin.machine import exporting
 from moe_plugin.row_counts import RowCounts
 
 BLOCK = 32
@@ -60,14 +61,16 @@ class _InBlocks(torch.autograd.Function):
 def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
                    device: torch.device) -> None:
     """`ValueError` if a row's bits depend on its place in a block of this size here."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    w_IO.copy_(torch.randn(shape, generator=random))
-    x_BI = torch.randn(BLOCK, shape[0], generator=random).to(device, dtype)
-    out_BO = x_BI @ w_IO
-    for places in (x_BI.flip(0), x_BI.roll(1, 0), x_BI.roll(5, 0)):
-        found = {row.numpy(force=True).tobytes() for row in (places @ w_IO).view(torch.uint8)}
-        if found != {row.numpy(force=True).tobytes() for row in out_BO.view(torch.uint8)}:
+    w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
+    x_BI = torch.randn(BLOCK, shape[0], generator=random, device="cpu").to(device, dtype)
+    out_BO = w_IO.new_empty(BLOCK, shape[1])  # as in a pass, which autocast does not reach
+    seen = []
+    for places in (x_BI, x_BI.flip(0), x_BI.roll(1, 0), x_BI.roll(5, 0)):
+        torch.mm(places, w_IO, out=out_BO)
+        seen.append({row.numpy(force=True).tobytes() for row in out_BO.view(torch.uint8)})
+        if seen[-1] != seen[0]:
             raise ValueError(
                 f"batch_invariant=True does not fit products of [{BLOCK}, {shape[0]}] by "
                 f"{tuple(shape)} in {dtype} on this {device.type}, whose library sums rows of a "
@@ -80,8 +83,12 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
     Args:
         x_RI: [R, I]. w_IO: [I, O], of the same floating-point dtype; under autocast both are cast.
     Raises:
-        ValueError: this machine's library computes rows of a block in different orders.
+        ValueError: this machine's library computes rows of a block in different orders; under
+            torch.func and torch.export, which see no blocks.
     """
+    if transformed() or exporting():
+        raise ValueError("batch_invariant=True does not fit torch.func and torch.export: must be "
+                         "False under them; leave it out")
     if torch.is_autocast_enabled(x_RI.device.type) and x_RI.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x_RI.device.type)
         x_RI, w_IO = x_RI.to(dtype), w_IO.to(dtype)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.config.flags import setting_specs
+from moe_plugin.config.options import check
 from moe_plugin.config.run import RunConfig
 from moe_plugin.config.tree import MoEConfig, flatten, to_dict, with_overrides
 from moe_plugin.messages import alike, did_you_mean, short
@@ -103,6 +104,8 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     own = tuple(start for start, given in (("router.", router), ("experts.", experts)) if given)
     if not own:
         return
+    check(not config.batch_invariant, "batch_invariant", True,
+          f"False where you bring the {own[0][:-1]} yourself", "leave it out")
     values, defaults = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
     read = _READ_BESIDE | (_READ_BY_SHARED if config.experts.shared_hidden_dim else set())
     for path, value in values.items():

@@ -118,6 +118,10 @@ class MoEConfig(SettingsSection):
     def _check_batch_invariant(self) -> None:
         for name, allowed, why in (
                 ("dispatch.capacity_factor", (None,), "other tokens decide what is dropped"),
+                ("dispatch.eval_capacity_factor", (None,), "other tokens decide what is dropped"),
+                ("dispatch.eval_token_fraction", (0.0,), "other tokens decide what is dropped"),
+                ("dispatch.name", ("bounded", "deepep", "hybridep", "nccl_ep", "ragged"),
+                 "others sum over ranks in an order of the batch"),
                 ("parallel.mode", (None, "fixed"), "layouts add up in other orders"),
                 ("parallel.spill", (None, "never"), "other tokens decide who computes a row"),
                 ("experts.compute", ("auto", "blocks"), "others sum in an order of the batch"),

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from moe_plugin.messages import short
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.forced import check_replaceable
-from moe_plugin.routing.routers.base import Router
 
 
 def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:
@@ -68,6 +68,10 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
         starts: place of each sample's first token, where padding is on the left; None: 0.
     """
     starts = starts or [0] * len(samples)
+    for one in samples:
+        if one.shape[1:] != samples[0].shape[1:]:
+            raise ValueError(f"samples have [layers, top_k] {list(samples[0].shape[1:])} and "
+                             f"{list(one.shape[1:])}: must be equal; give those of one model")
     batch = samples[0].new_full((len(samples), length, *samples[0].shape[1:]), -1)
     for row_SLK, ids_TLK, start in zip(batch, samples, starts, strict=True):
         if start + len(ids_TLK) > length:
@@ -125,7 +129,8 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     """While open, each layer of ours in `model` takes the experts that samples were generated with.
 
     In training and in evaluation: also a pass for log-probabilities replays. Keep it open until
-    `backward` has returned; open it anew for the next micro-batch. It costs one read on the host.
+    `backward` has returned; open it anew for the next micro-batch. Choices are checked on the host:
+    leave them there until then.
 
     Args:
         model: has routers of ours that can be forced (`router.force`), in the order of its layers.
@@ -135,7 +140,12 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     Raises:
         ValueError: layers, experts, tokens or top-k that are not those of `ids_TLK`.
     """
-    routers = [part for part in model.modules() if isinstance(part, Router)]
+    routers: list[nn.Module] = []
+    for part in model.modules():
+        if isinstance(part, RouterModule) and not any(part in router.modules()
+                                                      for router in routers):
+            check_replaceable(part, "replay_rollouts")
+            routers.append(part)
     with replay_choices(routers, choices_of_layers(
             ids_TLK, layers, [router.num_experts for router in routers])):
         yield
@@ -171,6 +181,10 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < count:
             raise ValueError(f"routed experts are {int(ids_TK.min())}..{int(ids_TK.max())}: must "
                              f"be in -1..{count - 1}; give those of this model")
+        sorted_TK = ids_TK.sort(1).values
+        if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, :1] >= 0)).any()):
+            raise ValueError("routed experts have the same expert twice for a token: must be "
+                             "different ones; -1 where the engine has none")
     return choices
 
 

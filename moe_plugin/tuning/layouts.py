@@ -281,7 +281,7 @@ class Layouts:
         return dataclasses.replace(layout, dispatcher=WeightsFirst(layout.dispatcher))
 
     def _layout(self, choice: LayoutChoice, dispatcher: Dispatcher, **more: Any) -> LayerLayout:
-        own = choice.kernel == self.config.experts.compute
+        own = choice.kernel == self.config.experts.compute or self.config.batch_invariant
         return LayerLayout(choice, dispatcher, self.experts,
                            None if own else strategies.get(choice.kernel), **more)
 

@@ -112,6 +112,8 @@ def test_without_it_bits_differ() -> None:
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"dispatch": {"capacity_factor": 1.0}}, "dispatch.capacity_factor=1.0"),
+    ({"dispatch": {"eval_capacity_factor": 1.0}}, "dispatch.eval_capacity_factor=1.0"),
+    ({"dispatch": {"name": "all_gather"}}, "dispatch.name='?all_gather'?"),
     ({"parallel": {"mode": "auto"}}, "parallel.mode='?auto'?"),
     ({"experts": {"compute": "loop"}}, "experts.compute='?loop'?"),
     ({"experts": {"dropout": 0.1}}, "experts.dropout=0.1"),
@@ -122,6 +124,22 @@ def test_without_it_bits_differ() -> None:
 def test_what_depends_on_the_batch_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         layer_of(**settings)
+
+
+def test_own_parts_and_transforms_are_refused() -> None:
+    config = from_dict({"model_dim": 8, "num_experts": 2, "batch_invariant": True})
+    with pytest.raises(ValueError, match="False where you bring the experts yourself"):
+        MoELayer(config, experts=lambda index: torch.nn.Linear(8, 8))
+    layer = MoELayer(config)
+    with pytest.raises(ValueError, match="does not fit torch.func"):
+        torch.func.grad(lambda x: layer(x).output.sum())(torch.randn(3, 8))
+
+
+def test_under_autocast_and_another_default_device() -> None:
+    layer, x_TD = layer_of(experts={"shared_hidden_dim": 24}), tokens()
+    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
+        whole_TD = layer(x_TD).output
+        assert torch.equal(layer(x_TD[3:5]).output, whole_TD[3:5])
 
 
 def test_cut_experts_are_refused() -> None:

@@ -33,9 +33,12 @@ def layer_of(store: str = "device", comm=None, number: int | None = None, dtype=
             "experts": {"hidden_dim": F, "compute": "loop", "store": store,
                         "store_path": None if tmp is None or store != "disk" else str(tmp),
                         **changes}}
+    config, host = from_dict(tree), HostContext(layer_number=number)
+    if config.dispatch.name == "parm_s2":  # its ranks meet where the layer is made
+        torch.manual_seed(3)
+        return MoELayer(config, comm, host=host, dtype=dtype, device=device)
     with seeded(3):
-        return MoELayer(from_dict(tree), comm, host=HostContext(layer_number=number), dtype=dtype,
-                        device=device)
+        return MoELayer(config, comm, host=host, dtype=dtype, device=device)
 
 
 def tokens(count: int = 9, seed: int = 0, dtype=torch.float32) -> Tensor:

@@ -155,6 +155,7 @@ def test_layers_are_named_where_an_engine_counts_others() -> None:
     ({}, choices(4), "a layer has a pass of 5 tokens and 2 experts each, and routed experts"),
     ({"top_k": 3}, choices(5), "a pass of 5 tokens and 3 experts each"),
     ({}, choices(5) + 1, r"routed experts are \d\.\.6: must be in -1\.\.5"),
+    ({}, torch.zeros_like(choices(5)), "the same expert twice"),
     ({"name": "sinkhorn"}, choices(5), "replay_rollouts cannot be used with SinkhornRouter"),
     ({"force": "balance"}, choices(5), "router.force='balance' does not fit replay_rollouts"),
 ])
@@ -171,6 +172,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], ids: Tensor, said
     (lambda: rollout(torch.rand(3, 2, 2)), "must be integers"),
     (lambda: rollout(torch.ones(3, 2, dtype=torch.int32)), "must be integers"),
     (lambda: padded([choices(5)], 4), "a sample of 5 tokens from place 0 on does not fit length=4"),
+    (lambda: padded([choices(3), choices(3, 1)], 4), r"\[3, 2\] and \[1, 2\]: must be equal"),
     (lambda: tokens_of_rank(padded([choices(5)], 6), context=(0, 2)), "must be a multiple of 4"),
     (lambda: tokens_of_rank(padded([choices(5)], 5), sequence=(0, 2)), "must be a multiple of 2"),
 ])
@@ -183,4 +185,11 @@ def test_one_replay_at_a_time() -> None:
     model, ids_TLK = Model(), choices(5)
     with (replay_rollouts(model, ids_TLK), pytest.raises(ValueError, match="already"),
           replay_rollouts(model, ids_TLK)):
+        pass
+
+
+def test_several_routers_of_a_layer_are_refused() -> None:
+    model = Model(name="topk,sigmoid_bias")
+    with pytest.raises(ValueError, match="cannot be used with RouterSelector"), replay_rollouts(
+            model, choices(5, 6)):
         pass

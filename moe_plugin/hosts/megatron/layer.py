@@ -100,6 +100,10 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
         self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
+        if plan.config.batch_invariant and (plan.native_router or self.use_shared_expert):
+            raise ValueError("batch_invariant=True does not fit Megatron's own router or shared "
+                             "experts, whose products depend on the batch: must be False; leave "
+                             "out --moe-batch-invariant")
         native = core.native_router(
             config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)

@@ -28,23 +28,33 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     A balance loss of the model itself (`output_router_logits`) counts the router's own choices.
 
     Raises:
-        ValueError: besides, at the end of a block's pass, a router that chooses in another way.
+        ValueError: besides, at the end of a block's pass, a router that chooses in another way;
+            at the end, a block without a pass.
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
               if hasattr(part, "is_concatenated")]
     experts = [first_stack(part).shape[0] for _, part in blocks]
     with ExitStack() as stack:
+        passed = set[nn.Module]()
         for (block, _), ids_TK, count in zip(
                 blocks, choices_of_layers(ids_TLK, layers, experts), experts, strict=True):
-            for handle in _hooks(block, ids_TK, count):
+            for handle in _hooks(block, ids_TK, count, passed):
                 stack.callback(handle.remove)
         yield
+    for block, _ in blocks:
+        if block not in passed:
+            raise ValueError(
+                f"a {type(block).__name__} had no pass that could replay: must have one; a model "
+                "that was compiled before does not see it: compile it inside, or call "
+                "torch._dynamo.reset() first")
 
 
-def _hooks(block: nn.Module, ids_TK: Tensor, experts: int) -> tuple[Any, Any]:
+def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
+           passed: set[nn.Module]) -> tuple[Any, Any]:
     modes: list[_TopK] = []  # of passes that have begun
 
     def begin(*_: Any) -> None:
+        passed.add(block)
         modes.append(_TopK(ids_TK, experts))
         modes[-1].__enter__()
 
