@@ -37,31 +37,32 @@ class ExpertRanks:
     Attributes:
         ranks: by place in `PLACES`, r of each expert; 0: it has no adapter. Factors of all experts
             are as wide as the largest; what is behind an expert's own r has no effect.
-        alpha: an adapter's scale is alpha / r, or, where rooted (rsLoRA), alpha / sqrt(r).
+        alphas: by place; an adapter's scale is alpha / r, or, where rooted (rsLoRA), alpha /
+            sqrt(r).
         dora: whether there are lengths m.
         merged: what the weights hold and is not computed with; None: adapters are computed with.
     """
 
     ranks: Mapping[str, Sequence[int]]
-    alpha: float
+    alphas: Mapping[str, float]
     rooted: bool = False
     dora: bool = False
     merged: Mapping[str, LowRank] | None = None
     _scales: dict[object, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
-    def scale(self, rank: int) -> float:
+    def scale(self, place: str, rank: int) -> float:
         """Of an adapter of rank r; 0 where there is none."""
-        return self.alpha / (math.sqrt(rank) if self.rooted else rank) if rank else 0.0
+        return self.alphas[place] / (math.sqrt(rank) if self.rooted else rank) if rank else 0.0
 
     def scale_LR(self, place: str, first: int, like: Tensor) -> Tensor:
         """Scales of an adapter's R columns, 0 behind an expert's own rank.
 
         first: number of the first expert. like: a factor b, [L, R, ...].
         """
-        key = place, first, like.shape[:2], like.dtype, like.device
+        key = place, self.alphas[place], first, like.shape[:2], like.dtype, like.device
         if key not in self._scales:
             mine = self.ranks[place][first:first + like.shape[0]]
-            rows = [[self.scale(r)] * r + [0.0] * (like.shape[1] - r) for r in mine]
+            rows = [[self.scale(place, r)] * r + [0.0] * (like.shape[1] - r) for r in mine]
             self._scales[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
         return self._scales[key]
 

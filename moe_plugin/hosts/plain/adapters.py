@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +49,15 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
         ValueError: there is no layer, its experts cannot have adapters or have some, or no expert
             gets one.
     """
-    _check(rank, targets)
+    _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} has no MoELayer, so that nothing gets adapters: "
                          "call swap_moe_blocks(model) or replace_ffn(model) first; in a model of "
                          "transformers whose experts stay, use peft's target_parameters")
     made = {name: ExpertRanks(_ranks(name, layer, rank, targets, experts, rank_pattern or {}),
-                              alpha, use_rslora, use_dora) for name, layer in layers.items()}
+                              dict.fromkeys(TARGETS.values(), alpha), use_rslora, use_dora)
+            for name, layer in layers.items()}
     if not any(each.ranks for each in made.values()):
         raise ValueError(f"experts={short(experts)} with rank_pattern={short(rank_pattern)} leaves "
                          "no expert with an adapter: must be global indices from 0, and patterns "
@@ -65,6 +67,8 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     for name, layer in layers.items():
         if made[name].ranks:
             _add(layer, made[name])
+    if hasattr(model, "peft_config"):
+        cast(Any, model).save_pretrained = _SavesExperts(model)
     return [name for name in layers if made[name].ranks]
 
 
@@ -80,15 +84,31 @@ def _add(layer: MoELayer, ranks: ExpertRanks) -> None:
     layer.follow_parameters()
 
 
+class _SavesExperts:
+    """`save_pretrained` of a model of `peft`, which knows its own adapters alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """All adapters, see `save_adapter`. Collective."""
+        from moe_plugin.hosts.plain.adapter_files import save_adapter
+
+        save_adapter(self.model, save_directory)
+
+
 def _freeze(parameter: nn.Parameter) -> None:
     parameter.requires_grad_(False)
     parameter.grad = None
 
 
-def _check(rank: int, targets: Collection[str]) -> None:
+def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> None:
     if rank < 1:
         raise ValueError(f"rank={rank} must be >= 1; use rank_pattern={{...: 0}} for experts "
                          "without an adapter")
+    if (least := min(pattern.values(), default=0)) < 0:
+        raise ValueError(f"rank_pattern={short(dict(pattern))}: {least} must be >= 0; use 0 for "
+                         "experts without an adapter")
     if isinstance(targets, str) or not set(targets) <= set(TARGETS) or not targets:
         raise ValueError(f"targets={short(targets)} must be a list of {', '.join(TARGETS)}; for "
                          "routers use peft's target_parameters")
