@@ -263,7 +263,7 @@ class FFNExperts(Experts):
                              redirected, self.config.dropout if self.training else 0.0,
                              self.config.recompute_activation, precision=self.config.precision,
                              rounded=rounded, later=None if borrowed else self.later,
-                             adapters=as_adapters(tensors))
+                             adapters=as_adapters(tensors) if self.adapters else {})
 
 
 @expert_kinds.register("gated_ffn")

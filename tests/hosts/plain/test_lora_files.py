@@ -13,8 +13,12 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 peft = pytest.importorskip("peft")
 
 from moe_plugin.comm import TorchComm  # noqa: E402
-from moe_plugin.hosts.plain.adapter_files import load_adapter, save_adapter  # noqa: E402
-from moe_plugin.hosts.plain.adapters import add_lora, merge_lora  # noqa: E402
+from moe_plugin.hosts.plain.adapters import (  # noqa: E402
+    add_lora,
+    load_adapter,
+    merge_lora,
+    save_adapter,
+)
 from moe_plugin.hosts.plain.huggingface import (  # noqa: E402
     restore_moe_blocks,
     swap_moe_blocks,
