@@ -63,7 +63,8 @@ class ExpertRanks:
         if key not in self._scales:
             mine = self.ranks[place][first:first + like.shape[0]]
             rows = [[self.scale(place, r)] * r + [0.0] * (like.shape[1] - r) for r in mine]
-            self._scales[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # the next call may train
+                self._scales[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
         return self._scales[key]
 
 
@@ -82,7 +83,7 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
         squared += (mixed_LRO * b).sum(1)
     if shards is not None:
         squared = shards.all_reduce(squared)
-    return squared.clamp(min=0).sqrt()
+    return squared.clamp(min=1e-12).sqrt()  # of columns of zeros, too, which are divided by it
 
 
 def with_factors(found: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
