@@ -11,8 +11,9 @@ copies. Experts without rows get zero gradients, not missing ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,22 @@ from moe_plugin.registry import Registry
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 OPERANDS = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
+
+
+class LowRank(NamedTuple):
+    """An adapter on the weights w of L experts, which compute with (w + a b) factor.
+
+    Attributes:
+        a_LIR, b_LRO: [L, I, R], [L, R, O]. factor_LO: [L, O]; None: 1.
+    """
+
+    a_LIR: Tensor
+    b_LRO: Tensor
+    factor_LO: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        """In another dtype."""
+        return LowRank(*(value if value is None else value.to(dtype) for value in self))
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,8 @@ class FFNParameters:
             strategies compute as torch is set to.
         rounded: of the module whose weights these are, where precision rounds them; None: a call
             makes its own.
+        adapters: of the same experts, "in" (of w_in and w_gate, whose outputs lie side by side)
+            and "out"; only strategies of `from_matmul` read them.
         later: where strategy `kernels` leaves the weights' gradients in exact precisions, in the
             place of computing them in backward; other strategies compute them there.
     """
@@ -81,6 +100,7 @@ class FFNParameters:
     rounded: RoundedWeights | None = None
     schedule: str = ""
     keep: Keep | None = None
+    adapters: Mapping[str, LowRank] = field(default_factory=dict)
     later: LaterGrads | None = None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
@@ -135,12 +155,14 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
     if torch.is_autocast_enabled(x.device.type):
         # casts that autocast makes would be saved, and could be as large as rows
         (x, *tensors), _ = p.operands(x)
-        p = replace(p, **dict(zip(OPERANDS, tensors, strict=True)))
+        adapters = {name: adapter.to(x.dtype) for name, adapter in p.adapters.items()}
+        p = replace(p, **dict(zip(OPERANDS, tensors, strict=True)), adapters=adapters)
     x = x.contiguous()
     widths = p.w_in_LDF.shape[1:]
     keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
     with torch.autocast(x.device.type, enabled=False), rows_kept(
-            keep, x, widths, [getattr(p, name) for name in OPERANDS]):
+            keep, x, widths, [*(getattr(p, name) for name in OPERANDS),
+                              *(value for adapter in p.adapters.values() for value in adapter)]):
         return _ffn(matmul, x, counts, p)
 
 
@@ -159,19 +181,45 @@ def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
 
 def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters,
          elementwise: Callable[[Elementwise], Elementwise] = lambda f: f) -> Tensor:
-    inner = [matmul(rows_RD, counts, p.w_in_LDF, p.b_in_LF)]
+    first = [(p.w_in_LDF, p.b_in_LF)]
     if p.w_gate_LDF is not None:
-        inner.append(matmul(rows_RD, counts, p.w_gate_LDF, p.b_gate_LF))
+        first.append((p.w_gate_LDF, p.b_gate_LF))
+    inner = _products(matmul, rows_RD, counts, first, p.adapters.get("in"))
 
     def out(inner_RF: Tensor) -> Tensor:
         if p.dropout:
             inner_RF = F.dropout(inner_RF, p.dropout)
-        return matmul(inner_RF, counts, p.w_out_LFD, p.b_out_LD)
+        [out_RD] = _products(matmul, inner_RF, counts, [(p.w_out_LFD, p.b_out_LD)],
+                             p.adapters.get("out"))
+        return out_RD
 
     activate = functools.partial(_activate, elementwise(ACTIVATIONS[p.activation].value))
     if p.recompute:
         return through_recomputed(out, activate, *inner)
     return out(activate(*inner))
+
+
+def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
+              maps: Sequence[tuple[Tensor, Tensor | None]], adapter: LowRank | None
+              ) -> list[Tensor]:
+    """Of the same rows and each of some weights and biases; what an adapter adds to all of them
+    takes two grouped products.
+    """
+    if adapter is None:
+        return [matmul(rows_RI, counts, w, b) for w, b in maps]
+    factors = [None] * len(maps)
+    if adapter.factor_LO is not None:
+        factors = _for_each_row(adapter.factor_LO, counts).chunk(len(maps), -1)
+    low_RR = matmul(rows_RI, counts, adapter.a_LIR, None)
+    more = matmul(low_RR, counts, adapter.b_LRO, None).chunk(len(maps), -1)
+    made = []
+    for (w, b), low, factor in zip(maps, more, factors, strict=True):
+        if factor is None:
+            made.append(matmul(rows_RI, counts, w, b) + low)
+            continue
+        scaled = (matmul(rows_RI, counts, w, None) + low) * factor
+        made.append(scaled if b is None else scaled + _for_each_row(b, counts))
+    return made
 
 
 def _activate(act: Callable[[Tensor], Tensor], inner_RF: Tensor,
@@ -224,12 +272,18 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
     out_RO = F.grouped_mm(rows_RI, w_LIO, offs=lengths_L.cumsum(0).to(torch.int32))
     if b_LO is None:
         return out_RO
+    return out_RO + _for_each_row(b_LO, counts)
+
+
+def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
+    """[R, O]: what belongs to the expert of each row; 0 in filler."""
+    device = values_LO.device
     if not isinstance(counts, DeviceCounts):
-        return out_RO + b_LO.repeat_interleave(lengths_L, dim=0, output_size=counts.total)
-    groups = RowGroups(counts, rows_RI.device)
-    # neither the product nor its gradient is defined in filler: no bias may see them
-    real_R1 = torch.arange(counts.total, device=rows_RI.device)[:, None] < groups.ends_L[-1]
-    return out_RO + torch.where(real_R1, b_LO.index_select(0, groups.group_R), 0)
+        return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)
+    groups = RowGroups(counts, device)
+    # neither a product nor its gradient is defined in filler: no bias may see them
+    real_R1 = torch.arange(counts.total, device=device)[:, None] < groups.ends_L[-1]
+    return torch.where(real_R1, values_LO.index_select(0, groups.group_R), 0)
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:

@@ -16,7 +16,8 @@ from moe_plugin.checkpoint.source import (
     Source,
     part_of,
 )
-from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
+from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.records import Placement
@@ -85,14 +86,15 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
     """The window of a whole expert tensor that a rank stores.
 
     Args:
-        name: below `experts.`, one of `SHARD_AXIS`. shape: of the whole tensor.
+        name: below `experts.`, one of `PART_AXIS`. shape: of the whole tensor.
     """
-    return window_of_rank(shape, place.comm.rank, place.local, place.shards, SHARD_AXIS[name])
+    return window_of_rank(shape, place.comm.rank, place.local, place.shards, PART_AXIS[name])
 
 
 @torch.no_grad()
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
     """Copy an MoE layer of a neutral source into a layer; a rank reads its own experts alone.
+    Adapters stay as they are.
 
     Raises:
         CheckpointError: names or shapes differ.
@@ -100,8 +102,9 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
     theirs = {name.removeprefix(prefix): entry for (kind, name), entry in source.entries.items()
               if kind == MODEL and name.startswith(prefix)}
     with without_values(layer):
-        mine: dict[str, Tensor] = {name: value for name, value in layer.state_dict().items()
-                                   if isinstance(value, torch.Tensor)}
+        mine: dict[str, Tensor] = {
+            name: value for name, value in layer.state_dict().items()
+            if isinstance(value, torch.Tensor) and name.rpartition(".")[2] not in ADAPTER_AXIS}
     on_disk, stored = stored_names(layer), {}
     wanted = {LAYER_NAMES[name]: name for name in theirs}
     if odd := sorted(set(wanted) ^ set(mine)):
@@ -125,12 +128,14 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
         layer.experts.load_state_dict(stored)
 
 
-def full_state(layer: MoELayer) -> Mapping[str, Tensor]:
+def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
     """The state of a layer with all experts, as a single rank would have it. Collective where
     experts are on several ranks.
+
+    below: what the names that are wanted start with, or one of them does.
     """
     state = {name: value.detach() for name, value in layer.state_dict().items()
-             if isinstance(value, torch.Tensor)}
+             if isinstance(value, torch.Tensor) and name.startswith(below)}
     place = layer.placement
     if place.comm.size == 1:
         return state

@@ -27,7 +27,7 @@ from moe_plugin.checkpoint.source import (
     joined,
     part_of,
 )
-from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
 from moe_plugin.tuning.layout_selector import STATE_VERSION
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
@@ -214,11 +214,11 @@ def _join(pieces: Sequence[Any], axis: int) -> Any:
 
 
 def _axis(key: str, name: str) -> int:
-    if name not in SHARD_AXIS:
+    if name not in PART_AXIS:
         raise ValueError(
             f"{key!r} is not a parameter that can be cut; known: {', '.join(SHARD_AXIS)}; use at "
             "most as many ranks as experts")
-    return SHARD_AXIS[name]
+    return PART_AXIS[name]
 
 
 def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],

@@ -79,6 +79,10 @@ def _check_movable(name: str, layer: MoELayer) -> None:
     if not layer.experts.supports_gather:
         raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be told apart"
                          " by expert: use experts of a registered kind, or a checkpoint")
+    if layer.layouts.experts.adapters is not None:
+        raise ValueError(f"layer {name!r} has adapters, whose settings a new layer would not have: "
+                         "must be merged; call merge_lora(model), or save a checkpoint and use "
+                         "moe-plugin reshard")
     for key, parameter in layer.named_parameters():
         if is_sharded(parameter) and key.startswith(("router.", "experts.")):
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.experts.lora import ExpertRanks
 from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.records import ExpertRows
@@ -28,6 +29,7 @@ class Experts(nn.Module):
         traceable: `torch.compile` may look inside; else it calls them as they are.
         reduced: `gradients.sync.reduce_experts` was called; each parameter that has its
             hooks carries this mark, too.
+        adapters: low-rank ones on these experts, see `experts.lora`; None: there are none.
         seed_comm: ranks that draw initial values from one seed, whatever their generators are at;
             None: the generators are alike, or values of one rank are copied to the others.
     """
@@ -36,6 +38,7 @@ class Experts(nn.Module):
     stored: bool = False
     traceable: ClassVar[bool] = True
     reduced: bool = False
+    adapters: ExpertRanks | None = None
     seed_comm: Comm | None = None
 
     def __init__(self) -> None:
@@ -57,11 +60,14 @@ class Experts(nn.Module):
 
     @property
     def anchor(self) -> nn.Parameter | None:
-        """A parameter, see `comm.functional`; None if there are no parameters."""
+        """A parameter, see `comm.functional`, that trains where one does; None if there are none.
+        """
+        frozen = None
         for parameter in self._parameters.values():  # `parameters` takes ten times as long
-            if parameter is not None:
+            if parameter is not None and parameter.requires_grad:
                 return parameter
-        return next(self.parameters(), None)
+            frozen = parameter if frozen is None else frozen
+        return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
         """Stored parameters by name, expert axis first."""

@@ -43,6 +43,9 @@ class BorrowedExperts:
         self.experts, self.place = experts, place
         self.stored, self.numbers = place.local, spill.guests(place.comm.rank)
         self.local = experts.local_parameters()
+        # made of them by a collective where adapters are cut: once, or ranks that borrow and ranks
+        # that do not would reverse two of them in different order
+        self.own = experts.compute_parameters(self.local) if experts.adapters else None
         # of what is trained: then the exchanges are in every rank's graph; where a host stores
         # parameters, or an adapter changes them, those that are computed with
         stored = *experts.parameters(), *self.local.values()
@@ -58,16 +61,17 @@ class BorrowedExperts:
         assert isinstance(work.rows, RowCounts)
         if self.travel is not None:
             self.travel.pass_on()
+        parameters = work.parameters or self.own
         stored = RowCounts(work.rows.host[:self.stored])
         if not self.numbers:
             x_RD = work.x
             if self.travel is not None:
                 x_RD, self.travel = _Tie.apply(x_RD, self.travel.arrived()), None
-            yield ExpertRows(x_RD, stored, work.parameters, work.strategy)
+            yield ExpertRows(x_RD, stored, parameters, work.strategy)
             return
         guests = RowCounts(work.rows.host[self.stored:self.stored + len(self.numbers)])
         own_RD, guest_RD = work.x.split([stored.total, guests.total])
-        yield ExpertRows(own_RD, stored, work.parameters, work.strategy)
+        yield ExpertRows(own_RD, stored, parameters, work.strategy)
         yield ExpertRows(guest_RD, guests, self.parameters(), work.strategy)
 
     def parameters(self) -> FFNParameters:

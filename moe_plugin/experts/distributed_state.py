@@ -114,10 +114,10 @@ def _plain(value: Any) -> Any:
     return value.plain() if isinstance(value, ExpertPart) else value
 
 
-def _placed() -> dict[int, tuple[str, Placement]]:
+def placed_parameters() -> dict[int, tuple[str, Placement]]:
     """Name and place of every expert parameter that other ranks have more of, by id."""
     return {id(parameter): (name, layer.placement)
-            for layer in _LAYERS if layer.placement.comm.size > 1
+            for layer in list(_LAYERS) if layer.placement.comm.size > 1
             for name, parameter in layer.experts.named_parameters()}
 
 
@@ -161,7 +161,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _changed(optimizer: Optimizer, found: dict[str, Any], change: Callable[..., Any],
              keys: Iterable[Any]) -> dict[str, Any]:
     """An optimizer's state with other values for experts' parameters; keys: of its parameters."""
-    placed, state = _placed(), dict(found["state"])
+    placed, state = placed_parameters(), dict(found["state"])
     for parameter, key in zip(_parameters(optimizer), keys, strict=False):
         if id(parameter) in placed and key in state:
             state[key] = _over(state[key], partial(change, parameter), *placed[id(parameter)])

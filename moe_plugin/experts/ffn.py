@@ -22,6 +22,15 @@ from moe_plugin.config.experts import ROUNDED
 from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
+from moe_plugin.experts.lora import (
+    ADAPTER_AXIS,
+    PLACES,
+    WHOLE,
+    ExpertRanks,
+    as_adapters,
+    column_lengths,
+    with_factors,
+)
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.expert_ffn import (
@@ -43,6 +52,10 @@ logger = logging.getLogger(__name__)
 SHARD_AXIS = {
     "w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1
 }
+# of whatever such experts may store
+PART_AXIS = {**SHARD_AXIS, **ADAPTER_AXIS}
+# and of what they compute with; None: every shard has all of it
+_USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 
 
 @expert_kinds.register("ffn")
@@ -146,8 +159,8 @@ class FFNExperts(Experts):
             return self.local_parameters()
         strategy = work.strategy or self.compute
         parameters = work.parameters or self.compute_parameters()
-        if parameters.dropout and not drops_out(strategy):
-            strategy = drop_out_strategy()
+        if (parameters.dropout or parameters.adapters) and not drops_out(strategy):
+            strategy = drop_out_strategy()  # in products of torch, between which more fits
         if transformed() or exporting():
             strategy = _by_torch_alone(parameters)
         elif parameters.precision in ROUNDED:
@@ -162,7 +175,63 @@ class FFNExperts(Experts):
                 found[name] = value
         for name in self.main_grad_weights() if self.adds_to_main_grad else ():
             found[name] = redirect_grad(found[name])
-        return found
+        return found if self.adapters is None else {**found, **self.used_adapters()}
+
+    def weights_of(self) -> dict[str, list[Tensor]]:
+        """Stored weights by place in `PLACES`, in its order."""
+        first = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
+        return {"in": first, "out": [self.w_out_LFD]}
+
+    def add_lora(self, ranks: ExpertRanks, seed: int) -> None:
+        """Give these experts adapters, which change nothing yet: a is drawn, b is 0, m the lengths
+        that there are. Collective where experts are cut over ranks.
+
+        seed: of the draws, the same on all ranks; an expert's depends on its global index.
+        """
+        place, (local, width, inner) = self.placement, self.w_in_LDF.shape
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}
+        sizes = {"D": width // place.shards, "F": inner, "L": local}
+        for key in ranks.ranks:
+            a, bs, ms = PLACES[key]
+            sizes["R"] = max(ranks.ranks[key])
+            made = {a: self._drawn_a(seed, (sizes[a[-2]] * place.shards, sizes["R"]))}
+            for w_LIO, b, m in zip(self.weights_of()[key], bs, ms, strict=False):
+                made[b] = torch.zeros([sizes[axis] for axis in b.rpartition("_")[2]], **like)
+                if ranks.dora:
+                    lengths = column_lengths(w_LIO, None, self._shards() if key == "out" else None)
+                    made[m] = lengths.split(sizes[m[-1]], 1)[place.shard if key == "out" else 0]
+            for name, value in made.items():
+                self.register_parameter(name, mark_expert(nn.Parameter(value.to(**like))))
+        self.adapters = ranks
+
+    def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
+        """As the linear maps of `peft`: uniform within 1 / sqrt(inputs); this rank's part."""
+        place, drawn = self.placement, []
+        for expert in range(place.first_expert, place.first_expert + place.local):
+            whole = torch.empty(shape, dtype=torch.float32)
+            whole.uniform_(-shape[0]**-0.5, shape[0]**-0.5,
+                           generator=torch.Generator().manual_seed(seed + expert))
+            drawn.append(whole.chunk(place.shards)[place.shard])
+        return torch.stack(drawn)
+
+    def _shards(self) -> Comm | None:
+        """The ranks that have parts of the same experts; None: these are whole."""
+        place = self.placement
+        return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
+
+    def used_adapters(self) -> dict[str, Tensor]:
+        """Of adapters what a call computes with; nothing where they are merged. Collective where
+        experts are cut over ranks.
+        """
+        ranks, shards = self.adapters, self._shards()
+        if ranks is None or ranks.merged is not None:
+            return {}
+        found = {name: value for name in ADAPTER_AXIS
+                 if (value := self._parameters.get(name)) is not None}
+        cut = {name: found[name] for name in WHOLE if name in found and shards is not None}
+        if shards is not None and cut:
+            found |= gather_parameters(cut, shards, shards.size, ADAPTER_AXIS)
+        return with_factors(found, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
         """The weights, by name, whose gradients now go to the host's `main_grad`."""
@@ -199,7 +268,8 @@ class FFNExperts(Experts):
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
                              self.config.recompute_activation, precision=self.config.precision,
-                             rounded=rounded, later=None if borrowed else self.later)
+                             rounded=rounded, later=None if borrowed else self.later,
+                             adapters=as_adapters(tensors) if self.adapters else {})
 
 
 @expert_kinds.register("gated_ffn")
@@ -233,7 +303,8 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
                              f"multiple of {shards}, more experts, or fewer ranks")
 
 
-def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int) -> dict[str, Tensor]:
+def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
+                      axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
     """All parameters of `comm`'s ranks in one all-gather; backward is one reduce-scatter (ZeRO's
     way).
 
@@ -242,23 +313,26 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int) -> d
         comm: the ranks to gather from.
         shards: how many consecutive ranks hold shards of the same expert; these are put together
             along the inner axis.
+        axes: this axis by name; None: ranks have all of it, and the first one's is taken.
     Returns: the same names; [L * size / shards, ...] with inner axes `shards` times as long.
     """
     flat = torch.cat([value.reshape(-1) for value in local.values()])
     all_WN = all_gather(flat, comm).view(comm.size, -1)
     parts = all_WN.split([value.numel() for value in local.values()], dim=1)
     return {
-        name: _together(part, local[name], SHARD_AXIS[name], shards)
+        name: _together(part, local[name], axes[name], shards)
         for (name, part) in zip(local, parts, strict=True)
     }
 
 
-def _together(part_WN: Tensor, like: Tensor, axis: int, shards: int) -> Tensor:
+def _together(part_WN: Tensor, like: Tensor, axis: int | None, shards: int) -> Tensor:
     rest = like.shape[1:]
     if shards == 1:
         return part_WN.reshape(-1, *rest)
     # runs of ranks with the same experts, their shards, the experts
     split = part_WN.reshape(-1, shards, *like.shape)
+    if axis is None:
+        return split[:, 0].reshape(-1, *rest)
     whole = list(rest)
     whole[axis - 1] *= shards
     return split.movedim(1, axis + 1).reshape(-1, *whole)

@@ -8,12 +8,16 @@ is cut into shards (`Placement`), a matrix is this rank's part of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.experts.base import Experts
+from moe_plugin.experts.ffn import FFNExperts
+
+HALVES = ("none", "concatenated", "alternating")
 MARK = "expert_matrix"  # attribute of a parameter: its `MatrixPart`
 
 
@@ -65,3 +69,59 @@ def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Te
     widths = [each.shape[2] for each in like]
     split = [matrix.split(widths) for matrix in matrices]
     return [torch.stack([rows.t() for rows in of_part]) for of_part in zip(*split, strict=True)]
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """How the matrices [out, in] lie in the two last axes of a parameter.
+
+    Attributes:
+        transposed: they are [in, out] there.
+        halves: of `HALVES`: along `out` one matrix, or two, one behind the other or row by row.
+    """
+
+    transposed: bool = False
+    halves: str = "none"
+
+    def __str__(self) -> str:
+        return f"[{'in, out' if self.transposed else 'out, in'}], halves {self.halves}"
+
+
+def matrix_forms(model: nn.Module) -> dict[int, MatrixForm]:
+    """Of stacks of experts' weights, by the parameter's id; gate and up are two matrices."""
+    return {id(module._parameters[name]): form for module in model.modules()
+            for name, form in _forms_of(module) if module._parameters.get(name) is not None}
+
+
+def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
+    if isinstance(module, FFNExperts):
+        for name in ("w_in_LDF", "w_gate_LDF", "w_out_LFD"):
+            yield name, MatrixForm(transposed=True)
+    elif _of_transformers(module):
+        transposed = bool(module.is_transposed)
+        yield "up_proj", MatrixForm(transposed)
+        yield "down_proj", MatrixForm(transposed)
+        yield "gate_up_proj", MatrixForm(
+            transposed, "concatenated" if module.is_concatenated else "alternating")
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    """Whether it is of a class that `transformers` decorates with `use_experts_implementation`,
+    which declares how weights lie.
+    """
+    return hasattr(module, "is_concatenated")
+
+
+def stacked(model: nn.Module) -> set[int]:
+    """The ids of parameters whose first axis counts experts."""
+    return {id(parameter) for module in model.modules()
+            if isinstance(module, Experts) or _of_transformers(module)
+            for parameter in module._parameters.values() if parameter is not None}
+
+
+def is_vector(parameter: Tensor, stacks: Collection[int]) -> bool:
+    """Whether it is a vector (a bias, a norm), or one for each expert, in whatever shape.
+
+    stacks: `stacked` of its model.
+    """
+    return parameter.ndim - (id(parameter) in stacks) < 2

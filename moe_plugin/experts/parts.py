@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.ffn import PART_AXIS
 from moe_plugin.records import Placement
 
 # what gives the same values in another tensor, or begins a copy that gets them
@@ -49,7 +49,7 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     """Where a rank's tensor lies among those of all ranks.
 
     Args:
-        name: ends with that of the parameter, see `SHARD_AXIS`.
+        name: ends with that of the parameter, see `PART_AXIS`.
         sizes: of this rank's part.
         of_parameter: whether it has the parameter's axes. Other ones (factored optimizer state) are
             known of whole experts alone.
@@ -57,7 +57,7 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
         ValueError: it has no axis of experts, or experts are cut along an axis that is not known.
     """
     cut = place.shards > 1
-    axis = SHARD_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
+    axis = PART_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
     if not sizes or sizes[0] != place.local or (cut and axis is None):
         raise ValueError(
             f"{name!r} of shape {tuple(sizes)}: must have this rank's {place.local} experts as its "
@@ -80,7 +80,7 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
                          f"{place.experts}: its first axis must be as long; load another "
                          "checkpoint, or build the layer with its number of experts")
     sizes[0] = place.local
-    if place.shards > 1 and of_parameter and (axis := SHARD_AXIS.get(name.rpartition(".")[2])):
+    if place.shards > 1 and of_parameter and (axis := PART_AXIS.get(name.rpartition(".")[2])):
         sizes[axis] //= place.shards
     return window_of(name, sizes, place, of_parameter=of_parameter)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.experts import is_expert
+from moe_plugin.experts.matrices import is_vector, stacked
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput, weighted_loss
 from moe_plugin.routing.replay import inside_backward
@@ -177,12 +178,12 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
     Raises:
         ValueError: `expert_lr` for a model in which no experts are trained.
     """
-    groups: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
+    stacks, groups = stacked(model), dict[str, dict[str, Any]]()
+    for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         expert = is_expert(parameter)
-        decays = parameter.ndim - expert >= 2
+        decays = not is_vector(parameter, stacks)
         label = f"{'experts' if expert else 'dense'}{'' if decays else ', no decay'}"
         group = groups.setdefault(label, {
             "name": label, "params": [],

@@ -27,10 +27,12 @@ from moe_plugin.checkpoint.layers import (
     full_state,
     layer_settings,
     load_layer,
+    local_window,
 )
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import from_dict, with_overrides
+from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.hosts.plain.blocks import MoEBlock, follow_passes
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
@@ -39,6 +41,9 @@ from moe_plugin.routing.registry import check_balance
 # settings with which a block computes more than its weights and our settings say
 _BLOCK_SETTINGS = {"router_jitter_noise": "router.input_jitter is close to it, but leaves the "
                                           "experts' input alone"}
+
+
+_ADAPTERS = tuple(f"experts.{name}" for name in ADAPTER_AXIS)  # in a layer
 
 
 class SwappedBlock(MoEBlock):
@@ -137,7 +142,8 @@ class _SaveTheirs:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """As `PreTrainedModel.save_pretrained`, on all ranks, of which the first writes.
+        """As `PreTrainedModel.save_pretrained`, on all ranks, of which the first writes. Adapters
+        (`add_lora`) are in the file by our names, beside the weights; `load_state_dict` takes them.
 
         Raises:
             ValueError: a `Trainer` calls it, on the first of several ranks alone.
@@ -157,6 +163,8 @@ class _SaveTheirs:
                 del state[key]
             block = _restored(swapped, model.config.to_dict())
             state |= {f"{name}.{key}": value for key, value in block.state_dict().items()}
+            state |= {f"{name}.moe.{key}": value
+                      for key, value in full_state(swapped.moe, _ADAPTERS).items()}
         writes = kwargs.pop("is_main_process", True) and default_comm().rank == 0
         type(model).save_pretrained(model, *args, state_dict=state, is_main_process=writes,
                                     **kwargs)
@@ -172,13 +180,20 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
         block = f"{start}layers.{index}."
         names = [name for name in state if name.startswith((f"{block}mlp.",
                                                             f"{block}block_sparse_moe."))]
+        adapters = [name for name in names if name.endswith(_ADAPTERS)]
+        names = [name for name in names if name not in adapters]
         if not names or not isinstance(layer.mlp, SwappedBlock) or any(
                 name.startswith(f"{block}mlp.moe.") for name in names):
             continue
+        whole = {name.rpartition(".")[2]: state.pop(name) for name in adapters}
         theirs = {f"model.{name.removeprefix(start)}": state.pop(name) for name in names}
         source = to_neutral(state_source(theirs, cast(Any, model).config.to_dict()))
         load_layer(layer.mlp.moe, source, f"layers.{index}.moe.")
         state |= {f"{block}mlp.{name}": value for name, value in layer.mlp.state_dict().items()}
+        place = layer.mlp.moe.placement
+        state |= {f"{block}mlp.moe.experts.{name}":
+                  value[local_window(name, tuple(value.shape), place)]
+                  for name, value in whole.items()}
 
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
@@ -255,6 +270,10 @@ def restore_moe_blocks(model: nn.Module) -> None:
     Collective; every rank gets all experts.
     """
     config = model.config.to_dict()
+    for name, swapped in swapped_blocks(model):
+        if swapped.moe.layouts.experts.adapters is not None:
+            raise ValueError(f"block {name!r} has adapters, which transformers' own block cannot "
+                             "have: must be merged; call merge_lora(model) before")
     for name, swapped in list(swapped_blocks(model)):
         parent, _, child = name.rpartition(".")
         block = _restored(swapped, config)
@@ -264,7 +283,8 @@ def restore_moe_blocks(model: nn.Module) -> None:
 
 def _restored(swapped: SwappedBlock, config: dict[str, Any]) -> nn.Module:
     """The model's own block with the weights of our layer, of all ranks. Collective."""
-    state = full_state(swapped.moe)
+    state = {name: value for name, value in full_state(swapped.moe).items()
+             if not name.startswith(_ADAPTERS)}
     # not the router's, which `router.fp32` keeps in another dtype
     block, weight = copy.deepcopy(swapped.original[0]), next(swapped.moe.experts.parameters())
     view = _theirs(state, config)

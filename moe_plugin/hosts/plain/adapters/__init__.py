@@ -1,0 +1,15 @@
+"""LoRA and DoRA on the experts of `MoELayer`s, in every layout and at every number of ranks.
+
+    swap_moe_blocks(model)                      # or replace_ffn, or layers of one's own
+    add_lora(model, rank=8, alpha=16)
+    ...                                         # train: adapters alone have gradients
+    save_adapter(model, folder)
+    merge_lora(model)
+"""
+
+from moe_plugin.hosts.plain.adapters.add import add_lora
+from moe_plugin.hosts.plain.adapters.files import save_adapter
+from moe_plugin.hosts.plain.adapters.load import load_adapter
+from moe_plugin.hosts.plain.adapters.merge import merge_lora, unmerge_lora
+
+__all__ = ["add_lora", "load_adapter", "merge_lora", "save_adapter", "unmerge_lora"]

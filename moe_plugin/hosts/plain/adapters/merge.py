@@ -1,0 +1,83 @@
+"""Adapters added to the weights of experts, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.experts.ffn import FFNExperts
+from moe_plugin.experts.lora import ADAPTER_AXIS, as_adapters
+from moe_plugin.kernels.expert_ffn import LowRank
+from moe_plugin.layer import MoELayer
+
+
+def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Layers with adapters by name.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)
+             and isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts with adapters: must have some; "
+                         "call add_lora(model) first")
+    return found
+
+
+def merge_lora(model: nn.Module, keep: bool = False) -> None:
+    """Add the adapters to the experts' weights. Collective.
+
+    Args:
+        keep: the adapters stay beside, without effect, for `unmerge_lora`; False: they go, and
+            experts' weights and biases train again.
+    Raises:
+        ValueError: there are no adapters, or they are merged.
+    """
+    for name, layer in adapted_layers(model).items():
+        built = layer.experts
+        assert isinstance(built, FFNExperts) and built.adapters is not None
+        if built.adapters.merged is not None:
+            raise ValueError(f"the adapters of layer {name!r} are merged: must be beside the "
+                             "weights; call unmerge_lora(model) before")
+        with torch.no_grad():
+            merged = as_adapters(built.used_adapters())
+            for w_LIO, low_LIO, factor_LO in _sums(built, merged):
+                w_LIO += low_LIO
+                w_LIO *= factor_LO
+        built.adapters = replace(built.adapters, merged=merged)
+        if not keep:
+            built.adapters = None
+            for adapter in ADAPTER_AXIS:
+                built.register_parameter(adapter, None)
+            built.requires_grad_()
+
+
+def unmerge_lora(model: nn.Module) -> None:
+    """Undo `merge_lora(model, keep=True)`, up to rounding; `ValueError` where they are not merged.
+    """
+    for name, layer in adapted_layers(model).items():
+        built = layer.experts
+        assert isinstance(built, FFNExperts) and built.adapters is not None
+        if built.adapters.merged is None:
+            raise ValueError(f"the adapters of layer {name!r} are not merged: must be; call "
+                             "merge_lora(model, keep=True) before")
+        with torch.no_grad():
+            for w_LIO, low_LIO, factor_LO in _sums(built, built.adapters.merged):
+                w_LIO /= factor_LO
+                w_LIO -= low_LIO
+        built.adapters = replace(built.adapters, merged=None)
+
+
+def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
+          ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
+    """Weights [L, I, O] with what is added to them, [L, I, O], and then multiplies them."""
+    for place, (a_LIR, b_LRO, factor_LO) in adapters.items():
+        weights = experts.weights_of()[place]
+        for number, w_LIO in enumerate(weights):
+            b = b_LRO.chunk(len(weights), -1)[number]
+            factor = 1.0 if factor_LO is None else factor_LO.chunk(len(weights), -1)[number]
+            yield w_LIO, torch.bmm(a_LIR, b), factor if factor_LO is None else factor[:, None]

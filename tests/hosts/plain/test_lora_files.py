@@ -1,0 +1,178 @@
+"""Adapters on experts and `peft`: the same gradients, the same files; and in a `Trainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+peft = pytest.importorskip("peft")
+
+from moe_plugin.comm import TorchComm  # noqa: E402
+from moe_plugin.hosts.plain.adapters import (  # noqa: E402
+    add_lora,
+    load_adapter,
+    merge_lora,
+    save_adapter,
+)
+from moe_plugin.hosts.plain.huggingface import (  # noqa: E402
+    restore_moe_blocks,
+    swap_moe_blocks,
+)
+from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
+from tests.distributed import run_gloo  # noqa: E402
+
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def swapped(kind: str = "mixtral") -> Any:
+    model = tiny(kind)
+    swap_moe_blocks(model)
+    return model
+
+
+def shaken(model: Any) -> Any:
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.normal_(0, 0.2)
+    return model
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_peft_loads_what_we_save(attention: bool, tmp_path: Path) -> None:
+    """Also one rank for one expert, and beside peft's own adapters."""
+    model = swapped()
+    if attention:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=3,
+                                                           target_modules=["o_proj"]))
+    add_lora(model, 4, 8.0, freeze=not attention,
+             rank_pattern={r".*\.1\.down": 2, r".*layers\.2.*gate_up": 0})
+    ids, want = tokens(model), shaken(model)(tokens(model)).logits
+    if attention:
+        model.save_pretrained(str(tmp_path))  # as a `Trainer` calls it
+    else:
+        save_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny("mixtral"), tmp_path)
+    assert (tiny("mixtral")(ids).logits - want).abs().max() > 0.1
+    close(loaded(ids).logits, want)
+    close(loaded.merge_and_unload()(ids).logits, want)
+
+
+@pytest.mark.parametrize("stacks", [STACKS, STACKS[1:]])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_we_load_what_peft_saves_and_have_its_gradients(kind: str, stacks: list[str],
+                                                        tmp_path: Path) -> None:
+    theirs = shaken(peft.get_peft_model(tiny(kind), peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=[], target_parameters=stacks,
+        rank_pattern={"down_proj": 3}, alpha_pattern={"down_proj": 6})))
+    theirs.save_pretrained(tmp_path)
+    model = swapped(kind)
+    load_adapter(model, tmp_path)
+    ids, losses = tokens(model), []
+    for each in (theirs, model):
+        each.train()
+        losses.append(each(ids, labels=ids).loss)
+        losses[-1].backward()
+    close(losses[1], losses[0])
+    ours = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert ours and all("lora_" in name for name in ours)
+    for name, parameter in theirs.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        inner = ".base_layer.lora" in name
+        experts = f"model.layers.{name.split('layers.')[1][0]}.mlp.moe.experts."
+        if "lora_A" in name:
+            a = ours[experts + ("lora_a_in_LDR" if inner else "lora_a_out_LFR")]
+            close(a.mT.flatten(0, 1), parameter.grad)
+        elif inner:
+            b = torch.cat([ours[f"{experts}lora_b_{which}_LRF"] for which in ("gate", "in")], -1)
+            close(b.permute(2, 1, 0).flatten(1), parameter.grad)
+        else:
+            b = ours[experts + "lora_b_out_LRD"].permute(2, 1, 0).flatten(1)
+            close(b, parameter.grad)
+
+
+def _rank(folder: Path, ids: Tensor) -> Tensor:
+    model = swapped()
+    load_adapter(model, folder / "peft")
+    with torch.no_grad():
+        logits = model(ids).logits
+    save_adapter(model, folder / f"again-{TorchComm().size}")
+    merge_lora(model)
+    restore_moe_blocks(model)
+    close(model(ids).logits, logits)
+    return logits
+
+
+@pytest.mark.distributed
+def test_two_ranks_load_save_and_merge(tmp_path: Path) -> None:
+    theirs = shaken(peft.get_peft_model(tiny("mixtral"), peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=STACKS)))
+    theirs.save_pretrained(tmp_path / "peft")
+    ids = tokens(theirs)
+    with torch.no_grad():
+        want = theirs(ids).logits
+        for logits in run_gloo(2, _rank, tmp_path, ids):
+            close(logits, want)
+        again = peft.PeftModel.from_pretrained(tiny("mixtral"), tmp_path / "again-2")
+        close(again(ids).logits, want)
+
+
+class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = (7 * index + (1 + index % 5) * torch.arange(9)) % 60
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_a_trainer_saves_adapters_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+
+    def train(folder: Path, steps: int, resume: bool = False) -> dict[str, Tensor]:
+        model = swapped()
+        torch.manual_seed(3)
+        add_lora(model, 4)
+        transformers.Trainer(
+            model, transformers.TrainingArguments(
+                str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=2,
+                learning_rate=1e-2, lr_scheduler_type="constant", report_to="none", use_cpu=True,
+                disable_tqdm=True),
+            train_dataset=Counting()).train(resume_from_checkpoint=resume)
+        return dict(model.named_parameters())
+
+    once = train(tmp_path / "once", 4)
+    train(tmp_path / "twice", 2)
+    twice = train(tmp_path / "twice", 4, resume=True)
+    for name, value in once.items():
+        torch.testing.assert_close(twice[name], value, rtol=1e-5, atol=1e-6)
+    assert any("lora_b" in name and value.abs().max() > 0 for name, value in once.items())
+
+
+def test_what_files_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = swapped()
+    add_lora(model, 4, use_dora=True)
+    with pytest.raises(ValueError, match="no DoRA on stacks.*merge_lora"):
+        save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match="has adapters.*merge_lora"):
+        restore_moe_blocks(model)
+    peft.get_peft_model(tiny("mixtral"), peft.LoraConfig(
+        r=2, target_modules=["o_proj"], target_parameters=STACKS)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="o_proj.* is of no expert.*get_peft_model"):
+        load_adapter(swapped(), tmp_path)
+    with pytest.raises(ValueError, match="has no adapters of experts of Llama.*swap_moe_blocks"):
+        load_adapter(tiny("llama"), tmp_path)
+    with pytest.raises(ValueError, match=r"must be \[r \* 8, in\]"):
+        load_adapter(swapped("qwen3_moe"), tmp_path)
