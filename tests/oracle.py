@@ -17,6 +17,7 @@ from torch import Tensor
 
 ACTIVATIONS = {
     "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "silu": F.silu, "squared_relu": lambda x: F.relu(x)**2,
 }
 

@@ -210,9 +210,13 @@ class RouterConfig(SettingsSection):
     normalize: str = option(
         "auto",
         "divide the chosen scores by their sum: before_drop, after_drop (of tokens) or none; auto: "
-        "before_drop with top_k > 1 and a router that divides, else none",
-        choices=("auto", "none", "before_drop", "after_drop"), flag="router-normalize",
+        "before_drop with top_k > 1 and a router that divides, else none; always: before_drop, of "
+        "one expert, too, whose weight then is 1 and teaches the router nothing",
+        choices=("auto", "none", "before_drop", "after_drop", "always"), flag="router-normalize",
     )
+    bias: bool = option(
+        False, "a learned bias on the logits of linear routers, zero at first (gpt-oss)",
+        flag="router-logit-bias")
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
     fp32: bool = option(
         False,
@@ -319,7 +323,7 @@ class RouterConfig(SettingsSection):
         others = [name for name in self.names if "force" not in (reads_of(name) or {"force"})]
         self.read_where(not others, f"with router {', '.join(others)}",
                         "use router.name=topk alone", "force")
-        self.read_where(self.normalize == "none" or self.top_k > 1,
+        self.read_where(self.normalize in ("none", "always") or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k", "normalize")
         self._check_top_k(where)

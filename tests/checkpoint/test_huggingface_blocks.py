@@ -253,7 +253,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
 def test_what_cannot_be_swapped_is_named() -> None:
     with pytest.raises(ValueError, match="Linear is not a decoder of transformers"):
         swap_moe_blocks(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks; known: mixtral"):
+    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks; known: afmoe"):
         swap_moe_blocks(tiny("llama"))
     with pytest.raises(ValueError, match="router_jitter_noise=0.1 is not supported"):
         swap_moe_blocks(tiny("mixtral", router_jitter_noise=0.1))

@@ -13,7 +13,7 @@ import torch
 import moe_plugin
 from moe_plugin.config import DispatchConfig, GuardConfig, MoEConfig
 from moe_plugin.kernels.block_formats import quantize_mxfp8
-from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
+from moe_plugin.kernels.expert_ffn import is_stepwise, stepwise_strategy
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
 from moe_plugin.planner.choice import SENDS
@@ -81,8 +81,8 @@ def dropout_rows() -> list[dict[str, Any]]:
     The state is `on`, or `off` where the strategy named in `reason` takes its place.
     """
     entries = list(KINDS["expert_compute"])
-    instead = next(e.name for e in entries if e.value is drop_out_strategy())
-    return [{"name": e.name, "state": "on", "reason": None} if drops_out(e.value) else
+    instead = next(e.name for e in entries if e.value is stepwise_strategy())
+    return [{"name": e.name, "state": "on", "reason": None} if is_stepwise(e.value) else
             {"name": e.name, "state": "off", "reason": f"has no dropout: {instead} runs instead"}
             for e in entries]
 

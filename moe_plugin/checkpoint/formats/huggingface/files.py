@@ -58,8 +58,10 @@ def open_safetensors(path: Path) -> DerivedSource:
             raise CheckpointError(f"{str(path / file)!r} has no tensor {lost[0]!r}, which {INDEX} "
                                   "says is there; get the file again")
     layers: dict[str, dict[str, Any]] = _layers_of({name: one.entry for name, one in found.items()})
-    if family := FAMILIES.get(str(config.get("model_type"))):
-        layers = {name: {**layer, FLOAT32: family.float32} for name, layer in layers.items()}
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.block is not None:
+        kept = family.block.float32
+        layers = {name: {**layer, FLOAT32: kept} for name, layer in layers.items()}
     return DerivedSource(marked(found.values(), layers), "hf", {"config": config}, layers,
                          {"model_type": config.get("model_type")}, [path / file for file in files])
 
