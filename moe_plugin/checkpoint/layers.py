@@ -71,6 +71,9 @@ def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
 
 
 def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
+    if s.router == "sparsemixer":
+        return {"name": s.router, "top_k": s.top_k, "mixer_eps": s.mixer_eps,
+                "scaling": s.router_scale}
     if s.groups and s.router == "sigmoid" and not biased:
         raise CheckpointError("groups with sigmoid scores and no expert_bias: our router "
                               "group_limited has softmax scores")

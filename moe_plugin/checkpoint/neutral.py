@@ -98,7 +98,7 @@ class DecoderSettings:
         tied: the output matrix is the embedding.
         embed_scale: embeddings (not positions) are multiplied by it; see `without_embed_scale`.
         top_k: experts per token; 0 without MoE layers.
-        router: "softmax" or "sigmoid" scores; `normalize_top_k`: the chosen ones sum to 1, then
+        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings; `normalize_top_k`: the chosen ones sum to 1, then
             times `router_scale`.
         groups, group_top_k, group_scores: as `router.groups`, ... of our settings; 0 groups: none.
         rotary_scaling: how rotary positions are stretched, as `rope_scaling` of Hugging Face with
@@ -129,6 +129,7 @@ class DecoderSettings:
     router: str = "softmax"
     normalize_top_k: bool = False
     router_scale: float = 1.0
+    mixer_eps: float = 0.01
     groups: int = 0
     group_top_k: int = 1
     group_scores: int = 0

@@ -268,6 +268,10 @@ class RouterConfig(SettingsSection):
         "balance: choices are not the router's, but as even as can be, for benchmarks "
         "(docs/balance.md); none: they are the router's",
         choices=("none", "balance"), flag="router-force")
+    mixer_eps: float = option(
+        0.01,
+        "sparsemixer: experts within twice this part of the best logit come close to it, and share "
+        "its weight", flag="router-mixer-eps")
     sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
                                   flag="router-sinkhorn-rounds")
     selection: SelectionConfig = field(default_factory=SelectionConfig)
@@ -301,6 +305,7 @@ class RouterConfig(SettingsSection):
         self.within("pre_gate", 0, 1, "use 1 to choose one block early, 0 not to")
         self.require("predict", not (self.predict and self.pre_gate),
                      "off where router.pre_gate=1, which knows the experts", "leave it out")
+        self.require("mixer_eps", 0 <= self.mixer_eps <= 1, "in 0..1", "use 0.01")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
         self.require("force", self.force == "none" or self.second_expert_policy == "all",
                      "none unless router.second_expert_policy=all, as other policies drop some of "

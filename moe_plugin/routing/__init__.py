@@ -26,6 +26,7 @@ from moe_plugin.routing.routers.group_limited import (
 from moe_plugin.routing.routers.hashing import HashRouter
 from moe_plugin.routing.routers.noisy import NoisyTopKRouter
 from moe_plugin.routing.routers.prototypes import PrototypeRouter
+from moe_plugin.routing.routers.sparsemixer import SparseMixerRouter
 from moe_plugin.routing.routers.topk import GShardRouter, SwitchRouter, TopKRouter
 from moe_plugin.routing.several_routers import (
     RouterSelector,

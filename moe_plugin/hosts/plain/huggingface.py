@@ -39,8 +39,9 @@ from moe_plugin.records import HostContext
 from moe_plugin.routing.registry import check_balance
 
 # settings with which a block computes more than its weights and our settings say
-_BLOCK_SETTINGS = {"router_jitter_noise": "router.input_jitter is close to it, but leaves the "
-                                          "experts' input alone"}
+_BLOCK_SETTINGS = dict.fromkeys(("router_jitter_noise", "input_jitter_noise"),
+                                "router.input_jitter is close to it, but leaves the experts' input "
+                                "alone")
 
 
 class SwappedBlock(MoEBlock):
@@ -236,7 +237,7 @@ def _checked(model: nn.Module) -> dict[str, Any]:
         raise ValueError(f"model_type={family.model_type!r} has no MoE blocks; known: "
                          f"{', '.join(_kinds())}")
     for name, why in _BLOCK_SETTINGS.items():
-        if config.get(name):
+        if config.get(name) and name not in family.block.keys.values():
             raise ValueError(f"{name}={config[name]} is not supported: {why}; set it to 0")
     if config.get("output_router_logits"):
         raise ValueError(

@@ -168,5 +168,6 @@ class SoftmaxBiasRouter(SigmoidBiasRouter):
     Source: Ernie 4.5 (Baidu 2025).
     """
 
+    reads = SigmoidBiasRouter.reads - {"score"}
     expert_groups = SigmoidBiasRouter.expert_groups
     score_name = "softmax"

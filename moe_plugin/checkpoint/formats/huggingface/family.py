@@ -11,7 +11,8 @@ from typing import Any
 # keys of `config.json` by neutral settings, and by sizes
 KEYS = {"top_k": "num_experts_per_tok", "normalize_top_k": "norm_topk_prob",
         "router_scale": "routed_scaling_factor", "groups": "n_group", "group_top_k": "topk_group",
-        "activation": "hidden_act", "gate_clamp": "swiglu_limit", "experts": "num_experts",
+        "activation": "hidden_act", "gate_clamp": "swiglu_limit", "mixer_eps": "mixer_eps",
+        "experts": "num_experts",
         "width": "moe_intermediate_size"}
 GATE = {"router.weight": "gate.weight"}
 GATE_BIAS = {**GATE, "router.expert_bias": "gate.e_score_correction_bias"}
@@ -40,7 +41,7 @@ class Block:
             matrix; (): files have the tensors of all experts.
         bias_row: `router.expert_bias` is a matrix [1, E].
         gated: an expert has a gate. shared: "none", "plain" or "gated".
-        scores: "softmax" or "sigmoid"; expert_bias: one is added for the choice.
+        scores: "softmax", "sigmoid", or "sparsemixer", a router of its own; expert_bias: one is added for the choice.
         normalize: `normalize_top_k` that it can have; None: the configuration says it.
         scales: has a factor on the weights.
         methods: values of `topk_method` in `config.json`; the first where it has none.

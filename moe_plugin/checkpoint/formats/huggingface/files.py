@@ -33,7 +33,8 @@ from moe_plugin.routing.contract import FLOAT32
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantization
 SHARD_BYTES = 5 << 30
-_EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.|gate_up_proj$|down_proj$)")
+_EXPERT = re.compile(r"(.+\.)(?:experts\.(?:(\d+)\.|(?:gate_up|up|down)_proj(?:_blocks)?$)|"
+                     r"input_linear\.weight$)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -122,7 +122,9 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
             "router_scale": float(get(block.key("router_scale"))) if block.scales else 1.0,
             "gate_clamp": float(get(block.key("gate_clamp")) or 0.0),
             **({"groups": groups, "group_top_k": chosen, "group_scores": block.group_scores}
-               if limited else {}), **block.settings}
+               if limited else {}),
+            **({"mixer_eps": float(get(block.key("mixer_eps")))}
+               if block.scores == "sparsemixer" else {}), **block.settings}
 
 
 def _rotary(config: Mapping[str, Any], default: float,

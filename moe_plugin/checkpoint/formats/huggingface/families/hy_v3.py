@@ -12,5 +12,5 @@ FAMILY = Family(
         files={"router.weight": "router.gate.weight", "router.expert_bias": "expert_bias",
                **shared_names("shared_mlp")},
         shared="plain", scores="sigmoid", expert_bias=True, normalize=True, scales=True,
-        float32=("gate.",), keys={"router_scale": "router_scaling_factor"}),
+        float32=("gate.", "router.gate."), keys={"router_scale": "router_scaling_factor"}),
     alone="attention whose dense layers are counted otherwise")
