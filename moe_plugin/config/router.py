@@ -185,7 +185,8 @@ def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
 def _use(readers: Collection[str]) -> str:
     """What to use instead: a router that reads a setting, first the usual one or the last of few.
     """
-    first = "topk" if "topk" in readers else next(reversed(list(readers)), "topk")
+    usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
+    first = next(iter([*usual, *reversed(list(readers))]), "topk")
     others = ", ".join(name for name in readers if name != first)
     return f"use router.name={first}" + (f" (or {others})" if others else "")
 

@@ -157,8 +157,9 @@ def mixer_weights(call: Call, ids: Tensor) -> Weights:
             if e < 0:
                 weights.append(row[0] * 0)
                 continue
-            top = max(float(row[i]) for i in left)
-            near = [i for i in left if (top - float(row[i])) / max(abs(float(row[i])), top)
+            values = row.tolist()
+            top = max(values[i] for i in left)
+            near = [i for i in left if (top - values[i]) / max(abs(values[i]), top)
                     <= 2 * call.c.mixer_eps]
             weights.append(row[e].exp() / sum(row[i].exp() for i in near))
             left.remove(e)
