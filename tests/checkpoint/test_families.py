@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.checkpoint import CheckpointError, save
+from moe_plugin.checkpoint.formats.base import convert, open_source
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.layers import LAYER_NAMES
@@ -22,7 +23,7 @@ from moe_plugin.hosts.plain.huggingface import (
     swap_moe_blocks,
     swapped_blocks,
 )
-from tests.checkpoint.hf_models import ALONE, MODELS, logits, tiny, tokens
+from tests.checkpoint.hf_models import ALONE, COMMON, MODELS, logits, tiny, tokens
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 KINDS = [name for name, family in FAMILIES.items() if family.block is not None]
@@ -117,11 +118,54 @@ def _converts(model: Any, own: dict[str, Tensor], folder: Path) -> None:
         assert torch.equal(value, own[name]), name
 
 
+IN_MEGATRON = {"mixtral": "", "qwen2_moe": "", "qwen3_moe": "", "dots1": "", "glm4_moe": "",
+               "solar_open": "", "olmoe": "all", "deepseek_v2": "latent", "deepseek_v3": "latent"}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_whole_models_in_megatron_and_back(kind: str, tmp_path: Path) -> None:
+    """Names and bits; logits are in `test_megatron_huggingface.py`."""
+    more = {"n_group": 1, "topk_group": 1} if "n_group" in MODELS[kind][1] else {}
+    more |= {"sliding_window": None} if kind == "mixtral" else {}
+    more |= {"clip_qkv": None} if kind == "olmoe" else {}
+    tiny(kind, **more).save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    if lacks := IN_MEGATRON[kind]:
+        with pytest.raises(CheckpointError, match=lacks):
+            convert(source, "megatron")
+        return
+    back = convert(convert(source, "megatron"), "hf")
+    assert back.values["config"]["model_type"] == kind
+    assert sorted(back.entries) == sorted(source.entries)
+    for key in source.entries:
+        assert torch.equal(back.read(key), source.read(key)), key
+
+
+def test_the_decoder_of_a_model_that_sees_is_swapped(tmp_path: Path) -> None:
+    text = {**COMMON, "num_hidden_layers": 2, **ALONE["qwen3_5_moe_text"][1]}
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(transformers.Qwen3_5MoeConfig(
+        text_config=text, vision_config={
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+            "out_hidden_size": 32, "num_position_embeddings": 16})).eval()
+    for value in model.parameters():
+        if not value.any():  # some are not drawn
+            torch.nn.init.normal_(value, 0.0, 0.2)
+    ids = torch.randint(3, 60, (2, 9))
+    want = logits(model, ids)
+    model.save_pretrained(tmp_path / "theirs")
+    assert swap_moe_blocks(model) == [f"model.language_model.layers.{n}.mlp" for n in (0, 1)]
+    close(logits(model, ids), want)
+    model.save_pretrained(tmp_path / "ours")
+    for file in (tmp_path / "theirs").iterdir():
+        assert file.read_bytes() == (tmp_path / "ours" / file.name).read_bytes(), file.name
+    restore_moe_blocks(model)
+    assert torch.equal(logits(model, ids), want)
+
+
 @pytest.mark.parametrize("to", ["plain", "megatron"])
 def test_a_folder_of_a_family_of_blocks_alone_is_refused(to: str, tmp_path: Path) -> None:
     tiny("gpt_oss").save_pretrained(tmp_path / "in")
     assert main(["inspect", str(tmp_path / "in")]) == 0
-    with pytest.raises(CheckpointError, match="has no neutral form .attention with sinks.*swap_moe"):
-        from moe_plugin.checkpoint.formats.base import convert, open_source
-
+    with pytest.raises(CheckpointError, match="no neutral form .attention with sinks.*swap_moe"):
         convert(open_source(tmp_path / "in"), to)

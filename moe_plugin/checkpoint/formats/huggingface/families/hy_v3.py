@@ -13,4 +13,4 @@ FAMILY = Family(
                **shared_names("shared_mlp")},
         shared="plain", scores="sigmoid", expert_bias=True, normalize=True, scales=True,
         float32=("gate.", "router.gate."), keys={"router_scale": "router_scaling_factor"}),
-    alone="attention whose dense layers are counted otherwise")
+    alone="dense layers by a list")
