@@ -86,11 +86,6 @@ class FFNParameters:
     keep: Keep | None = None
     later: LaterGrads | None = None
 
-    @property
-    def in_steps(self) -> bool:
-        """Whether only strategies in steps of torch compute this."""
-        return bool(self.dropout or self.clamp or self.linear_offset)
-
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.
 

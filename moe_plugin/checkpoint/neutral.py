@@ -98,8 +98,8 @@ class DecoderSettings:
         tied: the output matrix is the embedding.
         embed_scale: embeddings (not positions) are multiplied by it; see `without_embed_scale`.
         top_k: experts per token; 0 without MoE layers.
-        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings; `normalize_top_k`: the chosen ones sum to 1, then
-            times `router_scale`.
+        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings;
+            `normalize_top_k`: the chosen ones sum to 1, then times `router_scale`.
         groups, group_top_k, group_scores: as `router.groups`, ... of our settings; 0 groups: none.
         rotary_scaling: how rotary positions are stretched, as `rope_scaling` of Hugging Face with
             "rope_type"; empty: not at all.

@@ -113,21 +113,11 @@ class ExpertsConfig(SettingsSection):
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
         self.require("shared_gate", not self.shared_gate or self.shared_hidden_dim > 0,
                      "False without a shared expert", "set experts.shared_hidden_dim")
-        self.require("clamp", 0 <= self.clamp <= 1e6, ">= 0 and <= 1e6", "use 0 for none")
-        self.require("linear_offset", abs(self.linear_offset) <= 1e6, "in -1e6..1e6",
-                     "use 0 for none")
-        self.read_where(self.kind != "ffn", "where experts.kind=ffn, which has no gate",
-                        "use experts.kind=gated_ffn", "clamp", "linear_offset")
-        for name in self.in_steps:
-            self.require("precision", self.precision not in ROUNDED,
-                         f"ieee or tf32 where experts.{name}={getattr(self, name):g}",
-                         f"{self.precision} products have none; use experts.{name}=0")
+        if self.dropout or self.clamp or self.linear_offset:
+            self._check_steps()
         self.read_where(self.precision in ROUNDED or self.compute not in MULTIPLY_BY_TORCH,
                         f"where experts.compute={self.compute}",
                         "use experts.compute=kernels, or auto on a GPU", "precision")
-        for name in self.in_steps:
-            self.read_where(False, f"where experts.{name}={getattr(self, name):g}",
-                            f"use experts.{name}=0: the kernels have none", "precision")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")
         self.within("store_throttle", 0, 1e9, "use 0 for none")
@@ -137,7 +127,19 @@ class ExpertsConfig(SettingsSection):
         self.read_where(self.store == "disk", f"where experts.store={self.store}",
                         "use experts.store=disk", "store_path")
 
-    @property
-    def in_steps(self) -> tuple[str, ...]:
+    def in_steps(self) -> list[str]:
         """The settings, of those that are set, that only strategies in steps of torch follow."""
-        return tuple(name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name))
+        return [name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name)]
+
+    def _check_steps(self) -> None:
+        self.require("clamp", 0 <= self.clamp <= 1e6, ">= 0 and <= 1e6", "use 0 for none")
+        self.require("linear_offset", abs(self.linear_offset) <= 1e6, "in -1e6..1e6",
+                     "use 0 for none")
+        self.read_where(self.kind != "ffn", "where experts.kind=ffn, which has no gate",
+                        "use experts.kind=gated_ffn", "clamp", "linear_offset")
+        for name in self.in_steps():
+            where = f"where experts.{name}={getattr(self, name):g}"
+            self.require("precision", self.precision not in ROUNDED, f"ieee or tf32 {where}",
+                         f"{self.precision} products have none; use experts.{name}=0")
+            self.read_where(False, where, f"use experts.{name}=0: the kernels have none",
+                            "precision")

@@ -66,11 +66,12 @@ class FFNExperts(Experts):
         self.config, self.placement = config.experts, placement
         self.adds_to_main_grad = host.adds_to_main_grad
         self.compute = strategies.get(config.experts.compute)
-        if self.config.in_steps and not is_stepwise(self.compute):
+        c = self.config
+        if (c.dropout or c.clamp or c.linear_offset) and not is_stepwise(self.compute):
             logger.info(
                 "experts.%s: experts.compute=%s does not follow it; torch's matmuls compute the "
-                "experts%s", ", experts.".join(self.config.in_steps), self.config.compute,
-                " in training" if self.config.in_steps == ("dropout",) else "")
+                "experts%s", ", experts.".join(c.in_steps()), c.compute,
+                " in training" if c.in_steps() == ["dropout"] else "")
         self.memory = Workspace()
         shards, local, width = placement.shards, placement.local, config.row_dim
         _check_shards(config, shards)
@@ -141,7 +142,8 @@ class FFNExperts(Experts):
             return self.local_parameters()
         strategy = work.strategy or self.compute
         parameters = work.parameters or self.compute_parameters()
-        if parameters.in_steps and not is_stepwise(strategy):
+        p = parameters
+        if (p.dropout or p.clamp or p.linear_offset) and not is_stepwise(strategy):
             strategy = stepwise_strategy()
         if transformed() or exporting():
             strategy = _by_torch_alone(parameters)

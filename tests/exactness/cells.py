@@ -141,8 +141,8 @@ def fp8_cells(dispatch: str) -> list[Cell]:
 
     Where an activation's derivative jumps, rounding moves a gradient by any amount: not these.
     """
-    cells = cells_of(dispatch, FP8_SIZES, compute=["auto", "kernels", "loop"], dropout=[0.0], clamp=[0.0],
-                     tokens=["even", "uneven", "padding", "none"], pieces=PIECES[:2],
+    cells = cells_of(dispatch, FP8_SIZES, compute=["auto", "kernels", "loop"], dropout=[0.0],
+                     clamp=[0.0], tokens=["even", "uneven", "padding", "none"], pieces=PIECES[:2],
                      factor=[None, 1.0, 0.0], all_to_all=["linear", "2dh"],
                      activation=["gelu", "gelu_tanh", "silu"])
     dropping = [cell for cell in cells if cell["prioritized"] and cell["factor"] == 1.0]

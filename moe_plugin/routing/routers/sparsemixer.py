@@ -48,7 +48,8 @@ class SparseMixerRouter(Router):
             near_TE = self._near(call.logits_TE, left_TE)
             weight_T1 = near_TE.softmax(1).gather(1, one_T1)
             if lowered_TK is not None:
-                lower_T1 = lowered_TK[:, step:step + 1] & (near_TE.argmax(1, keepdim=True) != one_T1)
+                best_T1 = near_TE.argmax(1, keepdim=True)
+                lower_T1 = lowered_TK[:, step:step + 1] & (best_T1 != one_T1)
                 weight_T1 = weight_T1 - weight_T1.detach() * lower_T1 * (1 - _HALFWAY)
             weights.append(weight_T1)
             left_TE = left_TE.scatter(1, one_T1, float("-inf"))

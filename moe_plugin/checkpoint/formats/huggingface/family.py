@@ -41,7 +41,8 @@ class Block:
             matrix; (): files have the tensors of all experts.
         bias_row: `router.expert_bias` is a matrix [1, E].
         gated: an expert has a gate. shared: "none", "plain" or "gated".
-        scores: "softmax", "sigmoid", or "sparsemixer", a router of its own; expert_bias: one is added for the choice.
+        scores: "softmax", "sigmoid", or "sparsemixer", a router of its own; expert_bias: one is
+            added for the choice.
         normalize: `normalize_top_k` that it can have; None: the configuration says it.
         scales: has a factor on the weights.
         methods: values of `topk_method` in `config.json`; the first where it has none.

@@ -51,8 +51,8 @@ _TOOLS = {
     "torchao": "load it with torchao and write what dequantize() of its tensors returns",
 }
 READ = (*FLOAT8, MXFP4)
-PLAIN_IN_TRANSFORMERS = (f"load it {_DENSE.format('FineGrainedFP8Config')}, or Mxfp4Config where it "
-                         "is in mxfp4")
+PLAIN_IN_TRANSFORMERS = (f"load it {_DENSE.format('FineGrainedFP8Config')}, or Mxfp4Config for "
+                         "mxfp4")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -32,8 +32,8 @@ _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _NEEDED = ("num_attention_heads", "swiglu", "normalization", "norm_epsilon")
 # fields of the neutral settings that Megatron's have a form of
 _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positions", "tied",
-         "pre_norm", "rotary_base", "rotary_part", "max_positions", "top_k", "router", "normalize_top_k",
-         "router_scale", "groups", "group_top_k", "group_scores", "extra"}
+         "pre_norm", "rotary_base", "rotary_part", "max_positions", "top_k", "router",
+         "normalize_top_k", "router_scale", "groups", "group_top_k", "group_scores", "extra"}
 
 
 def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,

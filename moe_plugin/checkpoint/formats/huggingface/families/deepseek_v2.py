@@ -15,6 +15,7 @@ LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
 FAMILY = Family(
     model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM",
     block=Block(names={**GATE, **shared_names("shared_experts")}, shared="plain", normalize=False,
-                scales=True, methods=("greedy", "group_limited_greedy"), group_scores=1, keys={"experts": "n_routed_experts"}),
+                scales=True, methods=("greedy", "group_limited_greedy"), group_scores=1,
+                keys={"experts": "n_routed_experts"}),
     decoder=Decoder(dense="first", biases=("none", "all"), mlp_bias=True, latent=True,
                     defaults={**LATENT, "routed_scaling_factor": 1.0}))

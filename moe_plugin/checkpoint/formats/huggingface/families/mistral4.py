@@ -9,6 +9,6 @@ from moe_plugin.checkpoint.formats.huggingface.family import GATE, Family, share
 
 FAMILY = Family(
     model_type="mistral4", architecture="Mistral4ForCausalLM",
-    block=replace(BLOCK, names={**GATE, **shared_names("shared_experts")}, parts=(), scores="softmax",
-                  expert_bias=False, float32=()),
+    block=replace(BLOCK, names={**GATE, **shared_names("shared_experts")}, parts=(),
+                  scores="softmax", expert_bias=False, float32=()),
     alone="latent attention whose queries are scaled by their position")
