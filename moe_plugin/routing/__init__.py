@@ -43,7 +43,8 @@ __all__ = [
     "GroupLimitedRouter", "HasFinishStep", "HashRouter", "NoisyTopKRouter", "PrototypeRouter",
     "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter", "ScoreFunction",
     "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
-    "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any",
+    "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
+    "build_router", "finish_step", "finish_step_of_any",
     "layer_router", "losses", "needs_of", "number_layers", "only_read", "router_selections",
     "routers", "score_functions",
 ]
