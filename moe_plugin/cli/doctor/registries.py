@@ -76,14 +76,15 @@ def choice_rows() -> list[dict[str, str]]:
 
 
 def dropout_rows() -> list[dict[str, Any]]:
-    """By name of `experts.compute`, whether it runs in training with `experts.dropout` > 0.
+    """By name of `experts.compute`, whether it runs with `experts.dropout` > 0 (in training), clamp
+    or offset.
 
     The state is `on`, or `off` where the strategy named in `reason` takes its place.
     """
     entries = list(KINDS["expert_compute"])
     instead = next(e.name for e in entries if e.value is stepwise_strategy())
     return [{"name": e.name, "state": "on", "reason": None} if is_stepwise(e.value) else
-            {"name": e.name, "state": "off", "reason": f"has no dropout: {instead} runs instead"}
+            {"name": e.name, "state": "off", "reason": f"has none: {instead} runs instead"}
             for e in entries]
 
 
