@@ -70,6 +70,7 @@ def test_mixtral_has_the_same_logits_in_megatron_and_comes_back(data: str,
     assert "add_qkv_bias=False" in message
 
 
+@pytest.mark.slow
 def test_glm_has_the_same_logits_in_megatron_and_comes_back(tmp_path: Path) -> None:
     """Positions that turn a part of each head, norms and biases of queries, a dense first layer."""
     theirs = tiny("glm4_moe", vocab_size=VOCABULARY, num_hidden_layers=2, moe_intermediate_size=48,
