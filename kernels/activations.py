@@ -36,6 +36,14 @@ def _squared_relu_gradient(grad: Tensor, h: Tensor, out: Tensor) -> None:
     torch.mul(grad, half.add_(half), out=out)
 
 
+_QUICK = 1.702  # quick_gelu(x) = silu(_QUICK x) / _QUICK
+
+
+def _quick_gelu_into(h: Tensor, out: Tensor) -> None:
+    torch.mul(h, _QUICK, out=out)
+    aten.silu.out(out, out=out).div_(_QUICK)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(F.gelu, lambda h, out: aten.gelu.out(h, out=out),
                        lambda g, h, out: aten.gelu_backward.grad_input(g, h, grad_input=out)),
@@ -43,6 +51,9 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda x: F.gelu(x, approximate="tanh"),
         lambda h, out: aten.gelu.out(h, approximate="tanh", out=out),
         lambda g, h, out: aten.gelu_backward.grad_input(g, h, approximate="tanh", grad_input=out)),
+    "quick_gelu": Activation(
+        lambda x: F.silu(_QUICK * x) / _QUICK, _quick_gelu_into,
+        lambda g, h, out: aten.silu_backward.grad_input(g, _QUICK * h, grad_input=out)),
     "relu": Activation(
         F.relu, lambda h, out: torch.clamp_min(h, 0, out=out),
         lambda g, h, out: aten.threshold_backward.grad_input(g, h, 0, grad_input=out), cheap=True),

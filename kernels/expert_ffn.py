@@ -64,8 +64,9 @@ class FFNParameters:
             `main_grad`. A strategy that uses the fields need not know: `redirect_grad` adds the
             gradients. One that computes with `operands()` must add these gradients itself, see
             `kernels.weight_grads`.
-        dropout: probability with which a value after the activation becomes 0; only strategies
-            for which `drops_out` is true read it.
+        dropout: probability with which a value after the activation becomes 0.
+        clamp, linear_offset: of gated experts, see `gated`. Only strategies for which `is_stepwise`
+            is true read these three.
         recompute: keep the values before the activation for backward, and not those after it
             (with dropout, what it leaves is kept).
         schedule: of strategy `kernels`, one of `kernels.groups.SCHEDULES`.
@@ -94,6 +95,8 @@ class FFNParameters:
     choice: str = "rule"
     main_grad_weights: Mapping[str, Tensor] = field(default_factory=dict)
     dropout: float = 0.0
+    clamp: float = 0.0
+    linear_offset: float = 0.0
     recompute: bool = False
     sums: GradSums | None = None
     precision: str = "ieee"
@@ -124,6 +127,7 @@ GroupedMatmul = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
 Strategy = Callable[[Tensor, "RowCounts | RowPlan", FFNParameters], Tensor]
 strategies: Registry[Strategy] = Registry("expert_compute")
+_STEPWISE: list[Strategy] = []  # of `from_matmul`
 # those that use `FFNParameters.keep`. Not `batched`, which keeps padded copies in which rows lie
 # elsewhere, nor `fused`, which keeps what it needs in the CPU's reusable memory
 KEEPS_ROWS = ("auto", "kernels", "grouped", "loop")
@@ -146,6 +150,7 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
         return apply_to_rows(lambda rows_RD, counts: _ffn(
             matmul, rows_RD, counts, parameters, elementwise), x, rows)
 
+    _STEPWISE.append(strategy)
     return strategy
 
 
@@ -193,7 +198,13 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
                              p.adapters.get("out"))
         return out_RD
 
-    activate = functools.partial(_activate, elementwise(ACTIVATIONS[p.activation].value))
+    act = elementwise(ACTIVATIONS[p.activation].value)
+
+    def activate(inner_RF: Tensor, gate_RF: Tensor | None = None) -> Tensor:
+        if gate_RF is None:
+            return act(inner_RF)
+        return gated(act, gate_RF, inner_RF, p.clamp, p.linear_offset)
+
     if p.recompute:
         return through_recomputed(out, activate, *inner)
     return out(activate(*inner))
@@ -222,9 +233,14 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
     return made
 
 
-def _activate(act: Callable[[Tensor], Tensor], inner_RF: Tensor,
-              gate_RF: Tensor | None = None) -> Tensor:
-    return act(inner_RF) if gate_RF is None else act(gate_RF) * inner_RF
+def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, clamp: float = 0.0,
+          offset: float = 0.0) -> Tensor:
+    """act(gate) * (inner + offset), [R, F]; with `clamp` > 0 of min(gate, clamp) and of inner in
+    -clamp..clamp. Source: gpt-oss (OpenAI 2025), with quick_gelu, 7 and 1.
+    """
+    if clamp:
+        gate_RF, inner_RF = gate_RF.clamp(max=clamp), inner_RF.clamp(-clamp, clamp)
+    return act(gate_RF) * (inner_RF + offset if offset else inner_RF)
 
 
 def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
@@ -309,18 +325,16 @@ strategies.register("grouped", why_not=lambda: None
                     if _HAS_GROUPED else _NO_GROUPED)(from_matmul(grouped, keeps_rows=True))
 
 
-_DROP_OUT = tuple(strategies.get(name)
-                  for name in ("loop", "batched", *(["grouped"] if _HAS_GROUPED else [])))
+def is_stepwise(strategy: Strategy) -> bool:
+    """Whether a strategy computes in steps of torch, and so follows dropout, clamp and offset of
+    `FFNParameters`; `stepwise_strategy` is one that does.
+    """
+    return strategy in _STEPWISE
 
 
-def drops_out(strategy: Strategy) -> bool:
-    """Whether a strategy applies `FFNParameters.dropout`; `drop_out_strategy` is one that does."""
-    return strategy in _DROP_OUT
-
-
-def drop_out_strategy() -> Strategy:
-    """The strategy in place of one without dropout: torch's grouped GEMM, or a loop."""
-    return _DROP_OUT[-1]
+def stepwise_strategy() -> Strategy:
+    """The strategy in place of one that does not: torch's grouped GEMM, or a loop."""
+    return strategies.get("grouped" if _HAS_GROUPED else "batched")
 
 
 def _bmm(x_LCI: Tensor, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:

@@ -167,5 +167,5 @@ def register() -> None:
     for name, module in MODULES.items():
         can = special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
-    assert {"gelu", "gelu_tanh", "relu", "silu",
+    assert {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
             "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 ACTIVATIONS = {
     "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "silu": F.silu, "squared_relu": lambda x: F.relu(x)**2,
 }
 
@@ -49,6 +50,8 @@ class Case:
     shards: int | None = None
     router_fp32: bool = False
     weights_first: bool = False
+    clamp: float = 0.0  # of gated experts, with `offset`
+    offset: float = 0.0
     dropout: float = 0.0  # with `drop_by_value` in place of chance
     # operands of products rounded to a format, in so many parts of every expert; 0: not rounded
     rounded_parts: int = 0
@@ -238,7 +241,13 @@ def expert(case: Case, p: dict[str, Tensor], e: int, x: Tensor) -> Tensor:
         return torch.cat(parts) + (p[b][e] if case.bias else 0)
 
     inner = linear(x, "w_in", "b_in")
-    inner = act(inner) if case.kind == "ffn" else act(linear(x, "w_gate", "b_gate")) * inner
+    if case.kind == "ffn":
+        inner = act(inner)
+    else:
+        gate = linear(x, "w_gate", "b_gate")
+        if case.clamp:
+            gate, inner = gate.clamp(max=case.clamp), inner.clamp(-case.clamp, case.clamp)
+        inner = act(gate) * (inner + case.offset)
     inner = drop_by_value(inner, case.dropout)
     out = sum(map(product, inner.chunk(count), p["w_out"][e].chunk(count)))
     return out + p["b_out"][e] if case.bias else out

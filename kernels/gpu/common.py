@@ -59,6 +59,8 @@ def activate(x, ACT: tl.constexpr):
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
     elif ACT == "relu":
         y = tl.where(x > 0, x, 0.0)
     elif ACT == "silu":
@@ -77,6 +79,9 @@ def activation_grad(x, ACT: tl.constexpr):
     elif ACT == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif ACT == "quick_gelu":
+        s = tl.sigmoid(1.702 * x)
+        y = s * (1.0 + 1.702 * x * (1.0 - s))
     elif ACT == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
     elif ACT == "silu":

@@ -24,11 +24,14 @@ from moe_plugin.records import Placement
 
 # below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too
 LAYER_NAMES = {
-    "router.weight": "router.weight_ED", "router.expert_bias": "router.bias_E",
+    "router.weight": "router.weight_ED", "router.bias": "router.logit_bias_E",
+    "router.expert_bias": "router.bias_E",
     **{f"experts.{name}": f"experts.{name}" for name in SHARD_AXIS},
     **{f"shared.{theirs}.{kind}": f"shared_expert.{ours}.{kind}" for kind in ("weight", "bias")
        for theirs, ours in (("w_in", "fc_in"), ("w_gate", "fc_gate"), ("w_out", "fc_out"))},
     "shared.gate.weight": "shared_expert.gate.weight",
+    **{f"latent.{name}.{kind}": f"latent.{name}.{kind}" for kind in ("weight", "bias")
+       for name in ("down", "up")},
 }
 NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
@@ -48,37 +51,38 @@ def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
     if unknown := sorted(set(shapes) - set(LAYER_NAMES)):
         raise CheckpointError(f"our layer has no {prefix + unknown[0]!r}; it has: "
                               f"{', '.join(LAYER_NAMES)}")
-    experts, width, inner = shapes["experts.w_in_LDF"]
-    if s.top_k == 1 and s.normalize_top_k:
-        raise CheckpointError("top_k=1 with normalize_top_k=True: the weight is always 1 there, "
-                              "and the router's score in our layer; choose more experts a token")
+    experts, row, inner = shapes["experts.w_in_LDF"]
     bias = "experts.b_in_LF" in shapes
     shared = shapes.get("shared.w_in.weight", (0,))[0]
-    if shared and bias != ("shared.w_in.bias" in shapes):
-        raise CheckpointError(f"{prefix}shared and experts: one has biases, the other has none; "
-                              "our layer has them in both or in none")
+    for other in ("shared.w_in", "latent.down"):
+        if f"{other}.weight" in shapes and bias != (f"{other}.bias" in shapes):
+            raise CheckpointError(f"{prefix}{other} and experts: one has biases, the other has "
+                                  "none; our layer has them in both or in none")
     return {
-        "model_dim": width, "num_experts": experts, "losses": {},
-        "router": _router(s, "router.expert_bias" in shapes),
+        "model_dim": shapes["router.weight"][1], "num_experts": experts, "losses": {},
+        "router": {**_router(s, "router.expert_bias" in shapes), "bias": "router.bias" in shapes},
         "experts": {
             "kind": "gated_ffn" if s.gated else "ffn", "hidden_dim": inner,
             "activation": s.activation, "bias": bias, "shared_hidden_dim": shared,
             "shared_gate": "shared.gate.weight" in shapes,
+            "latent_dim": row if "latent.down.weight" in shapes else 0, "clamp": s.gate_clamp,
+            "linear_offset": s.linear_offset, "weights_first": s.weights_first,
         },
     }
 
 
 def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
-    if biased and s.router != "sigmoid":
-        raise CheckpointError("router.expert_bias with softmax scores: our router sigmoid_bias has "
-                              "sigmoid scores")
+    if s.router == "sparsemixer":
+        return {"name": s.router, "top_k": s.top_k, "mixer_eps": s.mixer_eps,
+                "scaling": s.router_scale}
     if s.groups and s.router == "sigmoid" and not biased:
         raise CheckpointError("groups with sigmoid scores and no expert_bias: our router "
                               "group_limited has softmax scores")
-    name = "sigmoid_bias" if biased else "group_limited" if s.groups else "topk"
+    name = f"{s.router}_bias" if biased else "group_limited" if s.groups else "topk"
     groups = {"groups": s.groups, "group_top_k": s.group_top_k, "group_scores": s.group_scores}
+    normalize = "none" if not s.normalize_top_k else "always" if s.top_k == 1 else "before_drop"
     return {"name": name, "top_k": s.top_k, "score": s.router, "scaling": s.router_scale,
-            "normalize": "before_drop" if s.normalize_top_k else "none",
+            "normalize": normalize,
             **(groups if s.groups else {})}
 
 

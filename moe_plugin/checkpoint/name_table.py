@@ -17,6 +17,8 @@ from moe_plugin.checkpoint.source import (
     Derived,
     Key,
     Source,
+    every,
+    interleaved,
     item_of,
     joined,
     part_of,
@@ -42,6 +44,8 @@ class NameRule:
         axis: of it, along which the neutral tensors follow each other.
         shares: their sizes along it, as multiples of one another; empty: all alike.
         groups: it has so many groups one behind the other, each with a piece of every tensor.
+        in_turn: elements of the tensors take turns along it.
+        row: it is the neutral vector as a matrix of one row.
     """
 
     theirs: str
@@ -50,11 +54,16 @@ class NameRule:
     axis: int = 0
     shares: tuple[int, ...] = ()
     groups: int = 1
+    in_turn: bool = False
+    row: bool = False
 
     def split(self, one: Derived) -> list[Derived]:
         """The neutral tensors in one of the format's."""
         if len(self.ours) == 1:
-            return [self._swapped(one)]
+            return [item_of(one, 0) if self.row else self._swapped(one)]
+        if self.in_turn:
+            return [self._swapped(every(one, first, len(self.ours), self.axis))
+                    for first in range(len(self.ours))]
         shares = self.shares or (1,) * len(self.ours)
         unit = one.entry.shape[self.axis] // (self.groups * sum(shares))
         found: list[list[Derived]] = [[] for _ in shares]
@@ -68,6 +77,10 @@ class NameRule:
 
     def join(self, parts: Iterable[Derived]) -> Derived:
         """The reverse of `split`."""
+        if self.row:
+            return stacked(list(parts))
+        if self.in_turn:
+            return interleaved([self._swapped(part) for part in parts], self.axis)
         pieces = [pieces_of(self._swapped(part), self.groups, self.axis) if self.groups > 1
                   else [self._swapped(part)] for part in parts]
         return _whole([piece for group in zip(*pieces, strict=True) for piece in group], self.axis)

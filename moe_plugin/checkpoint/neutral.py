@@ -25,6 +25,8 @@ positions, E the experts, F the width inside an expert or MLP, G the shared expe
     layers.N.moe.shared.w_in.weight, w_gate             [G, D]
     layers.N.moe.shared.w_out.weight     [D, G]
     layers.N.moe.shared.gate.weight      [1, D]         scales the shared expert's output
+    layers.N.moe.latent.down.weight      [L, D]         around the routed experts, whose rows then
+    layers.N.moe.latent.up.weight        [D, L]         are of width L in the place of D; biases
     final_norm.weight, bias              [D]
     output.weight                        [V, D]         absent where it is the embedding
 
@@ -67,6 +69,7 @@ NAMES = re.compile("|".join((
     r"layers\.\d+\.moe\.router\.(?:weight|bias|expert_bias)",
     r"layers\.\d+\.moe\.experts\.(?:w_in_LDF|w_gate_LDF|w_out_LFD|b_in_LF|b_gate_LF|b_out_LD)",
     r"layers\.\d+\.moe\.shared\.(?:w_in|w_gate|w_out|gate)\.(?:weight|bias)",
+    r"layers\.\d+\.moe\.latent\.(?:down|up)\.(?:weight|bias)",
 )))
 
 # of an optimizer's groups: of all parameters alike; "step": updates that it counts
@@ -86,14 +89,17 @@ class DecoderSettings:
         heads, kv_heads: attention heads; those of keys and values.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.
         pre_norm: norms come before attention and MLP, not after their residual.
-        activation: of MLP and experts: "relu", "gelu", "gelu_tanh", "silu".
+        activation: of MLP and experts, by its name in `experts.activation`.
         gated: MLP and experts are act(x w_gate) * (x w_in).
+        gate_clamp, linear_offset: as `experts.clamp`, `experts.linear_offset` of our settings.
+        weights_first: experts' inputs are multiplied by the weights, not their outputs.
         positions: "rotary" (with `rotary_base`), "learned", "sinusoidal" or "none".
+        rotary_part: of a head's width, what is turned; the rest comes behind it.
         tied: the output matrix is the embedding.
         embed_scale: embeddings (not positions) are multiplied by it; see `without_embed_scale`.
         top_k: experts per token; 0 without MoE layers.
-        router: "softmax" or "sigmoid" scores; `normalize_top_k`: the chosen ones sum to 1, then
-            times `router_scale`.
+        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings;
+            `normalize_top_k`: the chosen ones sum to 1, then times `router_scale`.
         groups, group_top_k, group_scores: as `router.groups`, ... of our settings; 0 groups: none.
         rotary_scaling: how rotary positions are stretched, as `rope_scaling` of Hugging Face with
             "rope_type"; empty: not at all.
@@ -112,13 +118,18 @@ class DecoderSettings:
     positions: str
     tied: bool
     pre_norm: bool = True
+    gate_clamp: float = 0.0
+    linear_offset: float = 0.0
+    weights_first: bool = False
     rotary_base: float = 10000.0
+    rotary_part: float = 1.0
     max_positions: int = 0
     embed_scale: float = 1.0
     top_k: int = 0
     router: str = "softmax"
     normalize_top_k: bool = False
     router_scale: float = 1.0
+    mixer_eps: float = 0.01
     groups: int = 0
     group_top_k: int = 1
     group_scores: int = 0

@@ -360,6 +360,37 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
     return Derived(first.key, TensorEntry(shape, first.entry.dtype, kept), read)
 
 
+def every(one: Derived, first: int, step: int, axis: int) -> Derived:
+    """Elements `first`, `first + step`, ... of the tensor along an axis; a rest is left out."""
+    before, size = (slice(None),) * axis, one.entry.shape[axis] // step
+    shape = (*one.entry.shape[:axis], size, *one.entry.shape[axis + 1:])
+
+    def read(window: Window) -> Tensor:
+        at = window[axis]
+        wide = slice(at.start * step, at.stop * step)
+        return one.read((*window[:axis], wide, *window[axis + 1:]))[(*before, slice(first, None,
+                                                                                    step))]
+
+    return Derived(one.key, replace(one.entry, shape=shape), read)
+
+
+def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
+    """The reverse of `every`: elements of the parts, all of one shape, in turn along an axis; named
+    as the first.
+    """
+    whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
+
+    def read(window: Window) -> Tensor:
+        want = window[axis]
+        low, high = want.start // count, -(-want.stop // count)
+        inner = (*window[:axis], slice(low, max(low, high)), *window[axis + 1:])
+        value = torch.stack([one.read(inner) for one in parts], axis + 1).flatten(axis, axis + 1)
+        start = low * count
+        return value[(*before, slice(want.start - start, want.stop - start))]
+
+    return Derived(whole.key, whole.entry, read)
+
+
 def stacked(parts: Sequence[Derived]) -> Derived:
     """Tensors of one shape on a new axis 0, as `torch.stack`; named as the first."""
     return joined([_with_axis(one) for one in parts], 0)

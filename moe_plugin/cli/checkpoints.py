@@ -234,7 +234,7 @@ def check_hf(args: argparse.Namespace) -> int:
     """Compare our layers with a Hugging Face model's own. 0: within the tolerance."""
     import torch
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
     from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, read_json
     from moe_plugin.checkpoint.formats.huggingface.quantization import quantization_of
@@ -249,10 +249,11 @@ def check_hf(args: argparse.Namespace) -> int:
     if spread:
         dist.init_process_group("gloo")
     dtype = getattr(torch, args.dtype)
-    quantized = quantization_of(read_json(args.model / CONFIG)) is not None
+    found = quantization_of(read_json(args.model / CONFIG))
+    plain = Mxfp4Config if found and found.get("quant_method") == "mxfp4" else FineGrainedFP8Config
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=dtype, local_files_only=True,
-        **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if quantized else {})
+        **({"quantization_config": plain(dequantize=True)} if found else {})
     ).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # its grouped products have no float64

@@ -30,8 +30,18 @@ class ExpertsConfig(SettingsSection):
         "from which their sum is projected back (docs/hybrid.md); 0: none",
         flag="expert-latent-dim")
     activation: str = option("gelu", "activation",
-                             choices=("gelu", "gelu_tanh", "relu", "silu", "squared_relu"),
+                             choices=("gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
+                                      "squared_relu"),
                              flag="expert-activation")
+    clamp: float = option(
+        0.0,
+        "gated_ffn: c > 0: the gate is cut to at most c before the activation, the other factor to "
+        "-c..c (gpt-oss: 7); torch's matmuls take the place of fused kernels, which have no cut; "
+        "0: neither is cut", flag="expert-clamp")
+    linear_offset: float = option(
+        0.0,
+        "gated_ffn: added to the factor that is not the gate, after the cut (gpt-oss: 1); by "
+        "torch's matmuls, too", flag="expert-linear-offset")
     bias: bool = option(True, "biases in the experts' linear maps", flag="expert-bias")
     compute: str = option("auto",
                           "how a rank's experts are computed, by registered name; auto chooses",
@@ -103,14 +113,11 @@ class ExpertsConfig(SettingsSection):
         self.require("dropout", 0 <= self.dropout < 1, "in [0, 1)", "use 0 for none")
         self.require("shared_gate", not self.shared_gate or self.shared_hidden_dim > 0,
                      "False without a shared expert", "set experts.shared_hidden_dim")
-        self.require("precision", not (self.precision in ROUNDED and self.dropout),
-                     "ieee or tf32 where experts.dropout > 0",
-                     f"{self.precision} products have no dropout")
+        if self.dropout or self.clamp or self.linear_offset:
+            self._check_steps()
         self.read_where(self.precision in ROUNDED or self.compute not in MULTIPLY_BY_TORCH,
                         f"where experts.compute={self.compute}",
                         "use experts.compute=kernels, or auto on a GPU", "precision")
-        self.read_where(not self.dropout, f"where experts.dropout={self.dropout:g}",
-                        "use experts.dropout=0: the kernels have no dropout", "precision")
         self.require("init_std", self.init_std is None or self.init_std > 0, "> 0 or none",
                      "use none")
         self.within("store_throttle", 0, 1e9, "use 0 for none")
@@ -119,3 +126,20 @@ class ExpertsConfig(SettingsSection):
                         "store_throttle")
         self.read_where(self.store == "disk", f"where experts.store={self.store}",
                         "use experts.store=disk", "store_path")
+
+    def in_steps(self) -> list[str]:
+        """The settings, of those that are set, that only strategies in steps of torch follow."""
+        return [name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name)]
+
+    def _check_steps(self) -> None:
+        self.require("clamp", 0 <= self.clamp <= 1e6, ">= 0 and <= 1e6", "use 0 for none")
+        self.require("linear_offset", abs(self.linear_offset) <= 1e6, "in -1e6..1e6",
+                     "use 0 for none")
+        self.read_where(self.kind != "ffn", "where experts.kind=ffn, which has no gate",
+                        "use experts.kind=gated_ffn", "clamp", "linear_offset")
+        for name in self.in_steps():
+            where = f"where experts.{name}={getattr(self, name):g}"
+            self.require("precision", self.precision not in ROUNDED, f"ieee or tf32 {where}",
+                         f"{self.precision} products have none; use experts.{name}=0")
+            self.read_where(False, where, f"use experts.{name}=0: the kernels have none",
+                            "precision")

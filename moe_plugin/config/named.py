@@ -93,8 +93,9 @@ _READ_BESIDE = frozenset({
     "experts.shared_hidden_dim", "experts.shared_gate", "experts.shared_overlap",
     "experts.weights_first", "experts.store"})
 # and what its shared expert does, where it has one
+_BY_ROUTER = {("router.normalize", value) for value in ("before_drop", "always")}
 _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias",
-                             "experts.dropout"})
+                             "experts.dropout", "experts.clamp", "experts.linear_offset"})
 
 
 def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
@@ -109,7 +110,7 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     values, defaults = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
     read = _READ_BESIDE | (_READ_BY_SHARED if config.experts.shared_hidden_dim else set())
     for path, value in values.items():
-        unread = path not in read or (path, value) == ("router.normalize", "before_drop")
+        unread = path not in read or (path, value) in _BY_ROUTER
         if path.startswith(own) and unread and value != defaults[path]:
             raise ValueError(f"{path}={short(value)} is not read where you bring the "
                              f"{path.split('.')[0]} yourself: must be {defaults[path]}; leave it "

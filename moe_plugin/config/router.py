@@ -185,7 +185,8 @@ def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
 def _use(readers: Collection[str]) -> str:
     """What to use instead: a router that reads a setting, first the usual one or the last of few.
     """
-    first = "topk" if "topk" in readers else next(reversed(list(readers)), "topk")
+    usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
+    first = next(iter([*usual, *reversed(list(readers))]), "topk")
     others = ", ".join(name for name in readers if name != first)
     return f"use router.name={first}" + (f" (or {others})" if others else "")
 
@@ -210,9 +211,13 @@ class RouterConfig(SettingsSection):
     normalize: str = option(
         "auto",
         "divide the chosen scores by their sum: before_drop, after_drop (of tokens) or none; auto: "
-        "before_drop with top_k > 1 and a router that divides, else none",
-        choices=("auto", "none", "before_drop", "after_drop"), flag="router-normalize",
+        "before_drop with top_k > 1 and a router that divides, else none; always: before_drop, of "
+        "one expert, too, whose weight then is 1 and teaches the router nothing",
+        choices=("auto", "none", "before_drop", "after_drop", "always"), flag="router-normalize",
     )
+    bias: bool = option(
+        False, "a learned bias on the logits of linear routers, zero at first (gpt-oss)",
+        flag="router-logit-bias")
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
     fp32: bool = option(
         False,
@@ -264,6 +269,10 @@ class RouterConfig(SettingsSection):
         "balance: choices are not the router's, but as even as can be, for benchmarks "
         "(docs/balance.md); none: they are the router's",
         choices=("none", "balance"), flag="router-force")
+    mixer_eps: float = option(
+        0.01,
+        "sparsemixer: experts within twice this part of the best logit come close to it, and share "
+        "its weight", flag="router-mixer-eps")
     sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
                                   flag="router-sinkhorn-rounds")
     selection: SelectionConfig = field(default_factory=SelectionConfig)
@@ -297,6 +306,7 @@ class RouterConfig(SettingsSection):
         self.within("pre_gate", 0, 1, "use 1 to choose one block early, 0 not to")
         self.require("predict", not (self.predict and self.pre_gate),
                      "off where router.pre_gate=1, which knows the experts", "leave it out")
+        self.require("mixer_eps", 0 <= self.mixer_eps <= 1, "in 0..1", "use 0.01")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
         self.require("force", self.force == "none" or self.second_expert_policy == "all",
                      "none unless router.second_expert_policy=all, as other policies drop some of "
@@ -319,7 +329,7 @@ class RouterConfig(SettingsSection):
         others = [name for name in self.names if "force" not in (reads_of(name) or {"force"})]
         self.read_where(not others, f"with router {', '.join(others)}",
                         "use router.name=topk alone", "force")
-        self.read_where(self.normalize == "none" or self.top_k > 1,
+        self.read_where(self.normalize in ("none", "always") or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k", "normalize")
         self._check_top_k(where)

@@ -36,8 +36,8 @@ from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,
-    drop_out_strategy,
-    drops_out,
+    is_stepwise,
+    stepwise_strategy,
     strategies,
 )
 from moe_plugin.kernels.rounded import RoundedWeights
@@ -85,10 +85,12 @@ class FFNExperts(Experts):
             check(placement.shards == 1, "batch_invariant", True,
                   f"False where experts are cut into {placement.shards} parts",
                   "their sum over ranks is in an order of the batch: use as many experts as ranks")
-        if self.config.dropout and not drops_out(self.compute):
+        c = self.config
+        if (c.dropout or c.clamp or c.linear_offset) and not is_stepwise(self.compute):
             logger.info(
-                "experts.dropout=%s: experts.compute=%s has no dropout; in training torch's "
-                "matmuls compute the experts", self.config.dropout, self.config.compute)
+                "experts.%s: experts.compute=%s does not follow it; torch's matmuls compute the "
+                "experts%s", ", experts.".join(c.in_steps()), c.compute,
+                " in training" if c.in_steps() == ["dropout"] else "")
         self.memory = Workspace()
         shards, local, width = placement.shards, placement.local, config.row_dim
         _check_shards(config, shards)
@@ -159,8 +161,9 @@ class FFNExperts(Experts):
             return self.local_parameters()
         strategy = work.strategy or self.compute
         parameters = work.parameters or self.compute_parameters()
-        if (parameters.dropout or parameters.adapters) and not drops_out(strategy):
-            strategy = drop_out_strategy()  # in products of torch, between which more fits
+        p = parameters
+        if (p.dropout or p.clamp or p.linear_offset or p.adapters) and not is_stepwise(strategy):
+            strategy = stepwise_strategy()
         if transformed() or exporting():
             strategy = _by_torch_alone(parameters)
         elif parameters.precision in ROUNDED:
@@ -267,6 +270,7 @@ class FFNExperts(Experts):
                              tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
+                             self.config.clamp, self.config.linear_offset,
                              self.config.recompute_activation, precision=self.config.precision,
                              rounded=rounded, later=None if borrowed else self.later,
                              adapters=as_adapters(tensors) if self.adapters else {})
@@ -276,7 +280,8 @@ class FFNExperts(Experts):
 class GatedFFNExperts(FFNExperts):
     """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out.
 
-    With silu this is SwiGLU (Shazeer 2020).
+    With silu this is SwiGLU (Shazeer 2020). `experts.clamp` cuts both factors, and
+    `experts.linear_offset` is added to the second, see `kernels.expert_ffn.gated`.
     """
 
     gated = True

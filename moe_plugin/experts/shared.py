@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.config import MoEConfig
 from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.expert_ffn import gated
 from moe_plugin.kernels.in_blocks import in_pieces, product_in_blocks
 from moe_plugin.records import Routing, Tokens
 
@@ -67,8 +68,9 @@ class SharedExpert(nn.Module):
             self.activation, self.sigmoid = map(in_pieces, (self.activation, torch.sigmoid))
         self.fc_in = DrawnLinear(width, inner, **options)
         self.dropout, self.overlap = config.experts.dropout, config.experts.shared_overlap
-        gated = config.experts.kind == "gated_ffn"
-        self.fc_gate = DrawnLinear(width, inner, **options) if gated else None
+        self.clamp, self.offset = config.experts.clamp, config.experts.linear_offset
+        has_gate = config.experts.kind == "gated_ffn"
+        self.fc_gate = DrawnLinear(width, inner, **options) if has_gate else None
         self.fc_out = DrawnLinear(inner, width, **options)
         self.gate = None
         if config.experts.shared_gate:
@@ -89,7 +91,7 @@ class SharedExpert(nn.Module):
         if self.fc_gate is None:
             inner_TF = self.activation(inner_TF)
         else:
-            inner_TF = self.activation(self.fc_gate(x_TD)) * inner_TF
+            inner_TF = gated(self.activation, self.fc_gate(x_TD), inner_TF, self.clamp, self.offset)
         inner_TF = F.dropout(inner_TF, self.dropout, self.training)
         y_TD = self.fc_out(inner_TF)
         if self.gate is not None:

@@ -22,10 +22,12 @@ from moe_plugin.routing.routers.group_limited import (
     GroupLimitedRouter,
     SAMRouter,
     SigmoidBiasRouter,
+    SoftmaxBiasRouter,
 )
 from moe_plugin.routing.routers.hashing import HashRouter
 from moe_plugin.routing.routers.noisy import NoisyTopKRouter
 from moe_plugin.routing.routers.prototypes import PrototypeRouter
+from moe_plugin.routing.routers.sparsemixer import SparseMixerRouter
 from moe_plugin.routing.routers.topk import GShardRouter, SwitchRouter, TopKRouter
 from moe_plugin.routing.several_routers import (
     RouterSelector,
@@ -40,8 +42,9 @@ __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
     "GroupLimitedRouter", "HasFinishStep", "HashRouter", "NoisyTopKRouter", "PrototypeRouter",
     "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter", "ScoreFunction",
-    "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SwitchRouter", "TAMoERouter",
-    "TopKRouter", "TopologyQuotaRouter", "build_router", "finish_step", "finish_step_of_any",
+    "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
+    "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
+    "build_router", "finish_step", "finish_step_of_any",
     "layer_router", "losses", "needs_of", "number_layers", "only_read", "router_selections",
     "routers", "score_functions",
 ]

@@ -45,7 +45,8 @@ def test_logits_stay_and_weights_come_back(kind: str, dtype: torch.dtype) -> Non
     want = logits(model, ids)
     names = swap_moe_blocks(model)
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    assert len(layers) == len(names) == (2 if kind.startswith(("qwen2", "deep", "dots")) else 3)
+    first_dense = kind.startswith(("qwen2", "deep", "dots", "glm"))
+    assert len(layers) == len(names) == (2 if first_dense else 3)
     close(logits(model, ids), want)
     restore_moe_blocks(model)
     after = model.state_dict()
@@ -237,30 +238,36 @@ def _on_a_rank(kind: str, want: torch.Tensor, trained: dict[str, torch.Tensor],
 
 
 @pytest.mark.distributed
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+def test_experts_on_two_ranks(kind: str, tmp_path: Path) -> None:
     """Logits and training as on one rank; the ranks' checkpoint becomes a folder of transformers.
     """
-    model, folder = tiny("qwen2_moe"), tmp_path / "plain"
+    model, folder = tiny(kind), tmp_path / "plain"
     want = logits(model, tokens(model))
     train(model, steps=2)
-    assert run_gloo(2, _on_a_rank, "qwen2_moe", want, model.state_dict(), folder) == [3, 3]
+    assert run_gloo(2, _on_a_rank, kind, want, model.state_dict(), folder) == [3, 3]
     assert main(["reshard", str(folder), str(tmp_path / "hf"), "--to", "hf", "--model-only"]) == 0
     for name in ("hf", "saved"):
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         close(logits(again, tokens(model)), logits(model, tokens(model)))
 
 
+def test_the_weight_of_one_normalized_choice_is_one() -> None:
+    model = tiny("mixtral", num_experts_per_tok=1)
+    want = logits(model, tokens(model))
+    swap_moe_blocks(model)
+    close(logits(model, tokens(model)), want)
+
+
 def test_what_cannot_be_swapped_is_named() -> None:
     with pytest.raises(ValueError, match="Linear is not a decoder of transformers"):
         swap_moe_blocks(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks; known: mixtral"):
+    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks; known: afmoe"):
         swap_moe_blocks(tiny("llama"))
     with pytest.raises(ValueError, match="router_jitter_noise=0.1 is not supported"):
         swap_moe_blocks(tiny("mixtral", router_jitter_noise=0.1))
     with pytest.raises(ValueError, match="output_router_logits=True"):
         swap_moe_blocks(tiny("olmoe", output_router_logits=True))
-    with pytest.raises(CheckpointError, match="top_k=1 with normalize_top_k=True"):
-        swap_moe_blocks(tiny("mixtral", num_experts_per_tok=1))
     with pytest.raises(CheckpointError, match="norm_topk_prob=True has no effect"):
         swap_moe_blocks(tiny("deepseek_v2", norm_topk_prob=True))
     with pytest.raises(ValueError, match="no MoE block to swap"):

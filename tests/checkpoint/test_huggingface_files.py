@@ -115,7 +115,8 @@ def test_a_released_folder_goes_there_and_back(kind: str, tmp_path: Path) -> Non
     assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 1
     equal(open_source(tmp_path / "ours"), source)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert type(again) is type(model)
+    # GLM's models hold Solar's, too
+    assert type(again) is type(model) or kind == "solar_open"
     ids = tokens(model)
     assert torch.equal(logits(again, ids), logits(model, ids))
 
@@ -200,7 +201,7 @@ def test_damaged_folders_are_errors(change: Any, message: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"model_type": "gpt2"}, "model_type='gpt2' is not known; known: mixtral"),
+    ({"model_type": "gpt2"}, "model_type='gpt2' is not known; known: afmoe"),
     ({"hidden_act": "tanh"}, "hidden_act='tanh' is not known"),
     ({"num_attention_heads": None}, "num_attention_heads=None must be a number"),
 ])

@@ -206,7 +206,7 @@ def test_a_window_reads_its_codes_and_scales_alone() -> None:
 
 
 @pytest.mark.parametrize(("method", "tool"), [
-    ("gptq", "GPTQModel"), ("awq", "compressed_tensors"), ("mxfp4", "Mxfp4Config"),
+    ("gptq", "GPTQModel"), ("awq", "compressed_tensors"),
     ("compressed-tensors", "CompressedTensorsConfig"), ("nvfp4", "compressed_tensors"),
     ("bitsandbytes", r"model\.dequantize\(\)"), ("modelopt", "compressed_tensors"),
     ("torchao", "torchao"), ("quanto", "optimum-quanto"), ("hqq", "the tool that quantized it")])

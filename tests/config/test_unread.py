@@ -248,8 +248,8 @@ CHANGES = [("score", "sigmoid"), ("noise", 3.0), ("input_jitter", 0.5),
 # what is the same as the default there: sigmoid_bias always takes a sigmoid, gshard drops at random
 SAME = {("sigmoid_bias", "score", "sigmoid"), ("gshard", "second_expert_policy", "random")}
 # routers that `normalize: before_drop`, which is the default with two choices, divides weights of
-DIVIDE = {"topk", "cosine", "group_limited", "gshard", "sam", "sigmoid_bias", "ta_moe",
-          "topology_quota"}
+DIVIDE = {"topk", "cosine", "group_limited", "gshard", "sam", "sigmoid_bias",
+          "softmax_bias", "ta_moe", "topology_quota"}
 
 
 def with_what_it_needs(name: str) -> dict[str, Any]:
@@ -299,6 +299,10 @@ def test_one_choice_is_not_divided_and_teaches_the_router() -> None:
                            r"router.top_k=1 \(a weight over itself is always 1\).* leave it out"):
             MoELayer(8, num_experts=4, top_k=1, router_normalize=value)
     MoELayer(8, num_experts=4, top_k=1, router_normalize="none")
+    always = MoELayer(8, num_experts=4, top_k=1, router_normalize="always")
+    assert torch.equal(always.router(x_TD).weights_TK, torch.ones(16, 1))
+    always(x_TD).output.square().sum().backward()
+    assert not always.router.weight_ED.grad.any()
     with pytest.raises(ValueError, match="router.top_k=1 .* must be > 1 where .*noisy_topk"):
         MoELayer(8, num_experts=4, top_k=1, router="noisy_topk")
 

@@ -114,7 +114,7 @@ def once_cells(dispatch: str,
     settings = _settings(dispatch, [size for size in layouts(dispatch, sizes) if size.r])
     # of the others hops know nothing: they meet in the cells of rows
     few = {name: settings[name][:2]
-           for name in ("activation", "kind", "normalize", "collectives", "rows_computed")}
+           for name in ("activation", "clamp", "kind", "normalize", "collectives", "rows_computed")}
     if traits.bounded:
         few |= {"factor": [None, 1.0], "pieces": [*PIECES[:2], PIECES[-1]],
                 "tokens": ["uneven", "padding", "few", "none"]}
@@ -142,7 +142,7 @@ def fp8_cells(dispatch: str) -> list[Cell]:
     Where an activation's derivative jumps, rounding moves a gradient by any amount: not these.
     """
     cells = cells_of(dispatch, FP8_SIZES, compute=["auto", "kernels", "loop"], dropout=[0.0],
-                     tokens=["even", "uneven", "padding", "none"], pieces=PIECES[:2],
+                     clamp=[0.0], tokens=["even", "uneven", "padding", "none"], pieces=PIECES[:2],
                      factor=[None, 1.0, 0.0], all_to_all=["linear", "2dh"],
                      activation=["gelu", "gelu_tanh", "silu"])
     dropping = [cell for cell in cells if cell["prioritized"] and cell["factor"] == 1.0]
@@ -256,6 +256,7 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "prioritized": [False, True],
         "weights_first": [False, True],
         "dropout": [0.0, 0.3],
+        "clamp": [0.0, 0.5],
         "rows_computed": list(RULES),
     }
 
@@ -272,6 +273,7 @@ def case_of(cell: Cell) -> Case:
     """
     size, groups = cell["size"], cell["size"].world // replicas_of(cell)
     tokens, masked, skew = TOKENS[cell["tokens"]]
+    clamp = cell["clamp"] if cell["kind"] == "gated_ffn" else 0.0
     # sums of few products are off by more of their norm
     width, hidden = (64, 96) if "precision" in cell else (8, 16)
     # logits pull as much at any width: where the scores of all experts but one vanish (1e-60), and
@@ -282,6 +284,7 @@ def case_of(cell: Cell) -> Case:
                 cell["activation"], cell["bias"], cell["score"], cell["normalize"], 1.7,
                 cell["prioritized"], skew, seed=zlib.crc32(name_of(cell).encode()) % 1000,
                 shards=size.shards, weights_first=cell["weights_first"], dropout=cell["dropout"],
+                clamp=clamp, offset=clamp / 2,
                 width=width, hidden=hidden)
 
 

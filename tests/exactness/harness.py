@@ -55,6 +55,7 @@ def config_of(case: Case, **changes: Any) -> MoEConfig:
         }, "dispatch": {"capacity_factor": case.factor}, "experts": {
             "kind": case.kind, "hidden_dim": case.hidden, "activation": case.activation,
             "bias": case.bias, "weights_first": case.weights_first, "dropout": case.dropout,
+            "clamp": case.clamp, "linear_offset": case.offset,
             "latent_dim": case.latent
         }, "comm": {}, "parallel": {"shards": case.shards},
     }

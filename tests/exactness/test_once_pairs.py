@@ -31,7 +31,8 @@ IN_THE_MATRIX = {
     "parallel.r": "size", "parallel.shards": "size", "parallel.d": "pieces",
     "parallel.d_backward": "pieces", "parallel.cut": "cut", "experts.kind": "kind",
     "experts.compute": "compute", "experts.activation": "activation", "experts.bias": "bias",
-    "experts.dropout": "dropout", "experts.weights_first": "weights_first",
+    "experts.clamp": "clamp", "experts.linear_offset": "clamp", "experts.dropout": "dropout",
+    "experts.weights_first": "weights_first",
     "comm.all_to_all": "all_to_all", "comm.collectives": "collectives"}
 # what happens before rows are made, beside them, or to nothing but times
 OUT_OF_REACH = {

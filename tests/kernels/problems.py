@@ -253,7 +253,7 @@ def _sum_of_two(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor]
 
 def _activations(s: Shape) -> tuple[str, ...]:
     # all of them on one shape; on the others the two most used (the interpreter is slow)
-    return ("gelu", "gelu_tanh", "relu", "silu",
+    return ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
             "squared_relu") if s == SHAPES["dropped choices"] else ("gelu", "silu")
 
 

@@ -139,6 +139,34 @@ def bias_weights(call: Call, ids: Tensor) -> Weights:
     return over_sum(pick(logits(call).sigmoid(), ids)), None
 
 
+def softmax_bias_choice(call: Call) -> list[list[int]]:
+    c = call.c
+    return [group_choice(row, c.groups, c.group_top_k, counted(c), c.top_k)
+            for row in logits(call).softmax(1) + call.p["bias_E"].double()]
+
+
+def mixer_choice(call: Call) -> list[list[int]]:
+    return [best(row, call.c.top_k) for row in logits(call)]
+
+
+def mixer_weights(call: Call, ids: Tensor) -> Weights:
+    rows = []
+    for row, chosen in zip(logits(call), ids.tolist(), strict=True):
+        left, weights = list(range(len(row))), []
+        for e in chosen:
+            if e < 0:
+                weights.append(row[0] * 0)
+                continue
+            values = row.tolist()
+            top = max(values[i] for i in left)
+            near = [i for i in left if (top - values[i]) / max(abs(values[i]), top)
+                    <= 2 * call.c.mixer_eps]
+            weights.append(row[e].exp() / sum(row[i].exp() for i in near))
+            left.remove(e)
+        rows.append(torch.stack(weights))
+    return torch.stack(rows) if rows else logits(call).sum() + call.x.new_zeros(ids.shape), None
+
+
 def base_weights(call: Call, ids: Tensor) -> Weights:
     alpha = pick(logits(call), ids).sigmoid()
     return alpha, 1 - alpha[:, 0]
@@ -264,7 +292,10 @@ REFERENCES: dict[str, Reference] = {
                                                                     modes=(False,), training=False),
     "expert_choice": Reference(expert_choice, softmax_plain), "group_limited": Reference(
         limited_choice, softmax_normalized, GROUPS), "sigmoid_bias": Reference(
-            bias_choice, bias_weights, GROUPS), "sinkhorn": Reference(
+            bias_choice, bias_weights, GROUPS), "softmax_bias": Reference(
+                softmax_bias_choice, softmax_normalized, GROUPS), "sparsemixer": Reference(
+                    mixer_choice, mixer_weights, {"mixer_eps": 0.3}, modes=(False,),
+                    training=False), "sinkhorn": Reference(
                 sinkhorn_choice, sinkhorn_weights), "topology_quota": Reference(
                     quota_choice,
                     softmax_normalized, {"links": {"quota": 0.2}}), "ta_moe": Reference(

@@ -86,6 +86,12 @@ static inline Point silu(float x, int exact) {
     return gated_by_sigmoid(x, near, near, 1.0f, exact);
 }
 
+static inline Point quick_gelu(float x, int exact) {
+    x = at_least(x, -64.0f);
+    float near = at_most(x, 64.0f);
+    return gated_by_sigmoid(x, near, 1.702f * near, 1.702f, exact);
+}
+
 /* (x / 2) (1 + tanh(u)) = x sigmoid(2 u) */
 static inline Point gelu_tanh(float x, int exact) {
     x = at_least(x, -16.0f);

@@ -13,7 +13,7 @@ import torch
 import moe_plugin
 from moe_plugin.config import DispatchConfig, GuardConfig, MoEConfig
 from moe_plugin.kernels.block_formats import quantize_mxfp8
-from moe_plugin.kernels.expert_ffn import drop_out_strategy, drops_out
+from moe_plugin.kernels.expert_ffn import is_stepwise, stepwise_strategy
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
 from moe_plugin.planner.choice import SENDS
@@ -76,14 +76,15 @@ def choice_rows() -> list[dict[str, str]]:
 
 
 def dropout_rows() -> list[dict[str, Any]]:
-    """By name of `experts.compute`, whether it runs in training with `experts.dropout` > 0.
+    """By name of `experts.compute`, whether it runs with `experts.dropout` > 0 (in training), clamp
+    or offset.
 
     The state is `on`, or `off` where the strategy named in `reason` takes its place.
     """
     entries = list(KINDS["expert_compute"])
-    instead = next(e.name for e in entries if e.value is drop_out_strategy())
-    return [{"name": e.name, "state": "on", "reason": None} if drops_out(e.value) else
-            {"name": e.name, "state": "off", "reason": f"has no dropout: {instead} runs instead"}
+    instead = next(e.name for e in entries if e.value is stepwise_strategy())
+    return [{"name": e.name, "state": "on", "reason": None} if is_stepwise(e.value) else
+            {"name": e.name, "state": "off", "reason": f"has none: {instead} runs instead"}
             for e in entries]
 
 

@@ -103,7 +103,8 @@ def _everything(report: dict[str, Any]) -> list[str]:
                "docs/kernels.md)",
                [{**r, "load": _load(r["load"])} for r in report["expert_compute_choices"]]
                or [{"name": "none yet"}], "name", "load", "why"),
-        _table("Expert compute in training with experts.dropout > 0 (evaluation: no change)",
+        _table("Expert compute in training with experts.dropout > 0 (evaluation: no change), "
+               "always with experts.clamp or linear_offset",
                report["expert_dropout"], "name", "state", "reason"),
         _table("Self check: largest relative difference from a dense computation",
                [_check(r) for r in report["self_check"]],

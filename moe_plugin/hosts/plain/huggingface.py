@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_of
+from moe_plugin.checkpoint.formats.huggingface.family import Block
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.names import SWAPPED, family_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import (
@@ -23,6 +24,7 @@ from moe_plugin.checkpoint.formats.huggingface.quantization import (
     quantization_of,
 )
 from moe_plugin.checkpoint.layers import (
+    LAYER_NAMES,
     NEUTRAL_NAMES,
     full_state,
     layer_settings,
@@ -39,8 +41,9 @@ from moe_plugin.records import HostContext
 from moe_plugin.routing.registry import check_balance
 
 # settings with which a block computes more than its weights and our settings say
-_BLOCK_SETTINGS = {"router_jitter_noise": "router.input_jitter is close to it, but leaves the "
-                                          "experts' input alone"}
+_BLOCK_SETTINGS = dict.fromkeys(("router_jitter_noise", "input_jitter_noise"),
+                                "router.input_jitter is close to it, but leaves the experts' input "
+                                "alone")
 
 
 _ADAPTERS = tuple(f"experts.{name}" for name in ADAPTER_AXIS)  # in a layer
@@ -53,10 +56,16 @@ class SwappedBlock(MoEBlock):
         original: the model's own block, without memory, for `restore_moe_blocks`.
     """
 
-    def __init__(self, moe: MoELayer, block: nn.Module) -> None:
+    def __init__(self, moe: MoELayer, block: nn.Module, pair: bool) -> None:
         super().__init__(moe)
         # in a tuple, so that it is not a part of this module
         self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
+        self._pair = pair
+
+    def forward(self, x: Tensor) -> Any:
+        """As the model's own block; without logits where that returns them, too."""
+        y = super().forward(x)
+        return (y, None) if self._pair else y
 
     def train(self, mode: bool = True) -> SwappedBlock:
         """As of every module. A model that was loaded for evaluation and now is trained needs
@@ -78,8 +87,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     calls with `output_router_logits=True` are a `ValueError`.
 
     Args:
-        model: a decoder of `transformers`: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 or -V3,
-            OLMoE, with or without a head. Every rank has the same weights.
+        model: a decoder of `transformers` of a known family (docs/families.md), with or without a
+            head. Every rank has the same weights.
         comm: the expert-parallel group; None: the default group, or this rank alone without one.
         settings: of our layers, dotted paths, beyond what the model's configuration says:
             losses, dispatch, parallel.
@@ -90,17 +99,17 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
-    root = model.base_model  # of `transformers`: the decoder under a head
-    names = {id(module): name for name, module in model.named_modules()}
+    start, decoder = _decoder_in(model)
+    child, pair = _block_of(config).module, _block_of(config).pair
     swapped = []
-    for index, layer in enumerate(root.layers):
-        state = {f"model.layers.{index}.mlp.{name}": value
-                 for name, value in layer.mlp.state_dict().items()}
+    for index, layer in enumerate(decoder.layers):
+        block = getattr(layer, child, None)
+        if not hasattr(block, "experts"):
+            continue
+        state = {f"model.layers.{index}.{child}.{name}": value
+                 for name, value in block.state_dict().items()}
         prefix = f"layers.{index}.moe."
         source = to_neutral(state_source(state, config))
-        if prefix not in source.layers:
-            continue
-        name, block = names[id(layer.mlp)], layer.mlp
         weight = _narrowest(block)
         wide = source.entries[MODEL, f"{prefix}router.weight"].dtype != weight.dtype
         chosen = with_overrides(from_dict(layer_settings(source, prefix)),
@@ -109,8 +118,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                        dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)
         _carry_frozen(block, moe, state, config, index)
-        layer.mlp = SwappedBlock(moe, block).train(block.training)
-        swapped.append(name)
+        setattr(layer, child, SwappedBlock(moe, block, pair).train(block.training))
+        swapped.append(f"{start}layers.{index}.{child}")
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
     follow_passes(model)
@@ -161,7 +170,7 @@ class _SaveTheirs:
         for name, swapped in swapped_blocks(model):
             for key in [key for key in state if key.startswith(f"{name}.")]:
                 del state[key]
-            block = _restored(swapped, model.config.to_dict())
+            block = _restored(swapped, _config_of(model))
             state |= {f"{name}.{key}": value for key, value in block.state_dict().items()}
             state |= {f"{name}.moe.{key}": value
                       for key, value in full_state(swapped.moe, _ADAPTERS).items()}
@@ -174,24 +183,25 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
     """Before `load_state_dict`: our layers take what has the names of `transformers`, in the model
     or in its files.
     """
-    root = cast(Any, model).base_model
-    start = prefix + ("" if root is model else f"{root.base_model_prefix}.")
-    for index, layer in enumerate(root.layers):
-        block = f"{start}layers.{index}."
-        names = [name for name in state if name.startswith((f"{block}mlp.",
-                                                            f"{block}block_sparse_moe."))]
+    (start, decoder), config = _decoder_in(model), _config_of(model)
+    start, block = prefix + start, _block_of(config)
+    for index, layer in enumerate(decoder.layers):
+        at, swapped = f"{start}layers.{index}.", getattr(layer, block.module, None)
+        modules = {block.module, block.module_in_files or block.module}
+        names = [name for name in state if name.startswith(tuple(f"{at}{m}." for m in modules))]
         adapters = [name for name in names if name.endswith(_ADAPTERS)]
         names = [name for name in names if name not in adapters]
-        if not names or not isinstance(layer.mlp, SwappedBlock) or any(
-                name.startswith(f"{block}mlp.moe.") for name in names):
+        if not names or not isinstance(swapped, SwappedBlock) or any(
+                name.startswith(f"{at}{block.module}.{SWAPPED}") for name in names):
             continue
         whole = {name.rpartition(".")[2]: state.pop(name) for name in adapters}
         theirs = {f"model.{name.removeprefix(start)}": state.pop(name) for name in names}
-        source = to_neutral(state_source(theirs, cast(Any, model).config.to_dict()))
-        load_layer(layer.mlp.moe, source, f"layers.{index}.moe.")
-        state |= {f"{block}mlp.{name}": value for name, value in layer.mlp.state_dict().items()}
-        place = layer.mlp.moe.placement
-        state |= {f"{block}mlp.moe.experts.{name}":
+        source = to_neutral(state_source(theirs, config))
+        load_layer(swapped.moe, source, f"layers.{index}.moe.")
+        state |= {f"{at}{block.module}.{name}": value
+                  for name, value in swapped.state_dict().items()}
+        place = swapped.moe.placement
+        state |= {f"{at}{block.module}.moe.experts.{name}":
                   value[local_window(name, tuple(value.shape), place)]
                   for name, value in whole.items()}
 
@@ -208,7 +218,7 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
         return
     trains = {name: value.requires_grad for name, value in block.named_parameters()}
     flags = to_neutral(state_source({
-        name: torch.tensor(trains.get(name.split(".mlp.", 1)[1], False)).expand(value.shape)
+        name: torch.tensor(trains.get(_below_block(name, config), False)).expand(value.shape)
         for name, value in state.items()}, config))
     for name, parameter in moe.named_parameters():
         key = (MODEL, f"layers.{index}.moe.{NEUTRAL_NAMES[name]}")
@@ -229,8 +239,7 @@ def _checked(model: nn.Module) -> dict[str, Any]:
         raise ValueError(f"{type(model).__name__} has our layers already: must be called once for "
                          "a model; call restore_moe_blocks(model) before you swap again")
     try:
-        config = model.config.to_dict()
-        model.base_model.layers  # noqa: B018 - whether it is there
+        config = _config_of(model)
     except AttributeError as error:  # a foreign object: nothing declares what it is
         raise ValueError(f"{type(model).__name__} is not a decoder of transformers; its blocks "
                          f"known here are those of {', '.join(_kinds())}") from error
@@ -239,11 +248,11 @@ def _checked(model: nn.Module) -> dict[str, Any]:
                          f"{PLAIN_IN_TRANSFORMERS} (or, where its weights are plain, delete "
                          "model.config.quantization_config)")
     family = family_of(config)
-    if not family.moe:
+    if family.block is None:
         raise ValueError(f"model_type={family.model_type!r} has no MoE blocks; known: "
                          f"{', '.join(_kinds())}")
     for name, why in _BLOCK_SETTINGS.items():
-        if config.get(name):
+        if config.get(name) and name not in family.block.keys.values():
             raise ValueError(f"{name}={config[name]} is not supported: {why}; set it to 0")
     if config.get("output_router_logits"):
         raise ValueError(
@@ -252,8 +261,36 @@ def _checked(model: nn.Module) -> dict[str, Any]:
     return config
 
 
+def _decoder_in(model: nn.Module) -> tuple[str, Any]:
+    """The module of a model of `transformers` that has its decoder's layers, and the beginning of
+    the names of what is in it.
+
+    Raises:
+        AttributeError: it is none.
+    """
+    whole = cast(Any, model).get_decoder()
+    found = next((module for module in whole.modules()
+                  if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)
+    names = {id(module): name for name, module in model.named_modules()}
+    found.layers, found.config  # noqa: B018 - whether they are there
+    name = names[id(found)]
+    return f"{name}." if name else "", found
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """Of its decoder: a model that sees, too, has one for each."""
+    config: dict[str, Any] = _decoder_in(model)[1].config.to_dict()
+    return config
+
+
 def _kinds() -> list[str]:
-    return [name for name, family in FAMILIES.items() if family.moe]
+    return [name for name, family in FAMILIES.items() if family.block is not None]
+
+
+def _block_of(config: Mapping[str, Any]) -> Block:
+    block = family_of(config).block
+    assert block is not None, "refused before a model is swapped"
+    return block
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
@@ -269,7 +306,7 @@ def restore_moe_blocks(model: nn.Module) -> None:
 
     Collective; every rank gets all experts.
     """
-    config = model.config.to_dict()
+    config = _config_of(model)
     for name, swapped in swapped_blocks(model):
         if swapped.moe.layouts.experts.adapters is not None:
             raise ValueError(f"block {name!r} has adapters, which transformers' own block cannot "
@@ -291,7 +328,17 @@ def _restored(swapped: SwappedBlock, config: dict[str, Any]) -> nn.Module:
     _allocate(block, view, weight)
     _load(block, view)
     _carry_back(swapped.moe, block, state, config)
+    for parameter in _buffers(swapped.moe, block, config):
+        parameter.requires_grad_(False)
     return block
+
+
+def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterator[nn.Parameter]:
+    """Parameters of a block that no gradient moves: they are buffers in our layer."""
+    own, names = dict(block.named_parameters()), _block_of(config).names
+    ours = {f"router.{name}" for name, _ in moe.router.named_buffers()}
+    return (own[theirs] for neutral, theirs in names.items()
+            if LAYER_NAMES.get(neutral) in ours and theirs in own)
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
@@ -299,7 +346,9 @@ def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
     `transformers` keeps there, and what `view` says.
     """
     usual = _narrowest(block).dtype
-    kept = {_in_block(name) for (_, name), entry in view.entries.items() if entry.keeps_float32}
+    config = view.values["config"]
+    kept = {_below_block(name, config) for (_, name), entry in view.entries.items()
+            if entry.keeps_float32}
     wide = {id(value) for name, value in (*block.named_parameters(), *block.named_buffers())
             if name in kept or value.dtype.itemsize > usual.itemsize}
 
@@ -321,13 +370,15 @@ def _allow_again(model: nn.Module) -> None:
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
     """A layer's tensors by the names of `transformers`."""
-    neutral = to_neutral(state_source({f"model.layers.0.{SWAPPED}{name}": value
+    module = _block_of(config).module
+    neutral = to_neutral(state_source({f"model.layers.0.{module}.{SWAPPED}{name}": value
                                       for name, value in state.items()}, config))
-    return View(neutral, family_tensors(neutral, family_of(config), fused=True))
+    return View(neutral, family_tensors(neutral, family_of(config), files=False))
 
 
-def _in_block(name: str) -> str:
-    return name.removeprefix("model.layers.0.mlp.")
+def _below_block(name: str, config: Mapping[str, Any]) -> str:
+    """A name of a tensor of a whole checkpoint, in its MoE block."""
+    return name.split(f".{_block_of(config).module}.", 1)[1]
 
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
@@ -340,12 +391,13 @@ def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                      for name, value in state.items()}, config)
     own = dict(block.named_parameters())
     for key in flags.entries:
-        if _in_block(key[1]) in own:
-            own[_in_block(key[1])].requires_grad_(bool(flags.read(key).any()))
+        if (name := _below_block(key[1], config)) in own:
+            own[name].requires_grad_(bool(flags.read(key).any()))
 
 
 def _load(block: nn.Module, view: Source) -> None:
-    values = {_in_block(key[1]): view.read(key) for key in view.entries}
+    config = view.values["config"]
+    values = {_below_block(key[1], config): view.read(key) for key in view.entries}
     missing, unexpected = block.load_state_dict(values, strict=False)
     if missing or unexpected:
         raise CheckpointError(

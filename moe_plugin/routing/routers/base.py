@@ -29,7 +29,8 @@ from moe_plugin.routing.token_ids import check_integers, check_range
 # weigh by a score function, and may drop a second expert
 SCORED = frozenset({"noise", "input_jitter", "batch_prioritized"})
 SEVERAL = SCORED | {"normalize=after_drop"}
-BY_SCORE = SEVERAL | {"score", "normalize=before_drop"}
+BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
+LINEAR = frozenset({"bias"})  # whose logits are `Router.scores`
 FORCED = frozenset({"force"})  # whose choice may be replaced by another of as many experts
 WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
 # a router with one of these of its own says for itself what `expert_groups` is
@@ -56,11 +57,13 @@ class Router(BuffersKeepDtype, RouterModule):
             with a `select` of its own that does not say so may leave choices empty.
         multiplies_in_blocks: all its products are those of `Router.scores`.
         score: the score function. noise: standard deviation of the logits' noise in training.
-        divides: weights are divided by their sum before anything is dropped.
+        divides: weights are divided by their sum before anything is dropped; divides_one: that of
+            a single choice, too.
         layer_config: settings of the layer.
         config: their section `router`.
         comm: ranks that hold the experts.
         weight_ED: the linear map from tokens to logits; None: the router has another one, or none.
+        logit_bias_E: its learned bias (`router.bias`); None: it has none.
         adapted: an adapter trains it, see `note_adapter`.
         forced: gives the experts of each token, int64 [T, K], in place of `select`; or None, and
             `select` does. None: nothing does (see `moe_plugin.routing.forced`).
@@ -100,7 +103,8 @@ class Router(BuffersKeepDtype, RouterModule):
                   "its choice may depend on other tokens: use router.name=topk")
             self.score = ScoreInPieces(self.score)
         self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
-        self.divides = self.config.normalize in ("auto", "before_drop")
+        self.divides_one = self.config.normalize == "always"
+        self.divides = self.config.normalize in ("auto", "before_drop", "always")
         self.forced: Callable[[RoutingCall], Tensor | None] | None = (
             balanced if self.config.force == "balance" else None)
         self.losses = {name: losses.get(name)
@@ -110,6 +114,7 @@ class Router(BuffersKeepDtype, RouterModule):
             NEEDS_OF_LOSSES[name] for name in self.losses if name in NEEDS_OF_LOSSES
         }
         self.register_parameter("weight_ED", None)
+        self.register_parameter("logit_bias_E", None)
         if self.config.fp32:
             dtype = _at_least_float32(dtype or torch.get_default_dtype())
         if torch.empty(0, device=device).is_meta:
@@ -163,15 +168,22 @@ class Router(BuffersKeepDtype, RouterModule):
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create parameters and buffers, and check settings.
 
-        Here: one linear map without bias, `weight_ED`.
+        Here: one linear map, `weight_ED` and, with `router.bias`, `logit_bias_E`.
         """
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
+        if self.config.bias:
+            self.logit_bias_E = nn.Parameter(
+                torch.empty(self.num_experts, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Draw `weight_ED` from the Xavier uniform distribution of a linear map from D to E."""
+        """Draw `weight_ED` from the Xavier uniform distribution of a linear map from D to E; the
+        bias is zero.
+        """
         if self.weight_ED is not None:
             xavier_(self.weight_ED)
+        if self.logit_bias_E is not None:
+            nn.init.zeros_(self.logit_bias_E)
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
@@ -236,6 +248,8 @@ class Router(BuffersKeepDtype, RouterModule):
             logits_TE = product_in_blocks(x_TD.to(dtype), self.weight_ED.to(dtype).T)
         else:
             logits_TE = linear_scores(x_TD, self.weight_ED)
+        if self.logit_bias_E is not None:
+            logits_TE = logits_TE + self.logit_bias_E
         return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
@@ -248,7 +262,9 @@ class Router(BuffersKeepDtype, RouterModule):
         """Hook: the weights [T, K] of chosen experts, differentiable. Here: their scores, divided
         by their sum as `router.normalize` says.
         """
-        return call.weights_of(ids_TK)
+        weights_TK = call.weights_of(ids_TK)
+        # a weight over itself, with its gradient
+        return weights_TK * 0 + 1 if self.divides_one and call.k == 1 else weights_TK
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Hook: what follows from a choice (`call.ids_TK`), such as counting it, and the choices

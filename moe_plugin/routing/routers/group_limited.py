@@ -13,7 +13,7 @@ from moe_plugin.kernels.router import group_members
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import inside_backward
-from moe_plugin.routing.routers.base import BY_SCORE, FORCED, Router
+from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 
 @routers.register("group_limited")
@@ -28,7 +28,7 @@ class GroupLimitedRouter(Router):
         groups_needed: whether `router.groups` must be set.
     """
 
-    reads = BY_SCORE | FORCED | {"groups", "group_top_k", "group_scores"}
+    reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores"}
     leaves_none = True
     groups_needed = True
 
@@ -94,7 +94,7 @@ class SAMRouter(GroupLimitedRouter):
     2022), Switch-and-Mixture gate; hierarchical top-k.
     """
 
-    reads = BY_SCORE | {"groups"}
+    reads = BY_SCORE | LINEAR | {"groups"}
     chosen_groups = 1
     expert_groups = GroupLimitedRouter.expert_groups
 
@@ -124,7 +124,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     collective is in `finish_step`.
     """
 
-    reads = BY_SCORE | FORCED | {"groups", "group_top_k", "group_scores", "bias_rate"}
+    reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
     groups_needed = False
     leaves_none = True
     expert_groups = GroupLimitedRouter.expert_groups
@@ -159,3 +159,15 @@ class SigmoidBiasRouter(GroupLimitedRouter):
             step_E = self.config.bias_rate * torch.sign(load_E.mean() - load_E)
             self.bias_E = self.bias_E + step_E.to(self.bias_E.dtype)
         self.load_E = torch.zeros_like(self.load_E)
+
+
+@routers.register("softmax_bias")
+class SoftmaxBiasRouter(SigmoidBiasRouter):
+    """As `sigmoid_bias` with softmax scores.
+
+    Source: Ernie 4.5 (Baidu 2025).
+    """
+
+    reads = SigmoidBiasRouter.reads - {"score"}
+    expert_groups = SigmoidBiasRouter.expert_groups
+    score_name = "softmax"

@@ -12,7 +12,14 @@ from moe_plugin.kernels import top_k_stable
 from moe_plugin.kernels.scores import shares
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import BY_SCORE, FORCED, SCORED, WITH_POLICY, Router
+from moe_plugin.routing.routers.base import (
+    BY_SCORE,
+    FORCED,
+    LINEAR,
+    SCORED,
+    WITH_POLICY,
+    Router,
+)
 
 
 @routers.register("topk")
@@ -27,7 +34,7 @@ class TopKRouter(Router):
         second_expert_policy: what happens to a second expert in training; empty: as configured.
     """
 
-    reads = WITH_POLICY | FORCED
+    reads = WITH_POLICY | FORCED | LINEAR
     leaves_none = True
     expert_groups = 1
     second_expert_policy = ""
@@ -85,7 +92,7 @@ class GShardRouter(TopKRouter):
     (Lepikhin et al. 2020), algorithm 1.
     """
 
-    reads = BY_SCORE | {"second_expert_policy=random"}
+    reads = BY_SCORE | LINEAR | {"second_expert_policy=random"}
     fixed_k = 2
     second_expert_policy = "random"
 
@@ -102,5 +109,5 @@ class SwitchRouter(Router):
     et al. 2021).
     """
 
-    reads = SCORED | {"score"} | FORCED
+    reads = SCORED | {"score"} | FORCED | LINEAR
     fixed_k = 1

@@ -33,7 +33,8 @@ from moe_plugin.routing.contract import FLOAT32
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantization
 SHARD_BYTES = 5 << 30
-_EXPERT = re.compile(r"(.+\.)experts\.(?:(\d+)\.|gate_up_proj$|down_proj$)")
+_EXPERT = re.compile(r"(.+\.)(?:experts\.(?:(\d+)\.|(?:gate_up|up|down)_proj(?:_blocks)?$)|"
+                     r"input_linear\.weight$)")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -58,8 +59,10 @@ def open_safetensors(path: Path) -> DerivedSource:
             raise CheckpointError(f"{str(path / file)!r} has no tensor {lost[0]!r}, which {INDEX} "
                                   "says is there; get the file again")
     layers: dict[str, dict[str, Any]] = _layers_of({name: one.entry for name, one in found.items()})
-    if family := FAMILIES.get(str(config.get("model_type"))):
-        layers = {name: {**layer, FLOAT32: family.float32} for name, layer in layers.items()}
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.block is not None:
+        kept = family.block.float32
+        layers = {name: {**layer, FLOAT32: kept} for name, layer in layers.items()}
     return DerivedSource(marked(found.values(), layers), "hf", {"config": config}, layers,
                          {"model_type": config.get("model_type")}, [path / file for file in files])
 

@@ -14,11 +14,7 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
 )
-from moe_plugin.checkpoint.formats.huggingface.families import (
-    config_of,
-    decoder_settings,
-    family_for,
-)
+from moe_plugin.checkpoint.formats.huggingface.families import family_of
 from moe_plugin.checkpoint.formats.huggingface.files import (
     CONFIG,
     INDEX,
@@ -28,6 +24,12 @@ from moe_plugin.checkpoint.formats.huggingface.files import (
 )
 from moe_plugin.checkpoint.formats.huggingface.names import family_tensors, neutral_tensors
 from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, dequantized
+from moe_plugin.checkpoint.formats.huggingface.settings import (
+    AROUND,
+    config_of,
+    decoder_settings,
+    family_for,
+)
 from moe_plugin.checkpoint.neutral import NEUTRAL, NeutralModel
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
@@ -47,8 +49,9 @@ def to_neutral(source: Source) -> View:
         CheckpointError: the model has a part without a neutral name.
     """
     source = dequantized(source)
-    settings = decoder_settings(source.values["config"])
-    view = View(source, neutral_tensors(source, settings.tied), format=NEUTRAL,
+    config = source.values["config"]
+    settings = decoder_settings(config)
+    view = View(source, neutral_tensors(source, family_of(config), settings.tied), format=NEUTRAL,
                 values={**source.values, "model": settings.to_dict()})
     view.layers = {
         name.removesuffix("experts.w_in_LDF"): {"num_experts": entry.shape[0]}
@@ -56,8 +59,21 @@ def to_neutral(source: Source) -> View:
     return view
 
 
+def _whole_to_neutral(source: Source) -> View:
+    family = family_of(source.values["config"])
+    if family.decoder is None:
+        raise CheckpointError(
+            f"model_type={family.model_type!r} has no neutral form ({family.alone}): only its MoE "
+            "blocks are converted; load it with transformers, and put our layers in by "
+            "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
+    return to_neutral(source)
+
+
 def from_neutral(source: Source) -> View:
     """A view of a neutral source by the names of the family that holds it."""
+    if AROUND in source.values["model"].get("extra", {}):  # a model with our layers in its blocks
+        family = family_of(source.values["config"])
+        return View(source, family_tensors(source, family), format="hf", layers={})
     model, original = NeutralModel(source), source.values.get("config", {})
     family = family_for(model, original.get("model_type"))
     return View(source, family_tensors(source, family), format="hf", layers={}, values={
@@ -69,7 +85,7 @@ class HuggingFaceFormat(Format):
     """Hugging Face: `config.json` and safetensors, as `from_pretrained` loads them."""
 
     name = "hf"
-    views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}
+    views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}
 
     def detect(self, path: Path) -> bool:
         """A folder with a configuration and safetensors."""

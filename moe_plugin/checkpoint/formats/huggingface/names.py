@@ -1,16 +1,18 @@
 """Names of tensors in Hugging Face decoder models, to neutral ones and back.
 
-Experts are stored one by one ([F, D] matrices, as released checkpoints have them) or fused over
-all experts of a layer (`experts.gate_up_proj` [E, 2F, D], `experts.down_proj` [E, D, F], as
-transformers 5 holds them in memory). Both are read; which one it is, the names say.
+A family names the tensors of its MoE block twice: in files, mostly each expert by itself ([F, D]
+matrices), and in the model, all experts of a layer in one (`experts.gate_up_proj` [E, 2F, D],
+`experts.down_proj` [E, D, F]). Both are read.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from moe_plugin.checkpoint.formats.huggingface.families import Family
+from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
+from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
 from moe_plugin.checkpoint.name_table import NameRule, NameTable, both_kinds, same_parts
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source
@@ -19,79 +21,100 @@ _ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_nor
               "k_norm": "k_norm", "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm",
               "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_a_layernorm": "kv_a_norm",
               "kv_b_proj": "kv_b"}
-_MLP = {"gate_proj": "w_gate", "up_proj": "w_in", "down_proj": "w_out"}
 _PARTS = {
     "input_layernorm": "norm1", "post_attention_layernorm": "norm2",
     **{f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in _ATTENTION.items()},
-    **{f"mlp.{theirs}": f"mlp.{ours}" for theirs, ours in _MLP.items()},
-    "mlp.shared_expert_gate": "moe.shared.gate",
+    "mlp.gate_proj": "mlp.w_gate", "mlp.up_proj": "mlp.w_in", "mlp.down_proj": "mlp.w_out",
 }
-SWAPPED = "mlp.moe."  # our layer in place of a block, see `moe_plugin.hosts.plain.huggingface`
-_EXPERT_PARTS = {"gate_proj": "w_gate_LDF", "up_proj": "w_in_LDF", "down_proj": "w_out_LFD",
-                 "w1": "w_gate_LDF", "w3": "w_in_LDF", "w2": "w_out_LFD"}
+# our layer in the module of a block, see `moe_plugin.hosts.plain.huggingface`
+SWAPPED = "moe."
+_OURS = "layers.{n}."
 _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # from the settings
 
 
-def _rules(model: str, blocks: Iterable[str], shared: Iterable[str],
-           parts: Iterable[str], fused: bool) -> Iterator[NameRule]:
-    """The rules of a family.
-
-    Args:
-        model: in front of all names but the head's.
-        blocks: names of MoE blocks. shared: of shared experts.
-        parts: of experts that are stored one by one. fused: experts are in one tensor, too.
-    """
-    layer, ours = model + "layers.{n}.", "layers.{n}."
+def _decoder_rules(model: str) -> Iterator[NameRule]:
+    """What surrounds MoE blocks. model: in front of all names but the head's."""
     yield from same_parts("", "", {
         model + "embed_tokens.weight": "embed.weight", model + "norm.weight": "final_norm.weight",
         "lm_head.weight": "output.weight"})
-    yield from same_parts(layer, ours, both_kinds({**_PARTS, **{
-        f"mlp.{name}.{part}": f"moe.shared.{neutral}" for name in shared
-        for part, neutral in _MLP.items()}}))
-    yield from same_parts(layer, f"{ours}moe.", {
-        **{f"{block}.gate.weight": "router.weight" for block in blocks},
-        "mlp.gate.e_score_correction_bias": "router.expert_bias"})
-    experts = f"{ours}moe.experts."
-    for block in blocks:
-        for part in parts:
-            yield NameRule(f"{layer}{block}.experts.{{e}}.{part}.weight",
-                       (experts + _EXPERT_PARTS[part],), swap=True)
-    if fused:
-        yield NameRule(f"{layer}mlp.experts.gate_up_proj",
-                   (f"{experts}w_gate_LDF", f"{experts}w_in_LDF"), swap=True, axis=1)
-        yield NameRule(f"{layer}mlp.experts.down_proj", (f"{experts}w_out_LFD",), swap=True)
+    yield from same_parts(f"{model}layers.{{n}}.", _OURS, both_kinds(_PARTS))
 
 
-_READ = NameTable(rule for model in ("model.", "") for rule in (
-    *_rules(model, ("mlp", "block_sparse_moe"), ("shared_expert", "shared_experts"),
-            _EXPERT_PARTS, True),
-    *same_parts(f"{model}layers.{{n}}.{SWAPPED}", "layers.{n}.moe.", NEUTRAL_NAMES)))
+def _block_rules(block: Block, model: str, files: bool) -> Iterator[NameRule]:
+    """An MoE block as files, or the model, have it."""
+    module = files and block.module_in_files or block.module
+    at, ours = f"{model}layers.{{n}}.{module}.", f"{_OURS}moe."
+    renamed = block.files if files else {}
+    for neutral, name in {**block.names, **renamed}.items():
+        if neutral not in _STACKS:
+            row = block.bias_row and neutral == "router.expert_bias"
+            yield NameRule(at + name, (ours + neutral,), row=row)
+    ours += "experts."
+    inputs = ("w_gate_LDF", "w_in_LDF") if block.gated else ("w_in_LDF",)
+    if files and block.parts:
+        for part, name in zip(block.parts, (*inputs, "w_out_LFD"), strict=True):
+            yield NameRule(f"{at}experts.{{e}}.{part}.weight", (ours + name,), swap=True)
+        return
+    first, down = (at + renamed.get(key, getattr(block, key)) for key in _STACKS)
+    swap = not block.transposed
+    yield NameRule(first, tuple(ours + name for name in inputs), swap=swap,
+                   axis=1 if swap else 2, in_turn=block.in_turn)
+    yield NameRule(down, (f"{ours}w_out_LFD",), swap=swap)
+    biases = ("b_gate_LF", "b_in_LF") if block.gated else ("b_in_LF",)
+    yield NameRule(f"{first}_bias", tuple(ours + name for name in biases), axis=1,
+                   in_turn=block.in_turn)
+    yield NameRule(f"{down}_bias", (f"{ours}b_out_LD",))
 
 
-def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
-    """The tensors of a Hugging Face source by neutral names.
+_STACKS = ("gate_up", "down")
+
+
+@functools.cache
+def _reading(model_type: str) -> NameTable:
+    """All names that a family's tensors may have: of the model with and without its head."""
+    family, rules = FAMILIES[model_type], list[NameRule]()
+    for model in ("model.", ""):
+        if family.decoder is not None:
+            rules += _decoder_rules(model)
+        if (block := family.block) is not None:
+            rules += _block_rules(block, model, True)
+            rules += _block_rules(block, model, False)
+            rules += same_parts(f"{model}layers.{{n}}.{block.module}.{SWAPPED}", f"{_OURS}moe.",
+                                NEUTRAL_NAMES)
+    return NameTable(rules)
+
+
+def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Derived]:
+    """The tensors of a Hugging Face source by neutral names; those around the MoE blocks of a
+    family without a decoder keep theirs.
 
     Args:
         tied: the output matrix is the embedding; a copy of it is left out.
     """
     def others(one: Derived) -> Derived:
+        if family.decoder is None:
+            return one
         raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name: the model has a part "
                               "that no other format holds; convert to hf alone")
 
-    return _READ.neutral((source.tensor(key) for key in source.entries if not (
-        _COMPUTED.fullmatch(key[1]) or (tied and key[1] == "lm_head.weight"))), others)
+    tensors = (source.tensor(key) for key in source.entries if not (
+        _COMPUTED.fullmatch(key[1]) or (tied and key[1] == "lm_head.weight")))
+    return _reading(family.model_type).neutral(tensors, others)
 
 
-def family_tensors(source: Source, family: Family, *, fused: bool = False) -> Iterator[Derived]:
+def family_tensors(source: Source, family: Family, *, files: bool = True) -> Iterator[Derived]:
     """The tensors of a neutral source by the names of a model family, optimizer fields too.
 
     Args:
-        fused: experts of a layer in one tensor, as transformers 5 holds them in memory.
+        files: as files have them; else as the model.
     """
     def others(one: Derived) -> Derived:
+        if family.decoder is None and not one.key[1].startswith("layers."):
+            return one
         raise CheckpointError(f"Hugging Face's {family.model_type} has no place for "
                               f"{one.key[1]!r}; use another --to")
 
-    parts = () if fused else family.expert_parts
-    return NameTable(_rules("model.", ["mlp" if fused else family.block], [family.shared_name],
-                            parts, fused)).theirs(source, others)
+    rules = [] if family.decoder is None else list(_decoder_rules("model."))
+    if family.block is not None:
+        rules += _block_rules(family.block, "model.", files)
+    return NameTable(rules).theirs(source, others)

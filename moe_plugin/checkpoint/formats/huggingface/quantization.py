@@ -1,5 +1,5 @@
-"""Quantized weights of a Hugging Face model: float8 codes with scales are read as the numbers that
-they stand for, other methods are refused by name.
+"""Quantized weights of a Hugging Face model: float8 codes with scales, and MXFP4, are read as the
+numbers that they stand for, other methods are refused by name.
 
     weight = code * scale of its block           in float32, then in the model's data type
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.formats.huggingface.mxfp4 import MXFP4, unpacked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -46,18 +47,19 @@ _TOOLS = {
     "bitsandbytes": "load it in transformers, call model.dequantize() and save_pretrained",
     "compressed-tensors": f"load it in transformers {_DENSE.format('CompressedTensorsConfig')} and "
                           "call save_pretrained",
-    "mxfp4": f"load it in transformers {_DENSE.format('Mxfp4Config')} and call save_pretrained",
     "quanto": "load it with optimum-quanto and write what dequantize() of its tensors returns",
     "torchao": "load it with torchao and write what dequantize() of its tensors returns",
 }
-PLAIN_IN_TRANSFORMERS = f"load it {_DENSE.format('FineGrainedFP8Config')}"
+READ = (*FLOAT8, MXFP4)
+PLAIN_IN_TRANSFORMERS = (f"load it {_DENSE.format('FineGrainedFP8Config')}, or Mxfp4Config for "
+                         "mxfp4")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a `config.json` says of its quantization; None: the weights are plain.
 
     Raises:
-        CheckpointError: it is not a mapping, names another method than `FLOAT8`, or its blocks are
+        CheckpointError: it is not a mapping, names another method than `READ`, or its blocks are
             not two sizes.
     """
     found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
@@ -69,11 +71,11 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = str(found.get("quant_method") or found.get("quant_algo"))
     if found.get("load_in_4bit") or found.get("load_in_8bit"):  # of older bitsandbytes
         method = "bitsandbytes"
-    if method not in FLOAT8:
+    if method not in READ:
         tool = _TOOLS.get(method, "unpack it with the tool that quantized it")
         raise CheckpointError(
             f"config.json: quant_method={short(method)}: read are plain weights and those of "
-            f"{' and '.join(FLOAT8)}; {tool}, or take the model before it was quantized")
+            f"{', '.join(READ)}; {tool}, or take the model before it was quantized")
     block = found.get("weight_block_size")
     if block is not None and not _is_pair(block):
         raise CheckpointError(f"config.json: weight_block_size={short(block)} must be [rows, "
@@ -122,12 +124,14 @@ class Dequantized(View):
         self._quantization = quantization
         config = {key: value for key, value in origin.values["config"].items() if key not in _KEYS}
         self._dtype = dtype_of(config) if dtype is None else dtype
-        super().__init__(origin, _plain(origin, quantization, self._dtype),
-                         values={**origin.values, "config": config})
+        self._packed = quantization.get("quant_method") == MXFP4
+        tensors = unpacked(origin, self._dtype) if self._packed \
+            else _plain(origin, quantization, self._dtype)
+        super().__init__(origin, tensors, values={**origin.values, "config": config})
 
     def describe(self) -> Mapping[str, Any]:
         """Also how weights are stored."""
-        block = self._quantization.get("weight_block_size", _BLOCK)
+        block = (32,) if self._packed else self._quantization.get("weight_block_size", _BLOCK)
         return {**self.origin.describe(), "quantization": (
             f"{self._quantization.get('quant_method')}, "
             + (f"blocks of {' x '.join(map(str, block))}" if block else "without blocks")

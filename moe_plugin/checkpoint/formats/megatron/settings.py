@@ -18,7 +18,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,), "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0), "qk_l2_norm": (False,), "attention_output_gate": (False,),
-    "rotary_percent": (1.0,), "rotary_interleaved": (False,), "use_rope_scaling": (False,),
+    "rotary_interleaved": (False,), "use_rope_scaling": (False,),
     "rotary_scaling_factor": (None, 1.0), "moe_expert_capacity_factor": (None,),
     "moe_apply_probs_on_input": (False,), "moe_latent_size": (None, 0), "window_size": (None,),
     "quick_geglu": (False,), "openai_gelu": (False,), "squared_relu": (False,),
@@ -32,8 +32,8 @@ _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _NEEDED = ("num_attention_heads", "swiglu", "normalization", "norm_epsilon")
 # fields of the neutral settings that Megatron's have a form of
 _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positions", "tied",
-         "pre_norm", "rotary_base", "max_positions", "top_k", "router", "normalize_top_k",
-         "router_scale", "groups", "group_top_k", "group_scores", "extra"}
+         "pre_norm", "rotary_base", "rotary_part", "max_positions", "top_k", "router",
+         "normalize_top_k", "router_scale", "groups", "group_top_k", "group_scores", "extra"}
 
 
 def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
@@ -70,6 +70,7 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
         activation="silu" if settings.get("swiglu") else "gelu",
         gated=bool(settings.get("swiglu")), positions=_POSITIONS[positions], tied=tied,
         rotary_base=float(settings.get("rotary_base", 10000)),
+        rotary_part=float(settings.get("rotary_percent") or 1.0),
         max_positions=int(settings.get("max_position_embeddings") or 0),
         top_k=int(settings.get("moe_router_topk", 2)) if settings.get("num_experts") else 0,
         router=score,
@@ -124,7 +125,7 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not model.tied, **model.extra
     }
     if model.positions == "rotary":
-        found["rotary_base"] = model.rotary_base
+        found |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_part}
     if model.max_positions:
         found["max_position_embeddings"] = model.max_positions
     if model.top_k:
