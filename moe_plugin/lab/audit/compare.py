@@ -19,14 +19,11 @@ from moe_plugin.lab.audit.cases import Case, Question
 from moe_plugin.lab.audit.reference import Reference
 from moe_plugin.lab.audit.world import RankStep
 
-COEFFICIENT = 5e-3  # two coefficients are one where they differ by less, relatively
 EPSILON = 1e-6  # torch's, in the factor of clipping
 
-RIGHT, FACTOR, MISSING, ZERO, NOT_ZERO = "right", "factor", "missing", "zero", "not zero"
-NORM = "norm"
-OWN, GROUP, SOME_RANKS = "own tokens only", "own group only", "tokens of some ranks only"
-LAST, SOME_MICRO = "last micro-batch only", "some micro-batches only"
-MEANS, SUM, OTHER = "mean of means", "unequal factors", "not a multiple"
+RIGHT, FACTOR, OWN, GROUP = "right", "factor", "own tokens only", "own group only"
+LAST, MEANS, SUM = "last micro-batch only", "mean of means", "unequal factors"
+MISSING, ZERO, NOT_ZERO, OTHER = "missing", "zero", "not zero", "not a multiple"
 
 
 @dataclass(frozen=True)
@@ -35,19 +32,23 @@ class Observation:
 
     Attributes:
         what: name of the tensor; `loss` or `norm`.
-        pattern: one of the constants above.
-        factor: what was found over what is right, where they are multiples; else the relative
-            error.
-        readings: of a norm, what it may have counted.
+        readings: every explanation that fits, with its factor. Of a gradient, constants above; the
+            factor is what was found over what the explanation predicts. Of a norm, what it counts;
+            the factor is the norm over the right one.
+        error: relative to what is right.
     """
 
     case: Case
     what: str
     rank: int
-    pattern: str
-    factor: float
+    readings: dict[str, float]
+    error: float
     expert: int | None = None
-    readings: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether it is what it must be."""
+        return RIGHT in self.readings
 
 
 def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> list[Observation]:
@@ -61,10 +62,10 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
     for step in steps:
         for name, rows in right.grads.items():
             for expert, ids, g in _tensors(question, name, step):
-                pattern, factor = classify(case, step.rank, right.tokens, rows[..., ids],
-                                           None if g is None else g / unclipped[step.rank],
-                                           tolerance, _size(right, name))
-                found.append(Observation(case, name, step.rank, pattern, factor, expert))
+                readings, error = read_gradient(
+                    case, step.rank, right.tokens, rows[..., ids],
+                    None if g is None else g / unclipped[step.rank], tolerance, _size(right, name))
+                found.append(Observation(case, name, step.rank, readings, error, expert))
     if question.clip is not None:
         found += _norms(question, steps, unclipped, tolerance)
     return found
@@ -108,9 +109,9 @@ def _tensors(question: Question, name: str, step: RankStep
         yield expert, ids[its], None if bool(without[its].all()) else g[its]
 
 
-def classify(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Tensor | None,
-             tolerance: float, size: float) -> tuple[str, float]:
-    """Pattern and factor of one gradient.
+def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Tensor | None,
+                  tolerance: float, size: float) -> tuple[dict[str, float], float]:
+    """Readings and relative error of one gradient.
 
     Args:
         tokens_SM: tokens of each source and micro-batch.
@@ -120,114 +121,106 @@ def classify(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Te
     """
     right_n = rows_SMn.sum((0, 1))
     norm, zero = float(right_n.norm()), tolerance * size
-    found = 0.0 if g_n is None else float(g_n.norm())
+    found_n = torch.zeros_like(right_n) if g_n is None else g_n
+    found = float(found_n.norm())
+    error = float((found_n - right_n).norm()) / max(norm, size * 1e-3, 1e-30)
     if norm <= zero:
-        return (RIGHT, 1.0) if found <= zero else (NOT_ZERO, found / max(size, 1e-30))
-    if g_n is None or found <= tolerance * norm:
-        return MISSING if g_n is None else ZERO, 0.0
-    if not bool(torch.isfinite(g_n).all()):
-        return OTHER, math.nan
-    if float((g_n - right_n).norm()) <= tolerance * norm:
-        return RIGHT, 1.0
-    factor = float(g_n @ right_n) / norm**2
-    if float((g_n - factor * right_n).norm()) <= 3 * tolerance * found:
-        return FACTOR, factor
-    coefficients_SM, error = _coefficients(rows_SMn, g_n, zero)
-    if error > 10 * tolerance * found:
-        return OTHER, float((g_n - right_n).norm()) / norm
-    return _pattern(case, rank, tokens_SM, coefficients_SM)
+        return ({RIGHT: 1.0} if found <= zero else {NOT_ZERO: found / size}), error
+    if not math.isfinite(found):
+        return {OTHER: math.nan}, math.nan
+    if error <= tolerance:
+        return {RIGHT: 1.0}, error
+    nothing = found <= tolerance * norm
+    readings = {MISSING if g_n is None else ZERO: 0.0} if nothing else {}
+    for pattern, coefficients_SM in predictions(case, rank, tokens_SM):
+        expected_n = (coefficients_SM[..., None] * rows_SMn).sum((0, 1))
+        square = float(expected_n.square().sum())
+        if square <= zero**2:
+            if nothing and pattern != FACTOR:
+                readings.setdefault(pattern, math.nan)  # any factor
+            continue
+        factor = float(found_n @ expected_n) / square
+        left = float((found_n - factor * expected_n).norm())
+        if not nothing and left <= 3 * tolerance * found:
+            readings.setdefault(pattern, factor)
+    return readings or ({SUM: math.nan} if _is_sum(rows_SMn, found_n, zero, tolerance) else
+                        {OTHER: math.nan}), error
 
 
-def _coefficients(rows_SMn: Tensor, g_n: Tensor, zero: float) -> tuple[Tensor, float]:
-    """g as a sum of the rows with these coefficients, and what is left; nan: the row is zero."""
+def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Explanations, and the coefficients [S, M] of the summands under each, up to a factor."""
+    ones_SM = torch.ones_like(tokens_SM)
+    source_S = torch.arange(case.sources)
+    mine, groups = case.source_of(rank), max(1, case.ep // case.shared)
+    yield FACTOR, ones_SM
+    yield OWN, ones_SM * (source_S == mine)[:, None]
+    if 1 < groups < case.sources:  # of neighbours, or of every so manieth rank
+        yield GROUP, ones_SM * (source_S // groups == mine // groups)[:, None]
+        apart = case.sources // groups
+        yield GROUP, ones_SM * (source_S % apart == mine % apart)[:, None]
+    if case.micro_batches > 1:
+        yield LAST, ones_SM * (torch.arange(case.micro_batches) == case.micro_batches - 1)
+    if len(tokens_SM.unique()) > 1:
+        total, of_source_S1 = tokens_SM.sum(), tokens_SM.sum(1, keepdim=True)
+        yield MEANS, total / (tokens_SM.clamp(min=1) * tokens_SM.numel())
+        yield MEANS, (total / (of_source_S1.clamp(min=1) * len(tokens_SM))).expand_as(tokens_SM)
+
+
+def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> bool:
+    """Whether a gradient is a sum of the summands, each with any factor."""
     rows = rows_SMn.flatten(0, 1)
-    used = rows.norm(dim=1) > zero
-    solved = torch.linalg.lstsq(rows[used].T, g_n[:, None], driver="gelsd").solution[:, 0]
-    coefficients = torch.full((len(rows),), math.nan, dtype=torch.float64)
-    coefficients[used] = solved
-    left = float((rows[used].T @ solved - g_n).norm())
-    return coefficients.view(rows_SMn.shape[:2]), left
-
-
-def _pattern(case: Case, rank: int, tokens_SM: Tensor, c_SM: Tensor) -> tuple[str, float]:
-    known = ~c_SM.isnan()
-    on = known & (c_SM.abs() > COEFFICIENT * c_SM[known].abs().max())
-    source = case.source_of(rank)
-    value = c_SM[on].mean()
-    if bool(((c_SM[on] - value).abs() <= COEFFICIENT * value.abs()).all()):
-        by_source = {s for s in range(case.sources) if bool(on[s].any())}
-        by_micro = {m for m in range(case.micro_batches) if bool(on[:, m].any())}
-        if torch.equal(on, known & _alike(on, by_micro, 1)):
-            last = by_micro == {case.micro_batches - 1}
-            return (LAST if last else SOME_MICRO), float(value)
-        if torch.equal(on, known & _alike(on, by_source, 0)):
-            own = by_source == {source}
-            group = source in by_source and len(by_source) * case.shared <= case.ep < case.ranks
-            return OWN if own else GROUP if group else SOME_RANKS, float(value)
-    # the mean over sources and micro-batches of the means over their tokens
-    means = tokens_SM.sum() / (tokens_SM.clamp(min=1) * tokens_SM.numel())
-    by_source_only = (tokens_SM.sum() / (tokens_SM.sum(1, keepdim=True).clamp(min=1)
-                                         * len(tokens_SM))).expand_as(tokens_SM)
-    for expected in (means, by_source_only):
-        ratio = (c_SM / expected)[known]
-        if bool(((ratio - ratio.mean()).abs() <= COEFFICIENT * ratio.mean().abs()).all()):
-            return MEANS, float(ratio.mean())
-    return SUM, float(value)
-
-
-def _alike(on: Tensor, members: set[int], dim: int) -> Tensor:
-    mask = torch.zeros_like(on)
-    mask.index_fill_(dim, torch.tensor(sorted(members)), True)
-    return mask
+    rows = rows[rows.norm(dim=1) > zero]
+    if len(rows) >= len(g_n):
+        return False
+    solved = torch.linalg.lstsq(rows.T, g_n[:, None], driver="gelsd").solution[:, 0]
+    return float((rows.T @ solved - g_n).norm()) <= 10 * tolerance * float(g_n.norm())
 
 
 def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolerance: float
             ) -> Iterator[Observation]:
     """Every rank's loss is the mean over all tokens, or over its own (by micro-batches or not)."""
-    of_source = {
-        "all": [right.loss] * case.sources,
-        "own": (right.losses.sum(1) / right.tokens.sum(1)).tolist(),
-        "means": (right.losses / right.tokens).mean(1).tolist()}
-    nothing = (right.tokens.sum(1) == 0).tolist()  # its own mean may be anything
-    best: list[float] | None = None
-    for expected in of_source.values():
-        ratios = [1.0 if nothing[case.source_of(rank)] and expected is not of_source["all"]
-                  else math.nan if loss is None else loss / expected[case.source_of(rank)]
-                  for rank, loss in enumerate(losses)]
-        if best is None or _spread(ratios) < _spread(best):
-            best = ratios
-        if all(abs(ratio - 1) <= tolerance for ratio in ratios):
-            best = [1.0] * len(ratios)
-            break
-    assert best is not None
-    alike = _spread(best) <= 2 * tolerance
-    for rank, ratio in enumerate(best):
-        pattern = RIGHT if abs(ratio - 1) <= tolerance else FACTOR if alike else OTHER
-        yield Observation(case, "loss", rank, pattern, ratio)
-
-
-def _spread(ratios: Sequence[float]) -> float:
-    """Of the factors of all ranks, relative; without bound where one is no number."""
-    if any(not math.isfinite(ratio) for ratio in ratios):
-        return math.inf
-    return (max(ratios) - min(ratios)) / max(abs(max(ratios)), 1e-30)
+    mean_SM = right.losses / right.tokens.clamp(min=1)
+    own_S, all_S = right.losses.sum(1) / right.tokens.sum(1).clamp(min=1), torch.ones(case.sources)
+    expected = ((FACTOR, all_S * right.loss, False), (FACTOR, own_S, True),
+                (FACTOR, mean_SM.mean(1), True), (MEANS, all_S * own_S.mean(), False),
+                (MEANS, all_S * mean_SM.mean(), False))
+    nothing_S = right.tokens.sum(1) == 0  # its own mean may be anything
+    readings: dict[str, float] = {}
+    for pattern, values_S, own in expected:
+        sources = [case.source_of(rank) for rank in range(case.ranks)]
+        ratios = [math.nan if loss is None else loss / float(values_S[source])
+                  for loss, source in zip(losses, sources, strict=True)
+                  if not (own and bool(nothing_S[source]))]
+        if all(abs(ratio - ratios[0]) <= 2 * tolerance * abs(ratio) for ratio in ratios):
+            exact = pattern == FACTOR and abs(ratios[0] - 1) <= tolerance
+            readings.setdefault(RIGHT if exact else pattern, ratios[0])
+    readings = readings or {OTHER: math.nan}
+    for rank, loss in enumerate(losses):
+        error = (abs(readings[RIGHT] - 1) if RIGHT in readings else
+                 math.nan if loss is None else abs(loss / right.loss - 1))
+        yield Observation(case, "loss", rank, readings, error)
 
 
 def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int, float],
            tolerance: float) -> Iterator[Observation]:
-    """The norm that each rank clips by, against that of the gradients that there are."""
+    """The norm that each rank clips by, against that of the gradients that there are.
+
+    None where ranks that hold the same parameter have different gradients of it.
+    """
     experts = question.model.experts
     squares = {name: _squares(name, w.numel(), steps, unclipped)
                for name, w in question.weights.items()}
+    if not all(each.agree(tolerance) for each in squares.values()):
+        return
     total = {kind: sum(float(s.mean()) for n, s in squares.items() if (n in experts) is kind)
              for kind in (True, False)}
+    right = math.sqrt(total[True] + total[False])
     for step in steps:
         own = sum(float(squares[n].of_rank[step.rank]) for n in experts)
         norm = math.nan if step.norm is None else step.norm
         readings = counted(norm, total[True], total[False], own, question.case, tolerance)
-        right = math.sqrt(total[True] + total[False])
-        yield Observation(question.case, "norm", step.rank,
-                          RIGHT if RIGHT in readings else NORM, norm / right, None, readings)
+        yield Observation(question.case, "norm", step.rank, readings or {OTHER: norm / right},
+                          abs(norm / right - 1))
 
 
 @dataclass(frozen=True)
@@ -235,8 +228,15 @@ class _Squares:
     """Squares of a gradient's elements over the ranks that hold them, and each rank's own sum."""
 
     sum_n: Tensor
+    largest_n: Tensor
     holders_n: Tensor
     of_rank: dict[int, Tensor]
+
+    def agree(self, tolerance: float) -> bool:
+        """Whether all ranks that hold an element have the same value."""
+        mean_n = self.sum_n / self.holders_n.clamp(min=1)
+        apart_n = (self.largest_n - mean_n).clamp(min=0)
+        return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
 
     def mean(self) -> Tensor:
         """The squared norm, each element counted once."""
@@ -245,7 +245,7 @@ class _Squares:
 
 def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping[int, float]
              ) -> _Squares:
-    sum_n, holders_n = torch.zeros(2, size, dtype=torch.float64)
+    sum_n, largest_n, holders_n = torch.zeros(3, size, dtype=torch.float64)
     of_rank = {step.rank: torch.zeros((), dtype=torch.float64) for step in steps}
     for step in steps:
         for where, g in step.grads.get(name, []):
@@ -253,12 +253,13 @@ def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping
             if g is not None:
                 squared = (g / unclipped[step.rank]).square()
                 sum_n[where] += squared
+                largest_n[where] = torch.maximum(largest_n[where], squared)
                 of_rank[step.rank] += squared.sum()
-    return _Squares(sum_n, holders_n, of_rank)
+    return _Squares(sum_n, largest_n, holders_n, of_rank)
 
 
 def counted(norm: float, experts: float, dense: float, own: float, case: Case, tolerance: float
-            ) -> tuple[str, ...]:
+            ) -> dict[str, float]:
     """What a norm may count: every reading that gives its value.
 
     Args:
@@ -276,5 +277,5 @@ def counted(norm: float, experts: float, dense: float, own: float, case: Case, t
             f"counts what is no expert {words}": experts + times * dense,
             f"counts everything {words}": times * (experts + dense)}
     right = math.sqrt(experts + dense)
-    return tuple(reading for reading, value in readings.items()
-                 if abs(norm - math.sqrt(value)) <= tolerance * right)
+    return {reading: norm / right for reading, value in readings.items()
+            if abs(norm - math.sqrt(value)) <= tolerance * right}

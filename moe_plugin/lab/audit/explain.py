@@ -8,30 +8,26 @@ in four ranks tell them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from moe_plugin.lab.audit.cases import Case
 from moe_plugin.lab.audit.compare import (
-    COEFFICIENT,
     FACTOR,
     GROUP,
     LAST,
     MEANS,
     MISSING,
-    NORM,
     NOT_ZERO,
     OTHER,
     OWN,
-    RIGHT,
-    SOME_MICRO,
-    SOME_RANKS,
     SUM,
     ZERO,
     Observation,
 )
 from moe_plugin.lab.audit.world import RankStep
 
+NEAR = 5e-3  # a factor is an expression's where it differs by less, relatively
 HANG, ERROR = "hang", "error"
 EXPERTS, DENSE, ALL = "experts", "dense", "all"
 # what a factor can be, the likelier first; `ranks` counts those with tokens of their own
@@ -71,21 +67,22 @@ CAUSES: dict[tuple[str, str], str] = {
     (ALL, "1/2"): f"{_SHARE}halved",
     (ALL, "shared ranks"): "ranks that hold the same tokens each count them",
 }
+_PLAIN = {scope: f"all gradients{which} are scaled: a loss scale, or one division too many"
+          for scope, which in ((EXPERTS, " of the experts"), (DENSE, " outside the experts"),
+                               (ALL, ""))}
 PATTERNS: dict[str, str] = {
     OWN: "a missing all-reduce: each rank keeps the gradient of its own tokens",
     GROUP: "a missing all-reduce between the replicas of an expert (the ranks of different "
            "expert-parallel groups that hold it)",
-    SOME_RANKS: "the all-reduce runs over the wrong group: tokens of some ranks do not count",
     LAST: "gradients are overwritten by each micro-batch instead of added up",
-    SOME_MICRO: "gradients of some micro-batches are lost (zeroed between them, or not reduced)",
     MEANS: "the mean over the ranks' (or micro-batches') own means, where tokens differ: divide "
            "each sum by the tokens of all",
-    SUM: "ranks or micro-batches count with different weights",
     MISSING: "there is no gradient: a detached path, a parameter left out of backward, or a hook "
              "that took it away",
     ZERO: "the gradient is zero: a detached path, or zeroed after backward",
     NOT_ZERO: "an expert without tokens has a gradient: rows of padding, or of other experts, "
               "reach it",
+    SUM: "ranks or micro-batches count with different weights, or some do not count",
     OTHER: "something else is computed: dropped tokens, other routing weights, a path of the "
            "gradient that is missing",
 }
@@ -103,6 +100,12 @@ NORMS = {
 }
 
 
+ONLY = {
+    ("recompute", "2"): "computed again in backward, and its gradient added up both times",
+    ("clipping", "2"): "the norm is right, and the gradients are not scaled by it",
+}
+
+
 @dataclass(frozen=True)
 class Finding:
     """One fault.
@@ -110,11 +113,11 @@ class Finding:
     Attributes:
         names: tensors that have it (or `loss`, `norm`, `step`).
         pattern: what kind; see `compare`.
-        factor: as an expression, or a number.
+        factor: an expression, a number, or what a norm counts; empty: none.
         cause: the likely one.
-        only: in which scenarios or worlds alone; empty: in none apart from the others.
+        only: the feature of a step without which it does not happen; empty: it does.
         cases, of: in how many cases, and how many were tried.
-        example: one case with its number.
+        example: one case, with its number or with what each rank waits for.
     """
 
     names: tuple[str, ...]
@@ -129,139 +132,146 @@ class Finding:
 
 def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[Finding]:
     """The faults; none where everything is right. experts: names of their tensors."""
-    experts = set(experts)
-    tensors = [o for o in observations if o.what not in ("loss", "norm")]
-    names = list(dict.fromkeys(o.what for o in tensors))
-    norm_wrong = {o.case for o in observations if o.what == "norm" and o.pattern != RIGHT}
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for name in names:
-        of_name = [o for o in tensors if o.what == name and o.case not in norm_wrong]
-        for pattern in dict.fromkeys(o.pattern for o in of_name if o.pattern != RIGHT):
-            key = (pattern, _factor(of_name, pattern), _only(of_name, pattern))
-            groups.setdefault(key, []).append(name)
-    found = [_of_tensors(tuple(members), key, tensors, _scope(members, names, experts))
-             for key, members in groups.items()]
-    found += _of_loss([o for o in observations if o.what == "loss"])
-    return found + _of_norm([o for o in observations if o.what == "norm"])
+    by_name: dict[str, list[Observation]] = {}
+    # gradients clipped by a wrong norm are wrong by it
+    norm_wrong = {o.case for o in observations if o.what == "norm" and not o.right}
+    for o in observations:
+        if o.what in ("loss", "norm") or o.case not in norm_wrong:
+            by_name.setdefault(o.what, []).append(o)
+    loss, norm = by_name.pop("loss", []), by_name.pop("norm", [])
+    groups: dict[tuple[str, str, str], dict[str, list[Observation]]] = {}
+    for name, of_name in by_name.items():
+        for pattern, wrong in fewest(of_name):
+            key = (pattern, _factor(of_name, wrong, pattern), _only(of_name, wrong))
+            groups.setdefault(key, {})[name] = wrong
+    found = [_of_tensors(key, members, by_name, set(experts)) for key, members in groups.items()]
+    return [*found, *_of_loss(loss), *_of_norm(norm)]
 
 
-def _scope(members: Sequence[str], names: Sequence[str], experts: set[str]) -> str:
-    kinds = {name in experts for name in members}
-    if kinds == {True}:
-        return EXPERTS
-    return ALL if set(members) == set(names) else DENSE if kinds == {False} else ALL
+def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
+    """The patterns that explain the most of what is wrong, each with what it explains."""
+    left = [o for o in observations if not o.right]
+    while left:
+        patterns = dict.fromkeys(pattern for o in left for pattern in o.readings)
+        fit = {p: [o for o in left if p in o.readings] for p in patterns}
+        best = max(patterns, key=lambda p: (
+            len(fit[p]), " to " not in _factor(observations, fit[p], p), p == FACTOR))
+        yield best, fit[best]
+        left = [o for o in left if best not in o.readings]
 
 
-def _of_tensors(names: tuple[str, ...], key: tuple[str, str, str],
-                observations: Sequence[Observation], scope: str) -> Finding:
+def _of_tensors(key: tuple[str, str, str], members: dict[str, list[Observation]],
+                by_name: dict[str, list[Observation]], experts: set[str]) -> Finding:
     pattern, factor, only = key
-    cause = PATTERNS.get(pattern) or CAUSES.get((scope, factor.split(" = ")[0]), _plain(scope))
-    of_names = [o for o in observations if o.what in names]
-    return _finding(names, key, cause, [o for o in of_names if o.pattern == pattern], of_names)
-
-
-def _plain(scope: str) -> str:
-    which = {EXPERTS: "of the experts ", DENSE: "outside the experts ", ALL: ""}[scope]
-    return f"all gradients {which}are scaled: a loss scale or a division that is one too many"
+    kinds = {name in experts for name in members}
+    scope = (ALL if set(members) == set(by_name) or len(kinds) > 1 else
+             EXPERTS if kinds == {True} else DENSE)
+    first = factor.split(" = ")[0]
+    cause = PATTERNS.get(pattern) or ONLY.get((only, first)) or CAUSES.get(
+        (scope, first)) or _PLAIN[scope]
+    return _finding(tuple(members), key, cause, [o for wrong in members.values() for o in wrong],
+                    [o for name in members for o in by_name[name]])
 
 
 def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
              wrong: Sequence[Observation], every: Sequence[Observation]) -> Finding:
     pattern, factor, only = key
-    worst = max(wrong, key=lambda o: abs(o.factor - 1) if math.isfinite(o.factor) else math.inf)
+    worst = max(wrong, key=lambda o: o.error if math.isfinite(o.error) else math.inf)
     which = "" if worst.expert is None else f" of expert {worst.expert}"
-    example = f"{worst.case}: {worst.what}{which} on rank {worst.rank}, {worst.factor:.4g}"
+    value = worst.readings[pattern] if pattern in worst.readings else math.nan
+    times = "" if math.isnan(value) else f", {value:.4g} x"
+    example = (f"{worst.case}: {worst.what}{which} on rank {worst.rank}{times}, relative error "
+               f"{worst.error:.2g}")
     return Finding(names, pattern, factor, cause, only, len({o.case for o in wrong}),
                    len({o.case for o in every}), example)
 
 
-def _factor(observations: Sequence[Observation], pattern: str) -> str:
+def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
     """The expressions that give the factor in all cases, else in those that have the pattern."""
     if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
-        return {MISSING: "missing", ZERO: "zero", NOT_ZERO: "not zero"}.get(
-            pattern, "not a multiple")
-    wrong = [o for o in observations if o.pattern == pattern]
-    every = [o for o in observations if o.pattern in (RIGHT, pattern)]
-    for among in (every, wrong) if pattern == FACTOR else (wrong,):
+        return ""
+    values = [(o.readings[pattern], o.case) for o in wrong if not math.isnan(o.readings[pattern])]
+    if not values or all(_near(value, 1) for value, _ in values):
+        return ""
+    right = [(1.0, o.case) for o in every if o.right] if pattern == FACTOR else []
+    for among in ([*values, *right], values):
         fits = [text for text, value in EXPRESSIONS.items()
-                if all(_near(o.factor, value(o.case)) for o in among)]
+                if all(_near(found, value(case)) for found, case in among)]
         if fits:
-            return " = ".join(fits[:3] if among is every else fits[:1])
-    values = [o.factor for o in wrong]
-    if _near(min(values), max(values)):
-        return f"{values[0]:.4g}"
-    return f"{min(values):.4g} to {max(values):.4g}"
+            return " = ".join(fits[:3]) if len(among) > len(values) else fits[0]
+    smallest, largest = min(v for v, _ in values), max(v for v, _ in values)
+    return (f"{largest:.4g}" if _near(smallest, largest) else f"{smallest:.4g} to {largest:.4g}")
 
 
 def _near(found: float, value: float) -> bool:
-    return abs(found - value) <= COEFFICIENT * abs(value)
+    return abs(found - value) <= NEAR * abs(value)
 
 
-def _only(observations: Sequence[Observation], pattern: str) -> str:
-    """The scenario's features that all cases with the pattern have, and none without it."""
-    wrong = {o.case for o in observations if o.pattern == pattern}
-    right = {o.case for o in observations} - wrong
+def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
+    """The feature that all cases with the fault have, and none without it of as many ranks."""
+    wrong = {o.case for o in observed}
+    fewest_ranks = min(case.ranks for case in wrong)
+    right = {o.case for o in every if o.case.ranks >= fewest_ranks} - wrong
     features: dict[str, Callable[[Case], bool]] = {
         "recompute": lambda c: c.scenario.recompute, "clipping": lambda c: c.scenario.clipped,
         "accumulation": lambda c: c.micro_batches > 1, "skewed load": lambda c: c.scenario.skewed,
         "a rank without tokens": lambda c: c.scenario.empty,
         "numbers of tokens that differ": lambda c: c.scenario.uneven or c.scenario.empty}
-    return next((name for name, has in features.items() if right and all(map(has, wrong))
-                 and not any(has(case) for case in right if case.ranks >= _least(wrong))), "")
+    return next((name for name, has in features.items()
+                 if right and all(map(has, wrong)) and not any(map(has, right))), "")
 
 
-def _least(cases: Iterable[Case]) -> int:
-    return min(case.ranks for case in cases)
+def _of_loss(observations: Sequence[Observation]) -> Iterator[Finding]:
+    for pattern, wrong in fewest(observations):
+        factor = _factor(observations, wrong, pattern)
+        cause = PATTERNS[MEANS] if pattern == MEANS else CAUSES.get(
+            (ALL, factor.split(" = ")[0]), "the loss that the step returns is neither the mean "
+            "over all tokens nor over the rank's own")
+        yield _finding(("loss",), (pattern, factor, _only(observations, wrong)), cause, wrong,
+                       observations)
 
 
-def _of_loss(observations: Sequence[Observation]) -> list[Finding]:
-    wrong = [o for o in observations if o.pattern != RIGHT]
+def _of_norm(observations: Sequence[Observation]) -> Iterator[Finding]:
+    wrong = [o for o in observations if not o.right]
     if not wrong:
-        return []
-    pattern = OTHER if any(o.pattern == OTHER for o in wrong) else FACTOR
-    factor = _factor(observations, pattern)
-    cause = CAUSES.get((ALL, factor.split(" = ")[0]),
-                       "the loss that the step returns is neither the mean over all tokens nor "
-                       "over the rank's own")
-    key = (pattern, factor, _only(observations, pattern))
-    return [_finding(("loss",), key, cause, [o for o in wrong if o.pattern == pattern],
-                     observations)]
-
-
-def _of_norm(observations: Sequence[Observation]) -> list[Finding]:
-    wrong = [o for o in observations if o.pattern != RIGHT]
-    if not wrong:
-        return []
-    readings = [r for r in wrong[0].readings if all(r in o.readings for o in observations)]
-    readings = readings or [r for r in wrong[0].readings if all(r in o.readings for o in wrong)]
-    reading = readings[0] if readings else "of something else"
+        return
+    common = [reading for reading in wrong[0].readings if all(
+        reading in o.readings for o in wrong)]
+    always = [reading for reading in common if all(reading in o.readings for o in observations)]
+    reading = next(iter([*always, *common]), OTHER)
     cause = NORMS.get(reading, "the norm is not that of the gradients that the step leaves")
-    if all(math.isnan(o.factor) for o in wrong):
-        reading, cause = "missing", "the step was given `clip` and returned no `norm`"
-    return [_finding(("norm",), (NORM, reading, ""), cause, wrong, observations)]
+    if all(math.isnan(o.error) for o in wrong):
+        reading, cause = MISSING, "the step was given `clip` and returned no `norm`"
+    yield _finding(("norm",), (reading, "", ""), cause, wrong, observations)
 
 
 def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> Finding:
     """Why a world did not come to the end of a step. without_tokens: ranks that have none."""
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
-        error = errors[0]
-        return Finding(("step",), ERROR, "error", f"rank {error.rank}: {error.error}", "", 1, 1,
+        return Finding(("step",), ERROR, "", f"rank {errors[0].rank}: {errors[0].error}", "", 1, 1,
                        str(case))
     where: dict[str, list[int]] = {}
     for step in steps:
-        said = f"waits in {step.stuck}" if step.stuck else "has ended its step"
+        said = f"in {step.stuck}" if step.stuck else "at the end of the step"
         where.setdefault(said, []).append(step.rank)
-    # the odd one: those without tokens, or the fewest; whoever has ended before those who wait
-    odd = min(where, key=lambda said: (not set(where[said]) <= without_tokens,
-                                       len(where[said]), "ended" not in said))
-    told = "; ".join(f"{_ranks(where[said], without_tokens)} {said}"
-                     for said in sorted(where, key=lambda said: said != odd))
-    cause = (f"{_ranks(where[odd], without_tokens)} left out a collective that the others are in: "
-             "none may stand behind a branch on what one rank holds" if len(where) > 1 else
-             "all ranks wait in the same call: for a process that is not there, or in another "
-             "order")
-    return Finding(("step",), HANG, "hang", cause, "", 1, 1, f"{case}: {told}")
+    odd = min(where, key=lambda said: (len(where[said]), said.startswith("in ")))
+    suspects = sorted(without_tokens) or where[odd]
+    told = "; ".join(f"{_ranks(ranks, without_tokens)} {said}" for said, ranks in where.items())
+    cause = (f"{_ranks(suspects, without_tokens)} left out a collective that others wait in: none "
+             "may stand behind a branch on what one rank holds" if len(where) > 1 else
+             "all ranks wait in the same call, for a process that is not there or in another order")
+    return Finding(("step",), HANG, "", cause, "", 1, 1, f"{case}: {told}")
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Steps that stop in the same way as one finding."""
+    found: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        key = (finding.pattern, finding.cause.partition(": ")[2] or finding.cause)
+        known = found.get(key)
+        found[key] = finding if known is None else replace(known, cases=known.cases + 1)
+    return list(found.values())
 
 
 def _ranks(ranks: Sequence[int], without_tokens: set[int]) -> str:

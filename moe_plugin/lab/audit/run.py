@@ -10,7 +10,7 @@ from typing import Any
 from moe_plugin.lab.audit.cases import SCENARIOS, Case, Question, cases, worlds
 from moe_plugin.lab.audit.compare import Observation, observe
 from moe_plugin.lab.audit.contract import Target
-from moe_plugin.lab.audit.explain import Finding, explain, stopped
+from moe_plugin.lab.audit.explain import Finding, explain, merged, stopped
 from moe_plugin.lab.audit.world import World
 
 TOLERANCE, TIMEOUT_S = 1e-4, 60.0
@@ -24,6 +24,7 @@ class Audit:
         tried: cases that came to their end.
         left_out: scenarios that the target does not support.
         not_installed: why nothing was tried.
+        largest_error: relative, of what counts as right.
     """
 
     target: str
@@ -32,6 +33,7 @@ class Audit:
     left_out: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     not_installed: str | None = None
+    largest_error: float = 0.0
 
     @property
     def right(self) -> bool:
@@ -65,7 +67,8 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
         waiting = cases(target, number, ep)
         while waiting:  # a world ends with the case that a rank does not end
             waiting = _in_one_world(target, waiting, timeout_s, tolerance, answer, observations)
-    answer.findings += explain(observations, target.model.experts)
+    answer.largest_error = max((o.error for o in observations if o.right), default=0.0)
+    answer.findings = [*merged(answer.findings), *explain(observations, target.model.experts)]
     return answer
 
 
@@ -87,7 +90,7 @@ def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, toleran
                 nothing = {rank for rank in range(case.ranks)
                            if not question.right.tokens[case.source_of(rank)].sum()}
                 answer.findings.append(stopped(case, steps, nothing))
-                return waiting[number + 1:]
+                return waiting[number + 1:] if number else []  # the first one: so will the others
             answer.tried.append(str(case))
             observations += observe(question, steps, tolerance)
     return []
