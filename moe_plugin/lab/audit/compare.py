@@ -33,7 +33,7 @@ class Observation:
     Attributes:
         what: name of the tensor; `loss` or `norm`.
         readings: every explanation that fits, with its factor. Of a gradient, constants above; the
-            factor is what was found over what the explanation predicts. Of a norm, what it counts;
+            factor is what was found over what the explanation predicts (nan: both are 0). Of a norm, what it counts;
             the factor is the norm over the right one.
         error: relative to what is right.
     """
@@ -125,7 +125,7 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
     found = float(found_n.norm())
     error = float((found_n - right_n).norm()) / max(norm, size * 1e-3, 1e-30)
     if norm <= zero:
-        return ({RIGHT: 1.0} if found <= zero else {NOT_ZERO: found / size}), error
+        return ({RIGHT: math.nan} if found <= zero else {NOT_ZERO: found / size}), error
     if not math.isfinite(found):
         return {OTHER: math.nan}, math.nan
     if error <= tolerance:
@@ -193,11 +193,11 @@ def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolera
                   if not (own and bool(nothing_S[source]))]
         if all(abs(ratio - ratios[0]) <= 2 * tolerance * abs(ratio) for ratio in ratios):
             exact = pattern == FACTOR and abs(ratios[0] - 1) <= tolerance
-            readings.setdefault(RIGHT if exact else pattern, ratios[0])
+            readings.setdefault(RIGHT if exact else pattern, 1.0 if exact else ratios[0])
     readings = readings or {OTHER: math.nan}
     for rank, loss in enumerate(losses):
-        error = (abs(readings[RIGHT] - 1) if RIGHT in readings else
-                 math.nan if loss is None else abs(loss / right.loss - 1))
+        error = (0.0 if RIGHT in readings else math.nan if loss is None else
+                 abs(loss / right.loss - 1))
         yield Observation(case, "loss", rank, readings, error)
 
 
@@ -215,10 +215,11 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
     total = {kind: sum(float(s.mean()) for n, s in squares.items() if (n in experts) is kind)
              for kind in (True, False)}
     right = math.sqrt(total[True] + total[False])
+    own = [sum(float(squares[n].of_rank[step.rank]) for n in experts) for step in steps]
     for step in steps:
-        own = sum(float(squares[n].of_rank[step.rank]) for n in experts)
         norm = math.nan if step.norm is None else step.norm
-        readings = counted(norm, total[True], total[False], own, question.case, tolerance)
+        readings = counted(norm, total[True], total[False], own, step.rank, question.case,
+                           tolerance)
         yield Observation(question.case, "norm", step.rank, readings or {OTHER: norm / right},
                           abs(norm / right - 1))
 
@@ -258,17 +259,19 @@ def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping
     return _Squares(sum_n, largest_n, holders_n, of_rank)
 
 
-def counted(norm: float, experts: float, dense: float, own: float, case: Case, tolerance: float
-            ) -> dict[str, float]:
+def counted(norm: float, experts: float, dense: float, own: Sequence[float], rank: int, case: Case,
+            tolerance: float) -> dict[str, float]:
     """What a norm may count: every reading that gives its value.
 
     Args:
-        experts, dense, own: squared norms of all experts, of all else, of this rank's experts.
+        experts, dense, own: squared norms of all experts, of all else, of each rank's experts.
     """
     readings = {
-        RIGHT: experts + dense, "counts only this rank's experts": own + dense,
+        RIGHT: experts + dense, "counts only this rank's experts": own[rank] + dense,
         "leaves out the experts": dense, "leaves out all but the experts": experts,
-        "leaves out all but this rank's experts": own}
+        "leaves out all but this rank's experts": own[rank],
+        "is the mean of the ranks' own norms": (
+            sum(math.sqrt(each + dense) for each in own) / len(own))**2}
     for words, times in (("for each rank of its group", case.ep),
                          ("for each replica", case.replicas),
                          ("for each rank", case.ranks), ("twice", 2)):

@@ -184,6 +184,8 @@ def gradient(part: Part) -> Tensor | None:
         found = part.tensor.grad
         if found is None:
             found = getattr(part.tensor, "main_grad", None)
+    if is_sharded(part.tensor) and is_sharded(found):  # all ranks come here, or none
+        found = found.redistribute(part.tensor.device_mesh, part.tensor.placements)
     return None if found is None else local(part, found)
 
 

@@ -21,6 +21,7 @@ from moe_plugin.lab.audit.compare import (
     NOT_ZERO,
     OTHER,
     OWN,
+    RIGHT,
     SUM,
     ZERO,
     Observation,
@@ -89,6 +90,8 @@ PATTERNS: dict[str, str] = {
 NORMS = {
     "counts only this rank's experts": "each rank clips by its own norm: the squared norms of the "
                                        "experts are not summed over the expert-parallel group",
+    "is the mean of the ranks' own norms": "norms, each with the rank's own experts alone, are "
+                                           "averaged: sum the squares of the experts instead",
     "leaves out the experts": "experts are left out of the norm",
     "counts an expert for each rank of its group": "the squared norm of experts that differ from "
                                                    "rank to rank is summed too often",
@@ -193,12 +196,12 @@ def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern:
     values = [(o.readings[pattern], o.case) for o in wrong if not math.isnan(o.readings[pattern])]
     if not values or all(_near(value, 1) for value, _ in values):
         return ""
-    right = [(1.0, o.case) for o in every if o.right] if pattern == FACTOR else []
+    right = [(1.0, o.case) for o in every if pattern == FACTOR and o.readings.get(RIGHT) == 1.0]
     for among in ([*values, *right], values):
         fits = [text for text, value in EXPRESSIONS.items()
                 if all(_near(found, value(case)) for found, case in among)]
         if fits:
-            return " = ".join(fits[:3]) if len(among) > len(values) else fits[0]
+            return " = ".join(fits[:2])
     smallest, largest = min(v for v, _ in values), max(v for v, _ in values)
     return (f"{largest:.4g}" if _near(smallest, largest) else f"{smallest:.4g} to {largest:.4g}")
 

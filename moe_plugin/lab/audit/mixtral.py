@@ -31,7 +31,7 @@ class DenseMixtral:
     vocabulary: int = 13
     width: int = 8
     heads: int = 4
-    key_heads: int = 2
+    key_heads: int = 4
     hidden: int = 12
     num_experts: int = 4
     top_k: int = 2

@@ -40,6 +40,11 @@ TARGETS = {
     **{f"megatron{suffix}": Framework(f"{_HERE}.megatron:Megatron{name}", "megatron-core",
                                       ("megatron.core",), _MEGATRON)
        for suffix, name in (("", ""), ("-allgather", "AllGather"), ("-per-token", "PerToken"))},
+    "deepspeed": Framework(f"{_HERE}.deepspeed:DeepSpeed", "deepspeed", ("deepspeed",),
+                           ("deepspeed.moe.layer",)),
+    "deepspeed-autoep": Framework(f"{_HERE}.deepspeed:AutoEP", "deepspeed",
+                                  ("deepspeed", "transformers"),
+                                  ("deepspeed.module_inject.auto_ep", _TRANSFORMERS[0])),
 }
 
 

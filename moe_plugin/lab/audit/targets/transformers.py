@@ -94,9 +94,8 @@ class TransformersAllReduce(Transformers):
     implementation = "all_reduce"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
-        """Attention is split too, where its heads can be."""
-        split = {} if MIXTRAL.key_heads % ep == 0 else {"tp_plan": {}}
-        return {"tp_size": ep, "ep_size": ep, "fsdp_size": ranks // ep, **split}
+        """Attention is split over the ranks that share the experts."""
+        return {"tp_size": ep, "ep_size": ep, "fsdp_size": ranks // ep}
 
     def tokens_shared(self, ranks: int, ep: int) -> int:
         """By the ranks of a group."""
