@@ -33,8 +33,8 @@ class Observation:
     Attributes:
         what: name of the tensor; `loss` or `norm`.
         readings: every explanation that fits, with its factor. Of a gradient, constants above; the
-            factor is what was found over what the explanation predicts (nan: both are 0). Of a norm, what it counts;
-            the factor is the norm over the right one.
+            factor is what was found over what the explanation predicts; nan: both are 0. Of a norm,
+            what it counts; the factor is the norm over the right one.
         error: relative to what is right.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +23,13 @@ def join_ranks() -> None:
     all-reduce in shared memory, flat tensors.
     """
     import deepspeed
-    from deepspeed.comm import torch as backend
     from deepspeed.runtime import engine
     from torch import _utils
 
     flat = SimpleNamespace(flatten=_utils._flatten_dense_tensors,
                            unflatten=_utils._unflatten_dense_tensors)
-    backend.build_shm_op = lambda: None
+    # by its whole name: `deepspeed.comm` has torch itself under the last part
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     engine.UtilsBuilder = lambda: SimpleNamespace(load=lambda: flat)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
@@ -76,6 +77,7 @@ class Engine:
         """Backward of each micro-batch's mean loss, then its step."""
         number = len(batch.micro_batches)
         self.engine.set_train_batch_size(number * dist.get_world_size())
+        self.engine.micro_steps = 0  # it counts on where the number of micro-batches changes
         self.engine._config.gradient_clipping = batch.clip or 0.0
         total = torch.zeros(())
         for loss in losses:
