@@ -27,24 +27,27 @@ class Framework:
     imports: tuple[str, ...] = ()
 
 
-_HERE = "moe_plugin.lab.audit.targets"
-_MEGATRON = tuple(f"megatron.core.{name}" for name in (
-    "distributed", "optimizer", "models.gpt.gpt_layer_specs", "pipeline_parallel.schedules"))
-_TRANSFORMERS = ("transformers.models.mixtral.modeling_mixtral", "transformers.trainer",
-                 "transformers.distributed", "torch.distributed.fsdp", "torch.distributed.tensor")
+_MEGATRON = ("megatron-core", ("megatron.core",), (
+    "megatron.core.distributed", "megatron.core.optimizer",
+    "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.pipeline_parallel.schedules"))
+_TRANSFORMERS = ("transformers", ("transformers",), (
+    "transformers.models.mixtral.modeling_mixtral", "transformers.trainer",
+    "transformers.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"))
 TARGETS = {
-    "plain": Framework(f"{_HERE}.plain:Plain", "moe-plugin"),
-    **{f"transformers{suffix}": Framework(f"{_HERE}.transformers:Transformers{name}",
-                                          "transformers", ("transformers",), _TRANSFORMERS)
-       for suffix, name in (("", ""), ("-all-reduce", "AllReduce"), ("-moe-plugin", "Ours"))},
-    **{f"megatron{suffix}": Framework(f"{_HERE}.megatron:Megatron{name}", "megatron-core",
-                                      ("megatron.core",), _MEGATRON)
-       for suffix, name in (("", ""), ("-allgather", "AllGather"), ("-per-token", "PerToken"))},
-    "deepspeed": Framework(f"{_HERE}.deepspeed:DeepSpeed", "deepspeed", ("deepspeed",),
-                           ("deepspeed.moe.layer",)),
-    "deepspeed-autoep": Framework(f"{_HERE}.deepspeed:AutoEP", "deepspeed",
-                                  ("deepspeed", "transformers"),
-                                  ("deepspeed.module_inject.auto_ep", _TRANSFORMERS[0])),
+    "plain": Framework("moe_plugin.lab.audit.targets.plain:Plain", "moe-plugin"),
+    "transformers": Framework(
+        "moe_plugin.lab.audit.targets.transformers:Transformers", *_TRANSFORMERS),
+    "transformers-all-reduce": Framework(
+        "moe_plugin.lab.audit.targets.transformers:TransformersAllReduce", *_TRANSFORMERS),
+    "transformers-moe-plugin": Framework(
+        "moe_plugin.lab.audit.targets.transformers:TransformersOurs", *_TRANSFORMERS),
+    "megatron": Framework("moe_plugin.lab.audit.targets.megatron:Megatron", *_MEGATRON),
+    "megatron-allgather": Framework(
+        "moe_plugin.lab.audit.targets.megatron:MegatronAllGather", *_MEGATRON),
+    "megatron-per-token": Framework(
+        "moe_plugin.lab.audit.targets.megatron:MegatronPerToken", *_MEGATRON),
+    "deepspeed": Framework("moe_plugin.lab.audit.targets.deepspeed:DeepSpeed", "deepspeed",
+                           ("deepspeed",), ("deepspeed.moe.layer",)),
 }
 
 

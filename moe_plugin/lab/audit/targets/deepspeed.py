@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layer, and its AutoEP in a Mixtral, under its engine without ZeRO."""
+"""DeepSpeed's MoE layer under its engine without ZeRO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.lab.audit.contract import Batch, Part, Parts
-from moe_plugin.lab.audit.mixtral import MIXTRAL
 from moe_plugin.lab.audit.reference import TINY
 from moe_plugin.lab.audit.targets.plain import TinyNetwork
 
@@ -55,7 +54,7 @@ class GradientsKept(torch.optim.SGD):
 class Engine:
     """An engine whose accumulation and clipping follow each batch, and the norm it clips by."""
 
-    def __init__(self, network: nn.Module, **config: Any) -> None:
+    def __init__(self, network: nn.Module) -> None:
         import deepspeed
         from deepspeed.runtime import engine
 
@@ -69,8 +68,7 @@ class Engine:
         self.norm = 0.0
         self.engine, *_ = deepspeed.initialize(
             model=network, optimizer=GradientsKept,
-            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-                    **config})
+            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
         self.optimizer: GradientsKept = self.engine.optimizer
 
     def step(self, batch: Batch, losses: Iterator[Tensor]) -> dict[str, float]:
@@ -144,46 +142,3 @@ class DeepSpeed:
         """Mean squared errors."""
         return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
                                         for x, y in batch.micro_batches))
-
-
-class AutoEP:
-    """A Mixtral of `transformers` whose blocks the engine replaces."""
-
-    supports = ("accumulation", "clipping", "recompute")
-    model = MIXTRAL
-
-    def build(self, ranks: int, ep: int) -> Parts:
-        """w1, w2, w3 are gate, down and up of this rank's experts."""
-        import transformers
-
-        from moe_plugin.lab.audit.targets.transformers import mixtral_config
-
-        self.network = transformers.MixtralForCausalLM(mixtral_config()).train()
-        self.engine = Engine(self.network, expert_parallel={
-            "enabled": True, "autoep_size": ep, "preset_model": "mixtral",
-            "use_grouped_mm": False})
-        part = self.engine.optimizer.part
-        parts: dict[str, Any] = {}
-        block = "model.layers.0.mlp."
-        for name, weight in self.network.named_parameters():
-            if not name.startswith(block):
-                parts[name] = part(weight)
-        layer, count = self.network.get_submodule(block[:-1]), MIXTRAL.num_experts // ep
-        first = dist.get_rank() % ep * count
-        mine = slice(first, first + count)
-        parts[f"{block}gate.weight"] = part(layer.router.gate.weight)
-        parts[f"{block}experts.gate_up_proj"] = [
-            part(layer.experts.w1, (mine, slice(0, MIXTRAL.hidden))),
-            part(layer.experts.w3, (mine, slice(MIXTRAL.hidden, None)))]
-        parts[f"{block}experts.down_proj"] = part(layer.experts.w2, mine)
-        return parts
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Mean cross-entropies."""
-        if batch.recompute:
-            self.network.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.network.gradient_checkpointing_disable()
-        return self.engine.step(batch, (
-            self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss
-            for x, y in batch.micro_batches))
