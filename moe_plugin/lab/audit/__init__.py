@@ -2,7 +2,7 @@
 reference, whatever framework it is written in.
 """
 
-from moe_plugin.lab.audit.contract import AuditTarget, Batch, Part, load
+from moe_plugin.lab.audit.contract import AuditTarget, Batch, HeldPart, load
 from moe_plugin.lab.audit.run import Audit, audit
 
-__all__ = ["Audit", "AuditTarget", "Batch", "Part", "audit", "load"]
+__all__ = ["Audit", "AuditTarget", "Batch", "HeldPart", "audit", "load"]

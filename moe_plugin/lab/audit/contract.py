@@ -38,7 +38,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """A tensor of this rank and its place in the whole one.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part:
     grad: Callable[[], Tensor | None] | None = None
 
 
-Parts = Mapping[str, Tensor | Part | Sequence[Part]]
+Parts = Mapping[str, Tensor | HeldPart | Sequence[HeldPart]]
 
 
 class AuditTarget(Protocol):
@@ -144,7 +144,8 @@ def _import(path: str) -> Any:
     return module
 
 
-def places(parts: Parts, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Part, Tensor]]:
+def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
+           ) -> Iterator[tuple[str, HeldPart, Tensor]]:
     """Name, part, and the part's places in the flattened whole tensor, int64 of its shape.
 
     Raises:
@@ -157,18 +158,19 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[
     for name, value in parts.items():
         shape = tuple(shapes[name])
         ids = torch.arange(torch.Size(shape).numel()).view(shape)
-        for one in [value] if isinstance(value, (Tensor, Part)) else value:
-            part = one if isinstance(one, Part) else Part(one)
+        for one in [value] if isinstance(value, (Tensor, HeldPart)) else value:
+            part = one if isinstance(one, HeldPart) else HeldPart(one)
             where = ids[_dtensor_place(part.tensor) if is_sharded(part.tensor) else part.where]
             held = local(part).shape
             if held != where.shape:
                 raise ValueError(
                     f"{name}: a part of shape {tuple(held)} at a place of shape "
-                    f"{tuple(where.shape)}; give Part(tensor, where), whole[where] has its shape")
+                    f"{tuple(where.shape)}; give HeldPart(tensor, where), where whole[where] has "
+                    "its shape")
             yield name, part, where
 
 
-def local(part: Part, tensor: Tensor | None = None) -> Tensor:
+def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
     """The view that a part is, of its parameter or of a tensor of that shape."""
     tensor = part.tensor if tensor is None else tensor
     held = tensor.to_local() if is_sharded(tensor) else tensor
@@ -176,7 +178,7 @@ def local(part: Part, tensor: Tensor | None = None) -> Tensor:
     return held.mT if part.transposed else held
 
 
-def gradient(part: Part) -> Tensor | None:
+def gradient(part: HeldPart) -> Tensor | None:
     """Its gradient as a view of the part's shape; None where there is none."""
     if part.grad is not None:
         found = part.grad()

@@ -110,7 +110,7 @@ ONLY = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """One fault.
 
     Attributes:
@@ -133,7 +133,7 @@ class Finding:
     example: str
 
 
-def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[Finding]:
+def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[AuditFinding]:
     """The faults; none where everything is right. experts: names of their tensors."""
     by_name: dict[str, list[Observation]] = {}
     # gradients clipped by a wrong norm are wrong by it
@@ -164,7 +164,7 @@ def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Obse
 
 
 def _of_tensors(key: tuple[str, str, str], members: dict[str, list[Observation]],
-                by_name: dict[str, list[Observation]], experts: set[str]) -> Finding:
+                by_name: dict[str, list[Observation]], experts: set[str]) -> AuditFinding:
     pattern, factor, only = key
     kinds = {name in experts for name in members}
     scope = (ALL if set(members) == set(by_name) or len(kinds) > 1 else
@@ -177,7 +177,7 @@ def _of_tensors(key: tuple[str, str, str], members: dict[str, list[Observation]]
 
 
 def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
-             wrong: Sequence[Observation], every: Sequence[Observation]) -> Finding:
+             wrong: Sequence[Observation], every: Sequence[Observation]) -> AuditFinding:
     pattern, factor, only = key
     worst = max(wrong, key=lambda o: o.error if math.isfinite(o.error) else math.inf)
     which = "" if worst.expert is None else f" of expert {worst.expert}"
@@ -185,7 +185,7 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
     times = "" if math.isnan(value) else f", {value:.4g} x"
     example = (f"{worst.case}: {worst.what}{which} on rank {worst.rank}{times}, relative error "
                f"{worst.error:.2g}")
-    return Finding(names, pattern, factor, cause, only, len({o.case for o in wrong}),
+    return AuditFinding(names, pattern, factor, cause, only, len({o.case for o in wrong}),
                    len({o.case for o in every}), example)
 
 
@@ -224,7 +224,7 @@ def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
                  if right and all(map(has, wrong)) and not any(map(has, right))), "")
 
 
-def _of_loss(observations: Sequence[Observation]) -> Iterator[Finding]:
+def _of_loss(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
     for pattern, wrong in fewest(observations):
         factor = _factor(observations, wrong, pattern)
         cause = PATTERNS[MEANS] if pattern == MEANS else CAUSES.get(
@@ -234,7 +234,7 @@ def _of_loss(observations: Sequence[Observation]) -> Iterator[Finding]:
                        observations)
 
 
-def _of_norm(observations: Sequence[Observation]) -> Iterator[Finding]:
+def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
     wrong = [o for o in observations if not o.right]
     if not wrong:
         return
@@ -248,12 +248,12 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[Finding]:
     yield _finding(("norm",), (reading, "", ""), cause, wrong, observations)
 
 
-def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> Finding:
+def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
     """Why a world did not come to the end of a step. without_tokens: ranks that have none."""
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
-        return Finding(("step",), ERROR, "", f"rank {errors[0].rank}: {errors[0].error}", "", 1, 1,
-                       str(case))
+        cause = f"rank {errors[0].rank}: {errors[0].error}"
+        return AuditFinding(("step",), ERROR, "", cause, "", 1, 1, str(case))
     where: dict[str, list[int]] = {}
     for step in steps:
         said = f"in {step.stuck}" if step.stuck else "at the end of the step"
@@ -264,12 +264,12 @@ def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int
     cause = (f"{_ranks(suspects, without_tokens)} left out a collective that others wait in: none "
              "may stand behind a branch on what one rank holds" if len(where) > 1 else
              "all ranks wait in the same call, for a process that is not there or in another order")
-    return Finding(("step",), HANG, "", cause, "", 1, 1, f"{case}: {told}")
+    return AuditFinding(("step",), HANG, "", cause, "", 1, 1, f"{case}: {told}")
 
 
-def merged(findings: Sequence[Finding]) -> list[Finding]:
+def merged(findings: Sequence[AuditFinding]) -> list[AuditFinding]:
     """Steps that stop in the same way as one finding."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], AuditFinding] = {}
     for finding in findings:
         key = (finding.pattern, finding.cause.partition(": ")[2] or finding.cause)
         known = found.get(key)

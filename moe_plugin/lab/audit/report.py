@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from moe_plugin.lab.audit.explain import Finding
+from moe_plugin.lab.audit.explain import AuditFinding
 from moe_plugin.lab.audit.run import Audit
 
 WIDTH = 96
@@ -33,7 +33,7 @@ def _lines(audit: Audit) -> Iterator[str]:
         yield from _wrapped("  not tried: ", f"{', '.join(audit.left_out)} (not in `supports`)")
 
 
-def _of_finding(number: int, finding: Finding) -> Iterator[str]:
+def _of_finding(number: int, finding: AuditFinding) -> Iterator[str]:
     factor = f", {finding.factor} x" if finding.factor else ""
     pattern = "" if finding.pattern == "factor" else f" {finding.pattern}"
     what = f"{', '.join(finding.names)}:{pattern}{factor}".replace(":,", ":")

@@ -10,7 +10,7 @@ from typing import Any
 from moe_plugin.lab.audit.cases import SCENARIOS, Case, Question, cases, worlds
 from moe_plugin.lab.audit.compare import Observation, observe
 from moe_plugin.lab.audit.contract import Target
-from moe_plugin.lab.audit.explain import Finding, explain, merged, stopped
+from moe_plugin.lab.audit.explain import AuditFinding, explain, merged, stopped
 from moe_plugin.lab.audit.world import World
 
 TOLERANCE, TIMEOUT_S = 1e-4, 60.0
@@ -31,7 +31,7 @@ class Audit:
     version: str = ""
     tried: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     not_installed: str | None = None
     largest_error: float = 0.0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_plugin.lab.audit.cases import SCENARIOS, Case, Question
 from moe_plugin.lab.audit.compare import Observation, observe
-from moe_plugin.lab.audit.explain import Finding, explain
+from moe_plugin.lab.audit.explain import AuditFinding, explain
 from moe_plugin.lab.audit.reference import TINY
 from moe_plugin.lab.audit.world import RankStep
 
@@ -45,7 +45,7 @@ class Fault:
     loss: Callable[[Case], float] = lambda case: 1.0
     norm: Callable[[Case, float, float, float], float] = lambda case, e, d, own: (e + d)**0.5
 
-    def found(self) -> list[Finding]:
+    def found(self) -> list[AuditFinding]:
         """The audit's answer."""
         return explain([o for case in CASES for o in self.observed(case)], TINY.experts)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin.lab.audit import Batch, Part
+from moe_plugin.lab.audit import Batch, HeldPart
 
 EXPERTS, WIDTH, HIDDEN, TOP_K = 4, 8, 12, 2
 
@@ -20,7 +20,7 @@ class Right:
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
     dtype = torch.float64
 
-    def build(self, ranks: int, ep: int) -> Mapping[str, Tensor | Part]:
+    def build(self, ranks: int, ep: int) -> Mapping[str, Tensor | HeldPart]:
         self.ranks, self.ep, self.rank = ranks, ep, dist.get_rank()
         self.group = self.replicas = None
         for first in range(0, ranks, ep):
@@ -40,7 +40,7 @@ class Right:
         self.experts = {"gate": weight(self.held, HIDDEN, WIDTH),
                         "up": weight(self.held, HIDDEN, WIDTH),
                         "down": weight(self.held, WIDTH, HIDDEN)}
-        return {**self.dense, **{n: Part(w, mine) for n, w in self.experts.items()}}
+        return {**self.dense, **{n: HeldPart(w, mine) for n, w in self.experts.items()}}
 
     def step(self, batch: Batch) -> dict[str, float | None]:
         total = torch.zeros((), dtype=self.dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_plugin.lab.audit.cases import SCENARIOS, Case, Question
-from moe_plugin.lab.audit.contract import Part, places
+from moe_plugin.lab.audit.contract import HeldPart, places
 from moe_plugin.lab.audit.explain import merged, stopped
 from moe_plugin.lab.audit.mixtral import MIXTRAL
 from moe_plugin.lab.audit.reference import TINY
@@ -162,11 +162,11 @@ def test_the_first_error_is_the_cause_and_equal_ones_are_one_finding() -> None:
 
 def test_places_name_what_does_not_fit() -> None:
     w = torch.zeros(2, 8)
-    (name, _, where), = places({"w": Part(w, slice(2, 4))}, {"w": (4, 8)})
+    (name, _, where), = places({"w": HeldPart(w, slice(2, 4))}, {"w": (4, 8)})
     assert name == "w" and where.flatten().tolist() == list(range(16, 32))
-    (*_, turned), = places({"w": Part(torch.zeros(8, 4), transposed=True)}, {"w": (4, 8)})
+    (*_, turned), = places({"w": HeldPart(torch.zeros(8, 4), transposed=True)}, {"w": (4, 8)})
     assert turned.shape == (4, 8)
-    with pytest.raises(ValueError, match=r"shape \(2, 8\) at a place of shape \(4, 8\); give Part"):
+    with pytest.raises(ValueError, match=r"shape \(2, 8\) at a place of shape \(4, 8\); give"):
         list(places({"w": w}, {"w": (4, 8)}))
     with pytest.raises(ValueError, match="build returned parts of v; the whole model has w"):
         list(places({"v": w}, {"w": (4, 8)}))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.lab.audit.contract import Batch, Part, Parts
+from moe_plugin.lab.audit.contract import Batch, HeldPart, Parts
 from moe_plugin.lab.audit.reference import TINY
 from moe_plugin.lab.audit.targets.plain import TinyNetwork
 
@@ -46,9 +46,9 @@ class GradientsKept(torch.optim.SGD):
             for p in group["params"]:
                 self.kept[id(p)] = None if p.grad is None else p.grad.clone()
 
-    def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> Part:
+    def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> HeldPart:
         """With the gradient that the last step was given."""
-        return Part(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
+        return HeldPart(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
 
 
 class Engine:

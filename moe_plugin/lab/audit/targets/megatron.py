@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.lab.audit.contract import Batch, Part, Parts
+from moe_plugin.lab.audit.contract import Batch, HeldPart, Parts
 from moe_plugin.lab.audit.reference import TINY
 from moe_plugin.lab.audit.targets.plain import TinyNetwork
 from moe_plugin.lab.bench.peers.megatron import native_layer
@@ -70,9 +70,9 @@ class Megatron:
         parts |= {"gate": [], "up": [], "down": []}
         for expert, module in enumerate(layer.experts.local_experts, first):
             gate_and_up = module.linear_fc1.weight
-            parts["gate"].append(Part(gate_and_up, expert, slice(0, TINY.hidden)))
-            parts["up"].append(Part(gate_and_up, expert, slice(TINY.hidden, None)))
-            parts["down"].append(Part(module.linear_fc2.weight, expert))
+            parts["gate"].append(HeldPart(gate_and_up, expert, slice(0, TINY.hidden)))
+            parts["up"].append(HeldPart(gate_and_up, expert, slice(TINY.hidden, None)))
+            parts["down"].append(HeldPart(module.linear_fc2.weight, expert))
         return parts
 
     def _config(self, ep: int) -> Any:

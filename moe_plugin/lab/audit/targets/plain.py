@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_plugin.comm import TorchComm
 from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
-from moe_plugin.lab.audit.contract import Batch, Part, Parts
+from moe_plugin.lab.audit.contract import Batch, HeldPart, Parts
 from moe_plugin.lab.audit.reference import TINY
 from moe_plugin.layer import MoELayer
 
@@ -65,9 +65,9 @@ class Plain:
         experts, first = self.layer.experts, comm.rank % ep * (TINY.num_experts // ep)
         mine = slice(first, first + TINY.num_experts // ep)
         return {**self.network.dense_parts(), "router": self.layer.router.weight_ED,
-                "gate": Part(experts.w_gate_LDF, mine, transposed=True),
-                "up": Part(experts.w_in_LDF, mine, transposed=True),
-                "down": Part(experts.w_out_LFD, mine, transposed=True)}
+                "gate": HeldPart(experts.w_gate_LDF, mine, transposed=True),
+                "up": HeldPart(experts.w_in_LDF, mine, transposed=True),
+                "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
 
     def step(self, batch: Batch) -> dict[str, float]:
         """DDP averages over ranks what each divides by the tokens of all."""
