@@ -39,6 +39,8 @@ class Command:
 COMMANDS = {
     "doctor": Command("check this installation: whether the layer works, what is wrong or missing",
                       "doctor"),
+    "audit": Command("check a training step with experts over ranks, a framework's or yours: every "
+                     "gradient against a dense computation", "audit"),
     "corpus": Command("write a text corpus made of the Python standard library's sources (no "
                       "download)", "runs"),
     "report": Command("write a run's report: one HTML page with plots", "runs"),

@@ -18,7 +18,7 @@ ORDER = ("messages quiet registry regular_files yaml_file dtensors machine check
          "memory tuning layer_state layer routed_experts pregate gradients checkpoint ensembles "
          "observe resilience hosts lab cli").split()
 # Bottom to top inside `lab`, which nothing but the command imports.
-LAB = ("planning", "vision", "emulate", "bench")
+LAB = ("planning", "vision", "emulate", "bench", "audit")
 # Upward imports under `if TYPE_CHECKING`, with the reason.
 TYPE_CHECKING_UPWARD = {
     ("records", "kernels.expert_ffn"): "a record carries an expert's call and names its types",

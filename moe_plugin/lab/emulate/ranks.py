@@ -57,10 +57,11 @@ class RankProcess:
     started: float = field(default_factory=time.monotonic)
 
 
-def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = ()) -> RankProcess:
-    """Run `work` in a forked process on `node`; it ends with this process.
+def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
+         ) -> RankProcess:
+    """Run `work` in a forked process; it ends with this process.
 
-    close: descriptors that it must not keep.
+    node: on which; None: this machine. close: descriptors that it must not keep.
     """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
@@ -79,7 +80,8 @@ def fork(work: Callable[[], Any], node: Node, rank: int, close: Sequence[int] = 
         os.dup2(log.fileno(), 2)
         faulthandler.register(signal.SIGUSR2, 2)
         ours.close()
-        node.enter()
+        if node is not None:
+            node.enter()
         for descriptor in close:
             os.close(descriptor)
         answer = _answer(work)

@@ -105,7 +105,6 @@ def _groups(device: str) -> Iterator[None]:
 
 
 def _layer(problem: Problem, experts: str, ranks: int) -> Any:
-    from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.hosts.megatron.compat.names import TransformerConfig
 
     on_gpu, with_engine = problem.device == "cuda", experts == "TEGroupedMLP"
@@ -126,14 +125,24 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
     }
     if problem.gated:
         values["activation_func"] = F.silu
-    spec = core.gpt_moe_layer_spec(with_engine, grouped=experts != "SequentialMLP")
+    return native_layer(TransformerConfig(**values), with_engine,
+                        experts != "SequentialMLP").to(problem.device)
+
+
+def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
+    """Megatron-core's own MoE layer, as its GPT layer specs build it.
+
+    grouped: with `moe_grouped_gemm`.
+    """
+    from moe_plugin.hosts.megatron.compat import core
+
+    spec = core.gpt_moe_layer_spec(with_engine, grouped=grouped)
     # megatron-core gives a ModuleSpec or, from 0.18 on, a functools.partial
     submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
-    config = TransformerConfig(**values)
     layer = (submodules.mlp(config=config) if isinstance(submodules.mlp, partial) else
              core.build_module(submodules.mlp, config=config))
     layer.set_layer_number(1)
-    return layer.to(problem.device)
+    return layer
 
 
 def load(layer: Any, data: Data) -> None:

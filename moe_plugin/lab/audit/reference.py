@@ -1,0 +1,154 @@
+"""The dense reference of an audit: one process, float64, every token through its experts one at a
+time. Slow and obvious on purpose; it shares no code with the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SEED = 1234
+
+
+class DenseModel(Protocol):
+    """The whole model of an audit, in float64 and without ranks.
+
+    Attributes:
+        experts: names of the tensors whose dimension 0 is the experts.
+        rows: samples of a micro-batch (tokens of `TINY`, sequences of a language model).
+    """
+
+    experts: frozenset[str]
+    rows: int
+
+    def weights(self, skewed: bool) -> dict[str, Tensor]:
+        """The whole tensors by name. skewed: the router sends all tokens to the first experts."""
+
+    def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of so many samples."""
+
+    def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """The loss of each token [T]."""
+
+
+def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
+    """Gated SiLU experts under a softmax router whose top-k weights sum to 1.
+
+    Args:
+        x_TD: tokens.
+        w: `router` [E, D], `gate` and `up` [E, F, D], `down` [E, D, F].
+    Returns: y_TD.
+    """
+    rows = []
+    for x_D in x_TD:
+        probability_E = (w["router"] @ x_D).softmax(0)
+        chosen = sorted(range(len(probability_E)), key=lambda e: -probability_E[e].item())[:top_k]
+        total = sum(probability_E[e] for e in chosen)
+        y_D = torch.zeros_like(x_D)
+        for e in chosen:
+            inner_F = F.silu(w["gate"][e] @ x_D) * (w["up"][e] @ x_D)
+            y_D = y_D + probability_E[e] / total * (w["down"][e] @ inner_F)
+        rows.append(y_D)
+    return torch.stack(rows) if rows else x_TD * 0
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A linear layer, a layer of experts with its residual, a linear layer; squared errors.
+
+    `inp` and `out` are [D, D], `router` [E, D], `gate` and `up` [E, F, D], `down` [E, D, F], all as
+    `nn.Linear` keeps them: y = out (h + experts(h)), h = inp x.
+    """
+
+    width: int = 8
+    hidden: int = 12
+    num_experts: int = 4
+    top_k: int = 2
+    rows: int = 8
+    experts: frozenset[str] = frozenset({"gate", "up", "down"})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole tensors by name."""
+        d, f, e = self.width, self.hidden, self.num_experts
+        return {"inp": (d, d), "router": (e, d), "gate": (e, f, d), "up": (e, f, d),
+                "down": (e, d, f), "out": (d, d)}
+
+    def weights(self, skewed: bool) -> dict[str, Tensor]:
+        """Random ones. Feature 0 of every token is 2, so that a weight of the router can pull."""
+        generator = torch.Generator().manual_seed(SEED)
+        w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
+             for name, shape in self.shapes().items()}
+        w["inp"] += torch.eye(self.width, dtype=torch.float64)
+        w["inp"][0] = torch.eye(self.width, dtype=torch.float64)[0]
+        w["router"] *= 2
+        w["router"][:, 0] = 0
+        if skewed:
+            w["router"][: self.top_k, 0] = 5.0
+        return w
+
+    def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """x and y [rows, D]."""
+        x_TD = torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
+        x_TD[:, 0] = 2.0
+        return x_TD, torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
+
+    def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """The mean squared error of each token [T]."""
+        h_TD = x @ weights["inp"].T
+        out_TD = (h_TD + routed_experts(h_TD, weights, self.top_k)) @ weights["out"].T
+        return (out_TD - y).square().mean(1)
+
+
+TINY = TinyModel()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a step must give, by the tokens from which it comes.
+
+    Attributes:
+        losses: losses of the tokens of source s, micro-batch m, summed [S, M].
+        tokens: how many they are [S, M].
+        grads: by name, what they add to the gradient of the loss, flat [S, M, n].
+    """
+
+    losses: Tensor
+    tokens: Tensor
+    grads: dict[str, Tensor]
+
+    @property
+    def loss(self) -> float:
+        """The mean over the tokens of all."""
+        return float(self.losses.sum() / self.tokens.sum())
+
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        return float(sum(g.sum((0, 1)).square().sum() for g in self.grads.values()) ** 0.5)
+
+
+def reference(model: DenseModel, weights: Mapping[str, Tensor],
+              data: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Reference:
+    """Losses and gradients of the micro-batches of each source.
+
+    Args:
+        weights: float64, whole.
+        data: by source and micro-batch; a source is a rank, or ranks that share their tokens.
+    """
+    leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    losses = [[model.losses(leaves, x, y) for x, y in micro] for micro in data]
+    tokens = torch.tensor([[len(loss) for loss in row] for row in losses], dtype=torch.float64)
+    grads: dict[str, list[Tensor]] = {name: [] for name in leaves}
+    for loss in (loss for row in losses for loss in row):
+        found = torch.autograd.grad(loss.sum() / tokens.sum(), list(leaves.values()),
+                                    allow_unused=True) if len(loss) else [None] * len(leaves)
+        for (name, leaf), g in zip(leaves.items(), found, strict=True):
+            grads[name].append((torch.zeros_like(leaf) if g is None else g).flatten())
+    sources, micro = tokens.shape
+    return Reference(torch.stack([loss.detach().sum() for row in losses for loss in row]
+                                 ).view(sources, micro), tokens,
+                     {name: torch.stack(g).view(sources, micro, -1) for name, g in grads.items()})
