@@ -82,7 +82,12 @@ def route_why_not(*args: Any) -> str | None:
 def product_why_not(*args: Any) -> str | None:
     """`why_not`; also where the installed Triton makes products that the GPU cannot run."""
     reason, device = why_not(*args), _gpu(args)
-    return reason if reason is not None or device is None else no_products(device)
+    if reason is not None or device is None:
+        return reason
+    if torch.version.hip is not None and any(a == "tf32" for a in _flat(args) if type(a) is str):
+        # MI355X has no such products, and on MI300X weight gradients ask for 96 KiB of its 64
+        return "products in tf32 are for NVIDIA GPUs"
+    return no_products(device)
 
 
 @functools.cache

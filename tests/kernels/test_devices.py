@@ -124,6 +124,16 @@ def test_fp8_is_refused_where_an_amd_gpu_has_another_format(
     triton_ops.no_e4m3.cache_clear()
 
 
+def test_tf32_is_refused_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "INSTALLED", True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert triton_ops.product_why_not(fake(SECOND, torch.float32), "tf32") == (
+        "products in tf32 are for NVIDIA GPUs")
+    triton_ops.no_products.cache_clear()
+    assert triton_ops.product_why_not(fake(SECOND, torch.float32), "ieee") is None
+    triton_ops.no_products.cache_clear()
+
+
 @pytest.mark.parametrize(("version", "capability", "fits"), [
     ("3.2.0", (9, 0), False), ("3.3.1", (8, 9), False), ("3.2.0", (8, 0), True),
     ("3.4.0", (9, 0), True)])
