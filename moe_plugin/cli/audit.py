@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+
+from moe_plugin.messages import short
+
+MOST_RANKS = 64  # processes of one machine
 
 EXAMPLES = """examples:
   moe-plugin audit mine.py                 # build(ranks) and step(batch) of that file
@@ -39,6 +44,9 @@ def audit(args: argparse.Namespace) -> int:
     from moe_plugin.lab.audit.report import text
     from moe_plugin.lab.audit.targets import audit_named
 
+    for name, value in (("timeout", args.timeout), ("tolerance", args.tolerance)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value} must be a number > 0")
     found = []
     for name in args.targets:
         found.append(audit_named(name, _ranks(args.ranks), timeout_s=args.timeout,
@@ -55,6 +63,7 @@ def _ranks(words: str) -> list[int]:
         ranks = [int(word) for word in words.split(",")]
     except ValueError:
         ranks = []
-    if not ranks or min(ranks) < 1:
-        raise ValueError(f"--ranks {words} must be numbers >= 1, such as 1,2,4")
+    if not ranks or not 1 <= min(ranks) <= max(ranks) <= MOST_RANKS:
+        raise ValueError(f"--ranks {short(words)} must be numbers in 1..{MOST_RANKS}, such as "
+                         "1,2,4")
     return ranks

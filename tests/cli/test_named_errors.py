@@ -25,6 +25,10 @@ _OWN_CASES = {"layer", "kernels", "host", "all-to-all", "train", "forest", "over
               "spill", "plan"}  # the other studies have options of one kind
 WRONG = {
     "doctor": ["doctor extra", f"doctor --{HUGE}"],
+    "audit": ["audit", "audit NONE", "audit FILE", "audit DIR", "audit PIPE",
+              "audit plain --ranks 0", "audit plain --ranks x", "audit plain --ranks 99999999",
+              "audit plain --timeout 0", "audit plain --tolerance -1",
+              f"audit plain --ranks {HUGE}"],
     "corpus": ["corpus", "corpus --out FILE", "corpus --out FILE/x", "corpus --out DIR --size 0",
                f"corpus --out DIR --size {HUGE}", "corpus --out DIR --source NONE",
                "corpus --out DIR --size -1", "corpus --out PIPE"],
