@@ -273,7 +273,7 @@ def case_of(cell: Cell) -> Case:
     """
     size, groups = cell["size"], cell["size"].world // replicas_of(cell)
     tokens, masked, skew = TOKENS[cell["tokens"]]
-    clamp = cell["clamp"] if cell["kind"] == "gated_ffn" else 0.0
+    clamp = cell.get("clamp", 0.0) if cell["kind"] == "gated_ffn" else 0.0
     # sums of few products are off by more of their norm
     width, hidden = (64, 96) if "precision" in cell else (8, 16)
     # logits pull as much at any width: where the scores of all experts but one vanish (1e-60), and
