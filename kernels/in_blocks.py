@@ -65,12 +65,15 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
     x_BI = torch.randn(BLOCK, shape[0], generator=random, device="cpu").to(device, dtype)
-    out_BO = w_IO.new_empty(BLOCK, shape[1])  # as in a pass, which autocast does not reach
-    seen = []
-    for places in (x_BI, x_BI.flip(0), x_BI.roll(1, 0), x_BI.roll(5, 0)):
-        torch.mm(places, w_IO, out=out_BO)
-        seen.append({row.numpy(force=True).tobytes() for row in out_BO.view(torch.uint8)})
-        if seen[-1] != seen[0]:
+    places_NB = torch.stack([torch.arange(BLOCK, device="cpu").roll(n) for n in (0, 1, 5, 16)]
+                            + [torch.arange(BLOCK, device="cpu").flip(0)]).to(device)
+    found_NBO = w_IO.new_empty(len(places_NB), BLOCK, shape[1])
+    for places_B, found_BO in zip(places_NB, found_NBO, strict=True):
+        # as in a pass, which autocast does not reach
+        out_BO = w_IO.new_empty(BLOCK, shape[1])
+        torch.mm(x_BI[places_B], w_IO, out=out_BO)
+        found_BO[places_B] = out_BO
+        if not torch.equal(found_BO, found_NBO[0]):
             raise ValueError(
                 f"batch_invariant=True does not fit products of [{BLOCK}, {shape[0]}] by "
                 f"{tuple(shape)} in {dtype} on this {device.type}, whose library sums rows of a "
