@@ -36,6 +36,8 @@ def named(what: str, group: Any = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if not dist.is_initialized():  # ranks are still meeting: there is no group to name
+            raise
         with comm_of(group).error_context(lambda: what):
             raise error
 

@@ -76,3 +76,9 @@ def test_the_others_end_by_the_words_of_the_rank_that_failed(tmp_path: Path) -> 
     assert second == "False No module named 'x'"
     assert first.startswith("True rank 0 of 2 in group")
     assert first.endswith("; rank 1 of the job gave up: ModuleNotFoundError: No module named 'x'")
+
+
+def test_an_error_before_ranks_have_met_keeps_its_text() -> None:
+    """Else a rank whose peer was killed in a restart would speak of a missing group."""
+    with pytest.raises(dist.DistError, match="connection reset"), collectives_named("set-up"):
+        raise dist.DistError("connection reset")
