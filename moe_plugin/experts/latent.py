@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
-from moe_plugin.experts.shared import DrawnLinear
+from moe_plugin.experts.shared import linear_of
 from moe_plugin.records import Tokens
 
 
@@ -25,9 +25,9 @@ class LatentProjection(nn.Module):
         super().__init__()
         options = {"bias": config.experts.bias, "std": config.experts.init_std, "dtype": dtype,
                    "device": device}
-        options["in_blocks"] = config.batch_invariant
-        self.down = DrawnLinear(config.model_dim, config.experts.latent_dim, **options)
-        self.up = DrawnLinear(config.experts.latent_dim, config.model_dim, **options)
+        linear = linear_of(config)
+        self.down = linear(config.model_dim, config.experts.latent_dim, **options)
+        self.up = linear(config.experts.latent_dim, config.model_dim, **options)
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> LatentProjection | None:

@@ -97,7 +97,7 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
     if isinstance(module, FFNExperts):
         for name in ("w_in_LDF", "w_gate_LDF", "w_out_LFD"):
             yield name, MatrixForm(transposed=True)
-    elif _of_transformers(module):
+    elif of_transformers(module):
         transposed = bool(module.is_transposed)
         yield "up_proj", MatrixForm(transposed)
         yield "down_proj", MatrixForm(transposed)
@@ -105,7 +105,7 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
             transposed, "concatenated" if module.is_concatenated else "alternating")
 
 
-def _of_transformers(module: nn.Module) -> bool:
+def of_transformers(module: nn.Module) -> bool:
     """Whether it is of a class that `transformers` decorates with `use_experts_implementation`,
     which declares how weights lie.
     """
@@ -115,7 +115,7 @@ def _of_transformers(module: nn.Module) -> bool:
 def stacked(model: nn.Module) -> set[int]:
     """The ids of parameters whose first axis counts experts."""
     return {id(parameter) for module in model.modules()
-            if isinstance(module, Experts) or _of_transformers(module)
+            if isinstance(module, Experts) or of_transformers(module)
             for parameter in module._parameters.values() if parameter is not None}
 
 

@@ -22,20 +22,11 @@ class DrawnLinear(nn.Linear):
 
     Args:
         std: standard deviation of the weights, with zero biases; None: as torch's.
-        in_blocks: see `batch_invariant`.
     """
 
-    def __init__(self, *args: Any, std: float | None = None, in_blocks: bool = False,
-                 **options: Any) -> None:
-        self.std, self.in_blocks = std, in_blocks
+    def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
+        self.std = std
         super().__init__(*args, **options)
-
-    def forward(self, x_TI: Tensor) -> Tensor:
-        """[T, O] of [T, I]."""
-        if not self.in_blocks:
-            return super().forward(x_TI)
-        y_TO = product_in_blocks(x_TI, self.weight.T)
-        return y_TO if self.bias is None else y_TO + self.bias.to(y_TO.dtype)
 
     def reset_parameters(self) -> None:
         """See the class; the values of `SharedExpert` without sharding."""
@@ -52,6 +43,20 @@ class DrawnLinear(nn.Linear):
                 nn.init.zeros_(self.bias)
 
 
+class BlockLinear(DrawnLinear):
+    """Whose rows do not depend on each other, see `kernels.in_blocks`."""
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """[T, O] of [T, I]."""
+        y_TO = product_in_blocks(x_TI, self.weight.T)
+        return y_TO if self.bias is None else y_TO + self.bias.to(y_TO.dtype)
+
+
+def linear_of(config: MoEConfig) -> type[DrawnLinear]:
+    """The linear maps of a layer, as `batch_invariant` says."""
+    return BlockLinear if config.batch_invariant else DrawnLinear
+
+
 class SharedExpert(nn.Module):
     """An expert of its own width that every real token visits; ordinary, replicated parameters."""
 
@@ -59,23 +64,22 @@ class SharedExpert(nn.Module):
                  device: Any = None) -> None:
         super().__init__()
         inner, width = config.experts.shared_hidden_dim, config.model_dim
-        blocks = config.batch_invariant
+        linear = linear_of(config)
         options = {"bias": config.experts.bias, "std": config.experts.init_std, "dtype": dtype,
-                   "device": device, "in_blocks": blocks}
+                   "device": device}
         self.activation = ACTIVATIONS[config.experts.activation].value
         self.sigmoid = torch.sigmoid
-        if blocks:
+        if config.batch_invariant:
             self.activation, self.sigmoid = map(in_pieces, (self.activation, torch.sigmoid))
-        self.fc_in = DrawnLinear(width, inner, **options)
+        self.fc_in = linear(width, inner, **options)
         self.dropout, self.overlap = config.experts.dropout, config.experts.shared_overlap
         self.clamp, self.offset = config.experts.clamp, config.experts.linear_offset
         has_gate = config.experts.kind == "gated_ffn"
-        self.fc_gate = DrawnLinear(width, inner, **options) if has_gate else None
-        self.fc_out = DrawnLinear(inner, width, **options)
+        self.fc_gate = linear(width, inner, **options) if has_gate else None
+        self.fc_out = linear(inner, width, **options)
         self.gate = None
         if config.experts.shared_gate:
-            self.gate = DrawnLinear(width, 1, bias=False, dtype=dtype, device=device,
-                                    in_blocks=blocks)
+            self.gate = linear(width, 1, bias=False, dtype=dtype, device=device)
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:

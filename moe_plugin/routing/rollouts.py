@@ -14,7 +14,7 @@ base64 of int32) return: [tokens, layers, K], the prompt first. The last token w
 never computed, so an engine has no choice for it: there, and wherever else a choice is -1, the
 router chooses itself.
 
-Shapes: T tokens, B samples, S their padded length, L layers with experts, K experts a token.
+Shapes: T tokens, B samples, S their padded length, L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     """While open, each layer of ours in `model` takes the experts that samples were generated with.
 
     In training and in evaluation: also a pass for log-probabilities replays. Keep it open until
-    `backward` has returned; open it anew for the next micro-batch. Choices are checked on the host:
-    leave them there until then.
+    `backward` has returned; open it again for the next micro-batch. Choices are checked on the
+    host: leave them there until then.
 
     Args:
         model: has routers of ours that can be forced (`router.force`), in the order of its layers.
@@ -144,18 +144,18 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     for part in model.modules():
         if isinstance(part, RouterModule) and not any(part in router.modules()
                                                       for router in routers):
-            check_replaceable(part, "replay_rollouts")
             routers.append(part)
-    with replay_choices(routers, choices_of_layers(
-            ids_TLK, layers, [router.num_experts for router in routers])):
+    with replay_choices(routers, ids_TLK, layers):
         yield
 
 
 @contextmanager
-def replay_choices(routers: Sequence[nn.Module], choices: Sequence[Tensor]) -> Iterator[None]:
-    """While open, each router takes its choices, int64 [T, K]; see `replay_rollouts`."""
+def replay_choices(routers: Sequence[nn.Module], ids_TLK: Tensor,
+                   layers: Sequence[int] | None = None) -> Iterator[None]:
+    """As `replay_rollouts`, with the routers of a model's layers."""
     for router in routers:
         check_replaceable(router, "replay_rollouts")
+    choices = choices_of_layers(ids_TLK, layers, [router.num_experts for router in routers])
     try:
         for router, ids_TK in zip(routers, choices, strict=True):
             router.forced = _Rollout(ids_TK, router.select)
@@ -189,7 +189,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """`ValueError` unless a pass of a layer is of the tokens and experts a token of a rollout."""
+    """`ValueError` unless a pass of a layer has the tokens and experts per token of a rollout."""
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"a layer has a pass of {tokens} tokens and {top_k} experts each, and routed experts "

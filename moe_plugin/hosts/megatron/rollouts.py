@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron import layer_numbers
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.routing.rollouts import choices_of_layers, replay_choices, tokens_of_rank
+from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 
 
 @contextmanager
@@ -49,9 +49,7 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
         ids_BSLK = F.pad(ids_BSLK, (0, 0, 0, 0, 0, -ids_BSLK.shape[1] % part[1]), value=-1)
     ids_TLK = tokens_of_rank(ids_BSLK, sequence=part, sequence_first=True)
     places = [_place(layer, ids_TLK.shape[1]) for layer in found]
-    routers = [layer.moe.router for layer in found]
-    with replay_choices(routers, choices_of_layers(
-            ids_TLK, places, [layer.moe.config.num_experts for layer in found])):
+    with replay_choices([layer.moe.router for layer in found], ids_TLK, places):
         yield
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import FFNExperts
+from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
@@ -54,7 +55,7 @@ def check_module(module: nn.Module) -> None:
     that are multiplied as they are.
     """
     dtype = None
-    if hasattr(module, "is_concatenated"):
+    if of_transformers(module):
         dtype = first_stack(module).dtype
         if dtype.is_floating_point and dtype.itemsize >= 2:
             return

@@ -21,6 +21,7 @@ from moe_plugin.config.options import aliases, canonical
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch.token_entry import split_tokens
 from moe_plugin.experts.base import Experts
+from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.hosts.transformers.experts import activation_of, check_module, experts_of
 from moe_plugin.messages import short
 from moe_plugin.records import Placement
@@ -74,7 +75,7 @@ def check(model: nn.Module) -> list[str]:
 def _is_ours(module: nn.Module) -> bool:
     if _OVER_RANKS in vars(module):
         return True
-    name = hasattr(module, "is_concatenated") and module.config._experts_implementation
+    name = of_transformers(module) and module.config._experts_implementation
     computed = ALL_EXPERTS_FUNCTIONS.get(name, None)
     if not isinstance(computed, partial) or computed.func is not _experts_forward:
         return False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.hosts.transformers.experts import first_stack
 from moe_plugin.routing.rollouts import check_tokens, choices_of_layers
 
@@ -32,7 +33,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
             at the end, a block without a pass.
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
-              if hasattr(part, "is_concatenated")]
+              if of_transformers(part)]
     experts = [first_stack(part).shape[0] for _, part in blocks]
     with ExitStack() as stack:
         passed = set[nn.Module]()

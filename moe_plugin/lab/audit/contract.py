@@ -100,7 +100,7 @@ def load(name: str) -> Target:
     """The target that a name means: `module`, `module:name`, `file.py` or `file.py:name`.
 
     Raises:
-        ValueError: it is not found, has no `build` or `step`, or supports what nobody knows.
+        ValueError: it is not found, has no `build` or `step`, or supports something unknown.
     """
     path, _, attribute = name.partition(":")
     found: Any = _import(path)
@@ -179,7 +179,7 @@ def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
 
 
 def gradient(part: HeldPart) -> Tensor | None:
-    """Its gradient as a view of the part's shape; None where there is none."""
+    """Its gradient as a view of the part's shape; None if it has none."""
     if part.grad is not None:
         found = part.grad()
     else:

@@ -34,7 +34,7 @@ class RankStep:
 
     Attributes:
         grads: by name, places in the flattened whole tensor and the gradient there, both [n];
-            the gradient is None where there is none.
+            the gradient is None if it has none.
         error: last line of what was raised, with where.
         stuck: the call that it is in after the time-out, with where.
         late: another rank had failed before.

@@ -55,7 +55,7 @@ class Router(BuffersKeepDtype, RouterModule):
         adds_noise: `router.noise` is added to the logits.
         leaves_none: declares that `select` gives each token k experts, none of them -1; a class
             with a `select` of its own that does not say so may leave choices empty.
-        multiplies_in_blocks: all its products are those of `Router.scores`.
+        multiplies_in_blocks: all its matmuls are those of `Router.scores`.
         score: the score function. noise: standard deviation of the logits' noise in training.
         divides: weights are divided by their sum before anything is dropped; divides_one: that of
             a single choice, too.

@@ -50,7 +50,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("attention", [False, True])
 def test_peft_loads_what_we_save(attention: bool, tmp_path: Path) -> None:
-    """Also one rank for one expert, and beside peft's own adapters."""
+    """Also one rank for one expert, and together with peft's own adapters."""
     model = swapped()
     if attention:
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=3,

@@ -171,7 +171,7 @@ def test_a_step_moves_every_parameter(alone: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_and_shards_of_experts_change_nothing(ranks: int, alone: dict[str, Tensor]) -> None:
-    """The second layer's experts are cut in two: their matrices are orthogonalized whole."""
+    """The second layer's experts are split into two: their matrices are orthogonalized whole."""
     for found in run_simulated(ranks, trained):
         close(found, alone)
 

@@ -182,8 +182,8 @@ def body(found: dict[str, Any]) -> list[str]:
         "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
         f"{found['unigram_entropy']:.3f}. Balance and drops are the worst layer's in the last "
         "record (both steps of it); *bound* is the limit of the balance. So few steps do not rank "
-        "the routers: they show that each one learns and stays balanced. `softmax_bias` and "
-        "`sparsemixer` were trained later, beside other programs: their times are not comparable.",
+        "the routers: they show that each one learns and stays balanced."
+        f"{found.get('note', '')}",
         columns(rows, {
             "gate": "{0.gate}", "host": "{0.host}", "first loss": "{0.first_loss:.3f}",
             "last loss": "{0.last_loss:.3f}",

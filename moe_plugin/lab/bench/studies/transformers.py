@@ -1,6 +1,6 @@
 """Training steps of models of `transformers`, whose experts are computed, and reached over ranks,
 by its own implementations and by ours. Models with equal weights train in the same processes, one
-step of each in turn.
+step of each alternately.
 
 The part of emulated nodes needs Linux and root. About ten minutes on an idle machine with two
 processors.
@@ -90,8 +90,8 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Seconds of steps of each side, in turn, and its last loss. All ranks begin a step together;
-    what takes `SLOW` times as long as ours is timed once.
+    """Seconds of steps of each side, alternately, and its last loss. All ranks begin a step
+    together; what takes `SLOW` times as long as ours is timed once.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
