@@ -110,6 +110,8 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
         dtype = accumulate_dtype(x_TD.dtype)
+        if in_parts(x_TD):
+            return _sum_of_parts(x_TD, _parts(weight_ED, 0, 3).t(), weight_ED.shape[0], 1)
         weight_ED = weight_ED.to(dtype)
         if x_TD.device.type != "cpu":
             return F.linear(x_TD.to(dtype), weight_ED)
@@ -140,8 +142,40 @@ class _WideLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
+def in_parts(x_TD: Tensor) -> bool:
+    """Whether products with these tokens are summed from products of 16 bits: bfloat16 on a GPU
+    where torch gives their float32 sums.
+
+    Each operand in float32 goes in as three of bfloat16, which hold its 24 bits, so that nothing
+    but the sum is rounded. The matrix units then read the tokens as they are; in float32 they have
+    no part in it, and the tokens would be copied (measured on an H100: a fifth of the time).
+    """
+    return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")
+
+
+def _parts(x: Tensor, dim: int, number: int) -> Tensor:
+    """x as `number` tensors of bfloat16 whose sum is x to 8 bits each, joined along `dim`; x itself
+    where it is one.
+    """
+    if x.dtype == torch.bfloat16:
+        return x
+    found = []
+    for _ in range(number):
+        found.append(x.bfloat16())
+        x = x - found[-1]
+    return torch.cat(found, dim)
+
+
+def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
+    """a b of 16 bits in float32, then the sum over runs of `size` along `dim`."""
+    made = torch.mm(a, b, out_dtype=torch.float32)
+    return made if made.shape[dim] == size else made.unflatten(dim, (-1, size)).sum(dim)
+
+
 def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
     """grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
+    if in_parts(x_TD) and not wants_graph():
+        return _sum_of_parts(_parts(grad_TE, 1, 3).t(), x_TD, grad_TE.shape[1], 0)
     if x_TD.device.type != "cpu" or wants_graph():
         return grad_TE.t() @ x_TD.to(grad_TE.dtype)
     experts, width = grad_TE.shape[1], x_TD.shape[1]
@@ -159,8 +193,12 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
     """grad weight in `dtype`, [T, D]; grad_TE: float32 (float64)."""
-    narrow = dtype == weight_ED.dtype == torch.bfloat16 and grad_TE.device.type == "cpu"
-    if not narrow or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    narrow = dtype == weight_ED.dtype == torch.bfloat16
+    if grad_TE.device.type == "cpu":
+        narrow = narrow and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    elif dtype == torch.bfloat16 and weight_ED.dtype == torch.float32 and not wants_graph():
+        return _product_of_parts(grad_TE, weight_ED)
+    if not narrow:
         return (grad_TE @ weight_ED.to(grad_TE.dtype)).to(dtype)
     # one product of 16 bits, summed in float32 and rounded once, takes half as long as one of 32:
     # each gradient goes in as two whose sum is off by at most 2^-17 of it
@@ -168,6 +206,17 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
     both_T2E[:, 0] = grad_TE
     both_T2E[:, 1] = grad_TE - both_T2E[:, 0]
     return both_T2E.flatten(1) @ weight_ED.repeat(2, 1)
+
+
+def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
+    """grad weight of float32 operands in bfloat16, off by about 2^-16 before it is rounded: one
+    product of the operands' larger parts, and of each larger part with the other's smaller one.
+    """
+    experts = len(weight_ED)
+    grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)
+    larger_ED, smaller_ED = weights_2ED.split(experts)
+    return (torch.cat([grads_T2E, grads_T2E[:, :experts]], 1)
+            @ torch.cat([larger_ED, larger_ED, smaller_ED]))
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes and get the results back."""
+"""Run a function on several processes, on gloo or NCCL, and get the results back."""
 
 from __future__ import annotations
 
@@ -39,13 +39,20 @@ def run_gloo(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     The first error of a rank is raised here with its traceback; a rank that dies or stalls is an
     error, too, and so are collectives in another order on another rank.
     """
-    context = multiprocessing.get_context("fork")
+    return run_ranks(world, fn, *args, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0,
+              group_timeout_s: float = 180.0, backend: str = "gloo") -> list[Any]:
+    """The same on a backend. "nccl": the ranks share the first GPU."""
+    # CUDA takes no fork of a process that has asked for it
+    context = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
     store = os.path.join(tempfile.mkdtemp(), "store")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
         context.Process(target=_work,
-                        args=(rank, world, store, pipes[rank][1], timeout_s, group_timeout_s, fn,
-                              args), daemon=True) for rank in range(world)
+                        args=(rank, world, store, pipes[rank][1], timeout_s, group_timeout_s,
+                              backend, fn, args), daemon=True) for rank in range(world)
     ]
     for process, (_, child) in zip(processes, pipes, strict=True):
         process.start()
@@ -108,12 +115,16 @@ def _receive(rank: int, pipe: Any, timeout_s: float) -> tuple[bool, Any, Calls |
 
 
 def _work(rank: int, world: int, store: str, pipe: Any, timeout_s: float, group_timeout_s: float,
-          fn: Callable[..., Any], args: tuple) -> None:
+          backend: str, fn: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(0.95 * timeout_s, file=2)  # where a rank stalls
     calls = noted()
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
+        if backend == "nccl":
+            # as if on a host of its own: NCCL refuses two ranks of a host on one GPU
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            torch.cuda.set_device(0)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world,
                                 timeout=timedelta(seconds=group_timeout_s))
         torch.manual_seed(0)
         answer = (True, fn(*args), calls)

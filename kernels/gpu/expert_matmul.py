@@ -77,7 +77,7 @@ class _Product:
         self.chip = chip_of(x.device)
         self.tiling = _SMALL if INTERPRETED else product_tiling(
             self.chip, x.dtype, groups.total / max(1, groups.number), results, extra,
-            precision)
+            precision, token is not None)
         self.precision = precision
         self.copies = copies_tiles(x, self.chip.copies_tiles)
         self.w_tiles, self.transposed = self._weights(w)
@@ -100,8 +100,8 @@ class _Product:
         return {
             "K": self.w.shape[1], "GATHER": self.token is not None, "TRANSPOSED": self.transposed,
             "UPCAST": needs_upcast(self.x.dtype), "PRECISION": self.precision,
-            "WHILE": INTERPRETED, "FLATTEN": SCHEDULES[self.groups.schedule].flatten, "BM": t.rows,
-            "BN": t.columns, "BK": t.depth, "num_warps": t.warps, "num_stages": t.stages
+            "WHILE": INTERPRETED, "BM": t.rows, "BN": t.columns, "BK": t.depth,
+            "num_warps": t.warps, "num_stages": t.stages
         }
 
     @property
@@ -129,6 +129,7 @@ class _Product:
             self.w_tiles = None
         y = None if y is None else y.contiguous()
         x_tiles, schedule = self.rows(x), SCHEDULES[self.groups.schedule]
+        flat = self.tiling.flat and x_tiles is not None and self.w_tiles is not None
         # of loops with two products or with gathered rows Triton 3.9 makes no valid code
         specialize = schedule.specialize and pair == act == "none" and x_tiles is not None
         gg.product_kernel[self.grid](
@@ -137,7 +138,8 @@ class _Product:
             v_tiles if self.w_tiles is not None else None, pointer(bias, x), pointer(v_bias, x),
             out, pointer(gate, out), pointer(after, out), *self.table, self.groups.ends_L,
             w.shape[2], *w.stride(), BIAS=bias is not None, PAIR=pair, ACT=act,
-            SPLIT=schedule.split, SPECIALIZE=specialize, **self.constants)
+            SPLIT=schedule.split, FLATTEN=schedule.flatten or flat, SPECIALIZE=specialize,
+            **self.constants)
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
@@ -167,7 +169,8 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
             p.x, p.rows(p.x), pointer(token_R, grad), pointer(scale_R, grad), p.w, p.w_tiles,
             h_RF.contiguous(), pointer(gate_RF, grad), grad_h, pointer(grad_gate, grad_h), after,
             dots_CR, *p.table, groups.ends_L, wide, rows, *p.w.stride(), SCALED=scale_R is not None,
-            ACT=activation, GATED=gate_RF is not None, **p.constants)
+            ACT=activation, GATED=gate_RF is not None, FLATTEN=SCHEDULES[groups.schedule].flatten,
+            **p.constants)
     return grad_h, grad_gate, after, dots_CR
 
 

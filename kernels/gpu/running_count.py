@@ -15,24 +15,25 @@ STEP = 32  # choices that a block is compared with at once
 
 
 @triton.jit
-def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
-    """counts[block, e] += how often e occurs in the block; whole numbers add up in any order."""
+def histogram_kernel(ids, counts, number, BLOCK: tl.constexpr):
+    """counts[e, block] += how often e occurs in the block; whole numbers add up in any order."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(ids + n, mask=n < number, other=-1).to(tl.int32)
-    tl.atomic_add(counts + tl.program_id(0) * experts + mine, 1, mask=mine >= 0)
+    tl.atomic_add(counts + mine * tl.num_programs(0) + tl.program_id(0), 1, mask=mine >= 0)
 
 
 @triton.jit
 def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
                 SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """ranks[n]: how often its id occurs before, -1 for id -1; SORTED: the row of choice n, and
-    source[row] = n, -1 behind the last row. through: counts up to and with each block.
+    source[row] = n, -1 behind the last row. through: [e, block], counts up to and with each block.
     """
     block = tl.program_id(0)
     first = block * BLOCK
     n = first + tl.arange(0, BLOCK)
     mine = tl.load(ids + n, mask=n < number, other=-1).to(tl.int32)
-    at = block * EXPERTS + mine
+    blocks = tl.num_programs(0)
+    at = mine * blocks + block
     rank = tl.load(through + at, mask=mine >= 0, other=0) - tl.load(counts + at, mask=mine >= 0,
                                                                     other=0)
     for start in range(0, BLOCK, STEP):
@@ -41,10 +42,9 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
         same = ((other[None, :] == mine[:, None]) & (m[None, :] < n[:, None])) != 0
         rank += tl.sum(same.to(tl.int32), 1)
     total = tl.sum(tl.zeros([STEP], tl.int32), 0)  # rows of the experts before
-    last = through + (tl.num_programs(0) - 1) * EXPERTS
     for start in range(0, EXPERTS, STEP):
         e = start + tl.arange(0, STEP)
-        count = tl.load(last + e, mask=e < EXPERTS, other=0)
+        count = tl.load(through + e * blocks + blocks - 1, mask=e < EXPERTS, other=0)
         # the first program alone
         tl.store(count_out + e, count.to(tl.int64), mask=e + block * EXPERTS < EXPERTS)
         if SORTED:
@@ -86,10 +86,11 @@ def _ranks(ids_N: Tensor, experts: int, is_sorted: bool) -> tuple[Tensor, Tensor
         return source_N, ranks_N, torch.zeros(experts, dtype=torch.int64, device=device)
     count_E = torch.empty(experts, dtype=torch.int64, device=device)
     blocks, ids_N = triton.cdiv(number, BLOCK), ids_N.contiguous()
-    counts_BE = torch.zeros(blocks, experts, dtype=torch.int32, device=device)
-    histogram_kernel[(blocks,)](ids_N, counts_BE, number, experts, BLOCK)
-    through_BE = counts_BE.cumsum(0, dtype=torch.int32)
-    rank_kernel[(blocks,)](ids_N, counts_BE, through_BE, ranks_N, source_N, count_E, number,
+    # experts first: torch sums along the last axis 30 times as fast as along the first
+    counts_EB = torch.zeros(experts, blocks, dtype=torch.int32, device=device)
+    histogram_kernel[(blocks,)](ids_N, counts_EB, number, BLOCK)
+    through_EB = counts_EB.cumsum(1, dtype=torch.int32)
+    rank_kernel[(blocks,)](ids_N, counts_EB, through_EB, ranks_N, source_N, count_E, number,
                            experts, is_sorted, BLOCK, STEP)
     return source_N, ranks_N, count_E
 

@@ -27,6 +27,8 @@ class Tiling:
         depth: of one step of the sum.
         warps, stages: per program; stages of the pipeline that loads operands.
         programs: that fit one multiprocessor.
+        flat: where tiles of both operands are copied, in one loop over the steps of all tiles (see
+            `kernels.groups.TileSchedule`).
     """
 
     rows: int
@@ -35,6 +37,7 @@ class Tiling:
     warps: int
     stages: int
     programs: int = 1
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ FP8_TILING = Tiling(128, 128, 128, 8, 3)
 
 
 def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: int,
-                   extra: bool = False, precision: str = "ieee") -> Tiling:
+                   extra: bool = False, precision: str = "ieee", gathers: bool = True) -> Tiling:
     """Tile of a product over rows.
 
     Args:
@@ -81,6 +84,8 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
         results: sums that a program keeps at once (gate and up: 2).
         extra: the epilogue reads further tiles.
         precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
+        gathers: rows are gathered. Those that lie in order come earlier in a flat loop (measured on
+            an H100: 2 to 13 % faster, gathered ones 5 to 40 % slower).
     """
     high = 64 if rows_each <= 96 else 128
     warps = 8 if high == 128 else 4
@@ -94,7 +99,9 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
         return Tiling(high, 64 if extra or results > 1 else 128, 64, warps, 4)
     if high == 64:
         return Tiling(64, 128 if results == 1 and not extra else 64, 64, 4, 4, 2)
-    return Tiling(128, 256 if results == 1 and not extra else 128, 64, 8, 3 if results > 1 else 4)
+    if results > 1 or extra:
+        return Tiling(128, 128, 64, 8, 3 if results > 1 else 4)
+    return Tiling(128, 256, 64, 8, 4) if gathers else Tiling(128, 256, 64, 8, 3, flat=True)
 
 
 def router_tokens(columns: int, values: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_plugin.kernels.gpu.grouped_gemm import halves
+from moe_plugin.kernels.gpu.grouped_gemm import halves, tile_at
 
 
 @triton.jit
@@ -117,8 +117,9 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad
     tiles_o: tl.constexpr = (O + BO - 1) // BO
     tiles: tl.constexpr = ((I + BI - 1) // BI) * tiles_o
     part = t // tiles
-    column_i = ((t % tiles) // tiles_o) * BI
-    column_o = ((t % tiles) % tiles_o) * BO
+    # near each other at once: a program's columns of both operands are in L2 for its neighbours
+    row, column = tile_at(t % tiles, tiles_o, tiles // tiles_o, 8)
+    column_i, column_o = row * BI, column * BO
     i = column_i + tl.arange(0, BI)
     group = part
     if CUT:

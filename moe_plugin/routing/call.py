@@ -14,6 +14,8 @@ from moe_plugin.kernels.scores import SOFTMAX, ScoreFunction, shares
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing.replay import inside_backward
 
+_NO_INFO = TokenInfo()
+
 
 @dataclass(eq=False)
 class RoutingCall:
@@ -47,9 +49,9 @@ class RoutingCall:
     ids_TK: Tensor = None  # until hook `select`
     mask_T: Tensor | None = None
     k: int = 1
-    info: TokenInfo = TokenInfo()
+    info: TokenInfo = None  # none: nothing else
     noise: float = 0.0
-    score: ScoreFunction = SOFTMAX
+    score: ScoreFunction = None  # none: softmax
     divides: bool = False
     one_pass: bool = False
     reads_z: bool = True
@@ -72,6 +74,13 @@ class RoutingCall:
     _clean_probs_TE: Tensor | None = field(default=None, repr=False)
     _count: Tensor | float | None = field(default=None, repr=False)
     _load_KE: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # no default of the class: up to torch 2.11 its compiler wraps no object that it finds there
+        if self.info is None:
+            self.info = _NO_INFO
+        if self.score is None:
+            self.score = SOFTMAX
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:

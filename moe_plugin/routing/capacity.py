@@ -101,7 +101,9 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
     0 without a token.
     """
     each = math.trunc(abs(factor) * math.ceil(tokens / experts))
-    # of numbers that torch.export and torch.compile may leave open, too
+    if isinstance(tokens, int):  # torch.compile up to 2.11 takes no sym_min of what is known
+        return max(min(tokens, 1), top_k * each)
+    # torch.export may leave it open
     return torch.sym_max(torch.sym_min(tokens, 1), top_k * each)
 
 

@@ -21,6 +21,7 @@ from tests.oracle import (
     Answer,
     Case,
     dense,
+    direction_of,
     drop_by_value,
     make_inputs,
     make_parameters,
@@ -107,13 +108,14 @@ def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> 
 
 
 def run_rank(case: Case, comm: Comm, config: MoEConfig,
-             dtype: torch.dtype = torch.float64, training: bool = True) -> RankResult:
-    """One rank: build, load, forward, backward.
+             dtype: torch.dtype = torch.float64, training: bool = True,
+             device: str = "cpu") -> RankResult:
+    """One rank: build, load, forward, backward; results on the CPU.
 
     Where `comm` has more ranks than the case, runs of ranks share the tokens of one rank of the
     case.
     """
-    layer = MoELayer(config, comm, dtype=dtype).train(training)
+    layer = MoELayer(config, comm, dtype=dtype, device=device).train(training)
     load(layer, make_parameters(case, dtype), dataclasses.replace(case, world=comm.size))
     return run_layer(case, layer, dtype)
 
@@ -122,10 +124,12 @@ def run_layer(case: Case, layer: MoELayer, dtype: torch.dtype = torch.float64,
               xs: list[Tensor] | None = None) -> RankResult:
     """Forward and backward of a loaded layer; xs: tokens of all ranks in place of the case's."""
     drawn, masks = make_inputs(case, dtype)
-    group = layer.comm.rank * case.world // layer.comm.size
-    x = (xs or drawn)[group].clone().requires_grad_()
-    out = layer(x, masks[group])
-    objective(out.output, out.losses, group).backward()
+    group, device = layer.comm.rank * case.world // layer.comm.size, layer.router.weight_ED.device
+    x = (xs or drawn)[group].to(device, copy=True).requires_grad_()
+    mask = masks[group]
+    out = layer(x, mask if mask is None else mask.to(device))
+    direction = direction_of(out.output, group).to(device)
+    objective(out.output, out.losses, group, direction).backward()
     grads = {"router": layer.router.weight_ED.grad}
     grads |= {name: parameter.grad for name, parameter in latent_of(layer).items()}
     for name, (attribute, _) in NAMES.items():
@@ -133,8 +137,9 @@ def run_layer(case: Case, layer: MoELayer, dtype: torch.dtype = torch.float64,
         if parameter is not None:
             assert parameter.grad is not None, f"{attribute} got no gradient"
             grads[name] = parameter.grad
-    return RankResult(out.output.detach(), {n: v.detach() for n, v in out.losses.items()}, x.grad,
-                      grads, out.stats.as_dict())
+    return RankResult(out.output.detach().cpu(),
+                      {n: v.detach().cpu() for n, v in out.losses.items()}, x.grad.cpu(),
+                      {n: grad.cpu() for n, grad in grads.items()}, out.stats.as_dict())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import RowGroups
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.scores import Sigmoid, Softmax
+from moe_plugin.kernels.scores import SOFTMAX, Sigmoid, Softmax
 from moe_plugin.records import RowCounts
 
 CPU = torch.device("cpu")
@@ -185,7 +185,7 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     if s.tokens:
         given = torch.stack(
             [torch.randperm(s.experts, generator=g)[:s.top_k] for _ in range(s.tokens)])
-        yield logits_TE, mask_T, given, None, Rule(s.top_k, True)
+        yield logits_TE, mask_T, given, None, Rule(s.top_k, True, SOFTMAX)
         yield logits_TE, None, given, None, Rule(s.top_k, True, Sigmoid())
 
 

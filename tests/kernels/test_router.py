@@ -14,7 +14,7 @@ from moe_plugin.kernels.choices import running_count
 from moe_plugin.kernels.cpu import widened
 from moe_plugin.kernels.cpu.native.functions import EXPERTS, scores_of, why_not
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.scores import linear_scores
+from moe_plugin.kernels.scores import SOFTMAX, linear_scores
 from tests.kernels.compiled_or_not import compiled
 
 pytestmark = pytest.mark.fast
@@ -42,7 +42,7 @@ def test_scores_of_few_experts_and_many_tokens(experts: int) -> None:
     g = torch.Generator().manual_seed(experts)
     logits_TE = 30 * torch.randn(600, experts, generator=g, dtype=torch.float64)
     logits_TE[0] = 1e4 * torch.arange(experts)  # exp of it is infinite
-    rule, results = Rule(2, True), []
+    rule, results = Rule(2, True, SOFTMAX), []
     for way in ("route", "softmax"):
         x_TE = logits_TE.clone().requires_grad_()
         if way == "route":
@@ -67,7 +67,7 @@ def test_best_scores_and_ties(tokens: int, experts: int, k: int, seed: int) -> N
     chosen = top_k_stable(scores, k)
     for row, ids in zip(scores.tolist(), chosen.tolist(), strict=True):
         assert ids == sorted(range(experts), key=lambda e: (-row[e], e))[:k]
-    assert torch.equal(route(scores.log1p(), None, Rule(k, True)).ids_TK, chosen)
+    assert torch.equal(route(scores.log1p(), None, Rule(k, True, SOFTMAX)).ids_TK, chosen)
 
 
 @given(st.lists(st.integers(-1, 5), max_size=60))

@@ -16,6 +16,7 @@ from moe_plugin.kernels.block_formats import quantize_mxfp8
 from moe_plugin.kernels.expert_ffn import is_stepwise, stepwise_strategy
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
+from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
@@ -198,7 +199,7 @@ def sample_arguments(op: Any, device: torch.device) -> list[Any] | None:
         **dict.fromkeys(("pages_SP", "host_SP"), torch.ones(3, 4, device=device)), "length": 8,
         "enough": torch.tensor(True, device=device),
         "top_k": 2, "k": 2, "experts": 2, "outer": 2, "inner": 4, "block": 16, "complete": False,
-        "rule": Rule(2, normalize=True), "sure": True,
+        "rule": Rule(2, True, SOFTMAX), "sure": True,
     }
     names = list(inspect.signature(op.implementation("torch")).parameters)
     if "x_blocks" in names:

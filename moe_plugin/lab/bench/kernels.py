@@ -16,6 +16,7 @@ from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import RowGroups, kernels, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
+from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.lab.bench.measure import Times, interleaved, versions
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
 from moe_plugin.lab.bench.report import columns
@@ -154,7 +155,7 @@ def work_list(problem: Problem) -> Iterator[Work]:
     data = make_data(problem)
     logits_TE = data.x_TD.float() @ data.router_ED.float().t()
     mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)
-    rule = Rule(problem.top_k, normalize=True)
+    rule = Rule(problem.top_k, True, SOFTMAX)
     routed = kernels.get("route_top_k").implementation("torch")(logits_TE, mask_T, None, None, rule)
     plan = exact_rows(routed[0], routed[1], problem.experts)
     yield from _routing(problem, rule, logits_TE, mask_T, routed)

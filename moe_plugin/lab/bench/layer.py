@@ -22,6 +22,7 @@ from moe_plugin.lab.bench.measure import (
 from moe_plugin.lab.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
 from moe_plugin.lab.bench.report import table
+from moe_plugin.messages import short
 from moe_plugin.planner.units import show_size, show_time
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,24 @@ def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
             candidates[name] = stack.enter_context(peers.get(name)(problem, data))
         except UnsupportedProblem as reason:
             refused[name] = str(reason)
+        except Exception as error:
+            if problem.device == "cpu":
+                raise
+            refused[name] = short(f"{type(error).__name__}: {error}", 300)
     return candidates, refused
+
+
+def leave_out_failing(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
+                      problem: Problem) -> None:
+    """Refuse peers that this GPU, driver or compiler cannot run: the time on it is precious."""
+    for name in [name for name in candidates if name != "moe-plugin"]:
+        pair = {"moe-plugin": candidates["moe-plugin"], name: candidates[name]}
+        try:
+            agreement(pair, data, problem)
+            check_losses(pair, data, problem)
+        except Exception as error:  # noqa: BLE001 - of any library
+            refused[name] = short(f"{type(error).__name__}: {error}", 300)
+            del candidates[name]
 
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
@@ -144,6 +162,8 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
     device = torch.device(problem.device)
     with contextlib.ExitStack() as stack:
         candidates, refused = enter_candidates(stack, problem, data, names)
+        if device.type == "cuda":
+            leave_out_failing(candidates, refused, data, problem)
         errors = agreement(candidates, data, problem)
         check_losses(candidates, data, problem)
         steps = {

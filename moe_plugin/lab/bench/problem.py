@@ -131,10 +131,10 @@ class Data:
 
 def make_data(problem: Problem) -> Data:
     """Random data, the same for every candidate (zeros would be multiplied faster on a GPU)."""
-    g, p = torch.Generator().manual_seed(problem.seed), problem
+    g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=g) * std).to(p.device, p.torch_dtype)
+        return (torch.randn(*shape, generator=g, device=p.device) * std).to(p.torch_dtype)
 
     small = p.model_dim**-0.5
     return Data(draw(p.experts, p.model_dim, std=small),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels import route, route_by_steps, top_k_stable
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.scores import Softmax, linear_scores
+from moe_plugin.kernels.scores import SOFTMAX, Softmax, linear_scores
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import keep_init
 from moe_plugin.routing.registry import routers
@@ -67,7 +67,7 @@ class NoisyTopKRouter(Router):
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
         """Their softmax among themselves; see `Router.weigh`."""
         call.score = _SoftmaxAmong(call.unchosen_TE)
-        rule = Rule(call.k, normalize=False, z=False)  # the loss z is of all logits
+        rule = Rule(call.k, False, SOFTMAX, z=False)  # the loss z is of all logits
         if call.one_pass:
             call.routed = route(call.score.masked(call.logits_TE), call.mask_T, rule, ids_TK)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
+from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import SEVERAL, Router
@@ -71,7 +72,7 @@ class PrototypeRouter(Router):
         logits_NP, k = _by_prototype(call), call.k
         first_K = torch.arange(k, device=logits_NP.device) * logits_NP.shape[1]
         mask_N = None if call.mask_T is None else call.mask_T.repeat_interleave(k)
-        rule = Rule(1, normalize=False, z=call.reads_z)
+        rule = Rule(1, False, SOFTMAX, z=call.reads_z)
         chosen_N1 = None if chosen_TK is None else (chosen_TK - first_K).reshape(-1, 1)
         if call.one_pass:
             rows = route(logits_NP, mask_N, rule, chosen_N1)

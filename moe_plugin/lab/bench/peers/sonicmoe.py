@@ -19,6 +19,8 @@ def why_unsupported(problem: Problem) -> str | None:
         return "SonicMoE needs compute capability 9.0"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"SonicMoE takes 16-bit values, not {problem.dtype}"
+    if not problem.gated:
+        return "SonicMoE 0.1.2 has gated experts only"
     return None
 
 

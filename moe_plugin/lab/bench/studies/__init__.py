@@ -14,6 +14,8 @@ STUDIES = {study.name: study for study in (
     Study("train", "whole training steps of our layer and the framework's own"),
     Study("transformers", "training steps of models of transformers, and of its own experts",
           needs=("transformers",)),
+    Study("transformers-gpu", "training steps of models of transformers on one GPU",
+          needs=("transformers",), module="transformers.OnGPU"),
     Study("all-to-all", "all-to-all algorithms by message size, on your ranks or emulated ones"),
     Study("layers", "our layer and its peers on all problems of the page",
           stem="layer", module="layers.AllLayers"),

@@ -12,7 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.lab.bench.layouts import slowest
+from moe_plugin.lab.bench.measure import versions
 from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.units import parse_grid
 
 TITLE = "Models of transformers: its experts and exchanges, and ours"
@@ -57,14 +59,28 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
+# widths and experts of published models, for a GPU
+LARGE: dict[str, tuple[str, dict[str, int]]] = {
+    "Mixtral 8x7B": ("Mixtral", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8}),
+    "Qwen3-30B-A3B": ("Qwen3Moe", {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4}),
+    "OLMoE-1B-7B": ("Olmoe", {
+        "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+        "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 16}),
+}
+
+
 def build(shape: str, **more: Any) -> Any:
     """The model of a shape, with random weights."""
     import transformers
 
-    kind, sizes = SHAPES[shape]
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, max_position_embeddings=256, **sizes)
+    kind, sizes = (SHAPES | LARGE)[shape]
+    config = getattr(transformers, f"{kind}Config")(**{
+        "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS, "max_position_embeddings": 8192, **sizes})
     return transformers.AutoModelForCausalLM.from_config(config, **more)
 
 
@@ -78,6 +94,7 @@ def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        wait_for_device(tokens.device)
         return float(loss.detach())
 
     return step
@@ -112,17 +129,18 @@ def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
 # -- one process
 
 
-def measure_one(args: argparse.Namespace) -> dict[str, Any]:
+def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS) -> dict[str, Any]:
     import moe_plugin.hosts.transformers  # noqa: F401 - registers the name
 
     torch.set_num_threads(1)
     cells = []
     for shape in args.shapes:
         sides = {}
-        for name in EXPERTS:
+        for name in names:
             torch.manual_seed(0)
-            sides[name] = stepper(build(shape, experts_implementation=name).to(_dtype(args)),
-                                  data(args.sequences, args.length))
+            with torch.device(getattr(args, "device", "cpu")):
+                model = build(shape, experts_implementation=name).to(_dtype(args))
+            sides[name] = stepper(model, data(args.sequences, args.length).to(model.device))
         found = timed(sides, args.steps)
         cells.append({"shape": shape, "losses": found["losses"], "seconds": {
             name: statistics.median(some) for name, some in found["seconds"].items()}})
@@ -132,6 +150,33 @@ def measure_one(args: argparse.Namespace) -> dict[str, Any]:
 def _dtype(args: argparse.Namespace) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, args.dtype)
     return dtype
+
+
+class OnGPU:
+    """Training steps of models of `transformers` on one GPU, in bfloat16, with the widths and the
+    experts of published models and two layers; experts by its implementations and by ours. Models
+    with equal weights train in one process, one step of each alternately.
+    """
+
+    TITLE = "Models of transformers on one GPU"
+    OPTIONS = {
+        "shapes": Option(tuple(LARGE), "models", choices=(*LARGE, *SHAPES),
+                         quick=tuple(SHAPES)[:1]),
+        "sequences": Option(4, "of a step", quick=1),
+        "length": Option(4096, "tokens of a sequence", quick=16),
+        "steps": Option(10, "timed steps of each side", quick=1),
+        "device": Option("cuda", "where", quick="cpu", choices=("cuda", "cpu")),
+    }
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> dict[str, Any]:
+        args.dtype = "bfloat16"
+        found = measure_one(args, EXPERTS[:2] + EXPERTS[3:])
+        return {**found, "versions": versions(args.device) | found["versions"]}
+
+    @staticmethod
+    def body(found: dict[str, Any]) -> list[str]:
+        return [*part("Steps", "`experts_implementation`: who computes the experts.", found)][1:]
 
 
 # -- several ranks
@@ -210,7 +255,7 @@ def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
     network = f", links of {found['rate'] / 1e6:.0f} Mbit/s" if found["rate"] else ""
     yield (f"{about} Thousand tokens a second of a training step (forward, backward, SGD) of a "
            f"model of {LAYERS} layers, {found['dtype']}, {found['sequences']} sequences of "
-           f"{found['length']} tokens{network}, one thread a rank, medians of "
+           f"{found['length']} tokens{network}, {_where(found)}, medians of "
            f"{found['steps']} steps of the slowest rank. In brackets: ours over it. {versions}.")
     cells, names = found["cells"], list(found["cells"][0]["seconds"])
 
@@ -225,6 +270,10 @@ def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
     yield columns(cells, {
         "model": "{shape}", **{f"`{name}`": speed(name) for name in names},
         "largest difference of losses": lambda cell: f"{_spread(cell['losses']):.1e}"})
+
+
+def _where(found: dict[str, Any]) -> str:
+    return "one GPU" if "device" in found["versions"] else "one thread a rank"
 
 
 def _spread(losses: dict[str, float]) -> float:
