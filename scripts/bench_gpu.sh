@@ -4,10 +4,10 @@
 # what it prints is kept in OUT/gpu_logs. A step that fails or takes too long ends nothing but
 # itself, and the page, OUT/gpu.md, is written again after each.
 #
-#   bash scripts/bench_gpu.sh [OUT [OPTION ...]]
+#   [STEPS="layer checks operations peers"] bash scripts/bench_gpu.sh [OUT [OPTION ...]]
 #
-# OUT: folder of the page and its JSON (default: docs/benchmarks).
-# OPTION: of `moe-plugin bench gpu`.
+# OUT: folder of the page and its JSON (default: docs/benchmarks); parts that are there stay.
+# OPTION: of `moe-plugin bench gpu`. STEPS: some of them, where the GPU is lent for minutes.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 OUT=${1:-docs/benchmarks}
@@ -15,7 +15,7 @@ OPTIONS=("${@:2}")
 export LOGS="$OUT/gpu_logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python3 -c 'import importlib.util as u, sys
 missing = [name for name in ("torch", "triton") if u.find_spec(name) is None]
-sys.exit(missing and "bench_gpu.sh needs " + " and ".join(missing))' || exit 2
+sys.exit("bench_gpu.sh needs " + " and ".join(missing) if missing else 0)' || exit 2
 mkdir -p "$LOGS" || exit 2
 : > "$LOGS/steps.txt"
 
@@ -38,15 +38,19 @@ page() { # PART SECONDS: measure a part of the page, and write the page
         python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
 }
 
-for n in 0 1 2; do page "layer_$n" 180; done
-WORKERS=$(($(getconf _NPROCESSORS_ONLN) / 2))
-[ "$WORKERS" -ge 1 ] || WORKERS=1
-[ "$WORKERS" -le 8 ] || WORKERS=8
-# compiling takes the time, not the GPU: one process an operation
-step checks 60 python3 -m tests.kernels.on_gpu --list
-grep -x '[a-z0-9_]*' "$LOGS/checks.log" | xargs -P "$WORKERS" -I{} bash -c \
-    'step check_{} 240 python3 -m tests.kernels.on_gpu --quick {}'
-for n in 0 1 2; do page "operations_$n" 180; done
-for n in 0 1 2; do page "peers_$n" 300; done
+layer() { for n in 0 1 2; do page "layer_$n" 180; done; }
+operations() { for n in 0 1 2; do page "operations_$n" 180; done; }
+peers() { for n in 0 1 2; do page "peers_$n" 300; done; }
+
+checks() { # compiling takes the time, not the GPU: one process an operation
+    local workers=$(($(getconf _NPROCESSORS_ONLN) * 3 / 4))
+    [ "$workers" -ge 1 ] || workers=1
+    [ "$workers" -le 12 ] || workers=12
+    step checks 60 python3 -m tests.kernels.on_gpu --list
+    grep -x '[a-z0-9_]*' "$LOGS/checks.log" | xargs -P "$workers" -I{} bash -c \
+        'step check_{} 240 python3 -m tests.kernels.on_gpu --quick {}'
+}
+
+for name in ${STEPS:-layer checks operations peers}; do "$name"; done
 python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
 ! grep -qv ': passed$' "$LOGS/steps.txt"

@@ -55,7 +55,9 @@ def same(cell: Cell, results: list[RankResult], dtype: torch.dtype) -> None:
     if "precision" in cell:
         off, off_rounded = OFF[cell["precision"]]
         compare(case, results, reference(case), of_norm=off, router=False)
-        compare(case, results, reference(cells.rounded(cell)), of_norm=off_rounded)
+        # weights whose sum is constant: their gradient is a difference, which rounding changes
+        compare(case, results, reference(cells.rounded(cell)), of_norm=off_rounded,
+                router=cell["normalize"] != "after_drop")
         return
     loose = {"rtol": LOOSE[dtype], "atol": LOOSE[dtype]} if dtype in LOOSE else TIGHT
     compare(case, results, reference(case, dtype), **loose)
