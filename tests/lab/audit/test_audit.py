@@ -79,7 +79,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     (["nowhere"], "'nowhere' is neither a known target nor a module"),
     (["tests.lab.audit.made"], "has no function build and no step"),
     (["tests.lab.audit.seeded:Wrong"], "has no 'Wrong'"),
-    (["plain", "--ranks", "0"], "--ranks 0 must be numbers >= 1")])
+    (["plain", "--ranks", "0"], "--ranks '0' must be numbers in 1..64")])
 def test_refusals(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *words]) == 2
     assert said in capsys.readouterr().err
