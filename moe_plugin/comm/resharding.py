@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.state import MAX_TAG
 from moe_plugin.planner.resharding import Hop, Slice, TensorLayout, relays, unique_slices
 
 DEPTHS = 64  # tags of one resharding: more nodes in a chain than a job has
@@ -31,7 +30,7 @@ class Resharding:
 
     def __init__(self, comm: Comm, source: TensorLayout, target: TensorLayout,
                  nodes: Sequence[int] | None = None) -> None:
-        self.comm = comm.with_tag(comm.state.next_tag())
+        self.comm = comm.with_tag(comm.state.next_tag(DEPTHS))
         self.source, self.target = source.boxes.get(comm.rank), target.boxes.get(comm.rank)
         self.slices = unique_slices(source, target)
         hops = relays(self.slices, comm.prepare().node_of if nodes is None else nodes)
@@ -141,9 +140,8 @@ class _Posted(TensorMove):
 
     def _at(self, hop: Hop) -> Comm:
         # messages between two ranks meet in the order in which they are posted, which is the same
-        # on both for hops of one depth: each depth has its tag, above those that are drawn
-        comm = self.plan.comm
-        return comm.with_tag(MAX_TAG + 1 + comm.tag * DEPTHS + hop.depth)
+        # on both for hops of one depth: each depth has its tag
+        return self.plan.comm.with_tag(self.plan.comm.tag + hop.depth)
 
 
 class _InRounds(TensorMove):

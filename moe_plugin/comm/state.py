@@ -4,6 +4,7 @@ sends in it.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,8 +95,30 @@ class TrafficMeter:
         return rows - self._rows[0], between - self._rows[1]
 
 
+class Abandoned:
+    """What a backend may still use of messages that nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[float, Any]] = {}  # by a number: ends of objects add to it
+
+    def keep(self, seconds: float, *parts: Any) -> None:
+        """Keep `parts` for `seconds`, in which the peers take part in the message or fail."""
+        self._kept[id(parts)] = time.monotonic() + seconds, parts
+
+    def release(self) -> None:
+        """Drop what was kept for long enough."""
+        for number, (until, _) in list(self._kept.items()):
+            if until < time.monotonic():
+                self._kept.pop(number, None)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
 T = TypeVar("T")
-MAX_TAG = (1 << 20) - 1
+# torch's largest. A tag is not drawn again in a job: where a pass raised, a peer may wait for a
+# message with it for ever
+MAX_TAG = (1 << 31) - 1
 
 
 @dataclass
@@ -117,6 +140,7 @@ class GroupState:
             NCCL.
         started: the last collectives in words, where they may fail after they have returned.
         last_tag: of the last exchange in the background; all ranks count alike.
+        abandoned: messages that were posted and not waited for, because something raised.
         hosts: see `Comm.hosts`; None: not used so far, or the group itself.
         subgroups: by their ranks, the subgroups that this rank is in. To make one is collective
             and costs connections.
@@ -134,6 +158,7 @@ class GroupState:
     connected: bool = False
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
+    abandoned: Abandoned = field(default_factory=Abandoned)
     hosts: Any = None  # it and the next hold groups, which are made of this
     subgroups: dict[range, Any] = field(default_factory=dict)
     groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -154,13 +179,14 @@ class GroupState:
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 
-    def next_tag(self) -> int:
-        """A tag for an exchange in the background, 1 to `MAX_TAG`.
+    def next_tag(self, count: int = 1) -> int:
+        """A tag for an exchange in the background, 1 to `MAX_TAG`; of `count` the first.
 
         All ranks draw them in the same order.
         """
-        self.last_tag = self.last_tag % MAX_TAG + 1
-        return self.last_tag
+        first = self.last_tag + 1 if self.last_tag + count <= MAX_TAG else 1
+        self.last_tag = first + count - 1
+        return first
 
     def __reduce__(self) -> tuple[type[GroupState], tuple[Topology | None]]:
         # a copy of a model or its pickle: threads, streams and measurements stay here

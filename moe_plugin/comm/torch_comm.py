@@ -246,6 +246,7 @@ class TorchComm(Comm):
         """
         if not self.receive_first:
             return super().post(sends, recvs)
+        self.state.abandoned.release()
         self.counters.sent(len(sends), sum(x.nbytes for _, x in sends))
         group, tag = self.group, self.tag
         with self.error_context(lambda: _sizes(sends, recvs)):
@@ -254,11 +255,7 @@ class TorchComm(Comm):
             works = [group.recv([buffer], peer, tag) for peer, buffer in recvs]
             works += [group.send([x], peer, tag) for peer, x in sends]
 
-        def wait() -> None:
-            with self._watched(sends, recvs):
-                self._one_by_one(works, sends, recvs)
-
-        return wait
+        return _Posted(self, works, sends, recvs)
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
@@ -272,14 +269,15 @@ class TorchComm(Comm):
             if watchdog is not None:
                 watchdog.end()
 
-    def _one_by_one(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
+    def _wait_for_messages(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
         """gloo: wait for each message separately, so that an error can name the peer."""
         deadline = time.monotonic() + self.timeout.total_seconds()
-        for index, work in enumerate(works):
-            try:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                raise self._message_failed(index, sends, recvs, error) from error
+        with self._watched(sends, recvs):
+            for index, work in enumerate(works):
+                try:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                except RuntimeError as error:
+                    raise self._message_failed(index, sends, recvs, error) from error
 
     def _message_failed(self, index: int, sends: Messages, recvs: Messages,
                         error: RuntimeError) -> CommError:
@@ -366,6 +364,28 @@ class TorchComm(Comm):
 
     def _count_rows(self, messages: int, x: Tensor, rows: int) -> None:
         self.counters.sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
+
+
+class _Posted:
+    """Messages under way on gloo; called, it waits for them.
+
+    Nobody waits for those of a pass that raised. If their tensors and tickets went with it, gloo
+    would neither take the bytes of such a message from the connection nor send them, and all that
+    follows would wait behind it: the group keeps them.
+    """
+
+    def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages
+                 ) -> None:
+        self.comm, self.works, self.sends, self.recvs = comm, works, sends, recvs
+
+    def __call__(self) -> None:
+        self.comm._wait_for_messages(self.works, self.sends, self.recvs)
+        self.works = ()
+
+    def __del__(self) -> None:
+        if self.works:
+            self.comm.state.abandoned.keep(self.comm.timeout.total_seconds(), self.works,
+                                           self.sends, self.recvs)
 
 
 def _state_of(group: dist.ProcessGroup | None) -> GroupState:

@@ -90,6 +90,8 @@ def test_a_copied_state_keeps_the_topology_only() -> None:
 def test_tags_start_again_after_the_last() -> None:
     state = GroupState(last_tag=MAX_TAG - 1)
     assert [state.next_tag() for _ in range(3)] == [MAX_TAG, 1, 2]
+    assert [state.next_tag(5), state.next_tag()] == [3, 8]
+    assert GroupState(last_tag=MAX_TAG - 4).next_tag(5) == 1
 
 
 def test_nodes_by_launcher_and_host_name() -> None:
