@@ -95,29 +95,9 @@ class TrafficMeter:
         return rows - self._rows[0], between - self._rows[1]
 
 
-class Abandoned:
-    """What a backend may still use of messages that nobody waits for any more."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[float, Any]] = {}  # by a number: ends of objects add to it
-
-    def keep(self, seconds: float, *parts: Any) -> None:
-        """Keep `parts` for `seconds`, in which the peers take part in the message or fail."""
-        self._kept[id(parts)] = time.monotonic() + seconds, parts
-
-    def release(self) -> None:
-        """Drop what was kept for long enough."""
-        for number, (until, _) in list(self._kept.items()):
-            if until < time.monotonic():
-                self._kept.pop(number, None)
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-
 T = TypeVar("T")
-# torch's largest. A tag is not drawn again in a job: where a pass raised, a peer may wait for a
-# message with it for ever
+# torch's largest, so that no tag comes again in a job: where a pass raised, a receive with its tag
+# may wait for ever
 MAX_TAG = (1 << 31) - 1
 
 
@@ -140,7 +120,8 @@ class GroupState:
             NCCL.
         started: the last collectives in words, where they may fail after they have returned.
         last_tag: of the last exchange in the background; all ranks count alike.
-        abandoned: messages that were posted and not waited for, because something raised.
+        abandoned: what a backend may still use of messages that nobody waits for, because
+            something raised: until when it is kept, and the parts, by a number.
         hosts: see `Comm.hosts`; None: not used so far, or the group itself.
         subgroups: by their ranks, the subgroups that this rank is in. To make one is collective
             and costs connections.
@@ -158,7 +139,7 @@ class GroupState:
     connected: bool = False
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
-    abandoned: Abandoned = field(default_factory=Abandoned)
+    abandoned: dict[int, tuple[float, Any]] = field(default_factory=dict)
     hosts: Any = None  # it and the next hold groups, which are made of this
     subgroups: dict[range, Any] = field(default_factory=dict)
     groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -187,6 +168,19 @@ class GroupState:
         first = self.last_tag + 1 if self.last_tag + count <= MAX_TAG else 1
         self.last_tag = first + count - 1
         return first
+
+    def keep_abandoned(self, seconds: float, *parts: Any) -> None:
+        """Keep parts of messages for `seconds`, in which the peers send and receive, or fail.
+
+        Objects may call it at their end, in any thread.
+        """
+        self.abandoned[id(parts)] = time.monotonic() + seconds, parts
+
+    def release_abandoned(self) -> None:
+        """Drop what was kept for long enough."""
+        for number, (until, _) in list(self.abandoned.items()):
+            if until < time.monotonic():
+                self.abandoned.pop(number, None)
 
     def __reduce__(self) -> tuple[type[GroupState], tuple[Topology | None]]:
         # a copy of a model or its pickle: threads, streams and measurements stay here

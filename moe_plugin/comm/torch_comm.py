@@ -246,7 +246,7 @@ class TorchComm(Comm):
         """
         if not self.receive_first:
             return super().post(sends, recvs)
-        self.state.abandoned.release()
+        self.state.release_abandoned()
         self.counters.sent(len(sends), sum(x.nbytes for _, x in sends))
         group, tag = self.group, self.tag
         with self.error_context(lambda: _sizes(sends, recvs)):
@@ -384,7 +384,7 @@ class _Posted:
 
     def __del__(self) -> None:
         if self.works:
-            self.comm.state.abandoned.keep(self.comm.timeout.total_seconds(), self.works,
+            self.comm.state.keep_abandoned(self.comm.timeout.total_seconds(), self.works,
                                            self.sends, self.recvs)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.comm.state import Abandoned
+from moe_plugin.comm.state import GroupState
 from tests.distributed import run_gloo
 
 LENGTH = 1 << 20  # more floats than a connection takes before the other side reads
@@ -45,10 +45,10 @@ def test_the_next_message_does_not_wait_behind_one_that_was_dropped(dropped: str
 
 
 def test_messages_are_kept_for_the_time_they_may_take() -> None:
-    abandoned = Abandoned()
-    abandoned.keep(0.0, "works")
-    abandoned.keep(100.0, "works", "tensors")
+    state = GroupState()
+    state.keep_abandoned(0.0, "works")
+    state.keep_abandoned(100.0, "works", "tensors")
     time.sleep(0.01)
-    assert len(abandoned) == 2
-    abandoned.release()
-    assert len(abandoned) == 1
+    assert len(state.abandoned) == 2
+    state.release_abandoned()
+    assert [parts for _, parts in state.abandoned.values()] == [("works", "tensors")]
