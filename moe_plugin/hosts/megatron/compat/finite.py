@@ -134,7 +134,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     if not found:
         return True
     largest = torch._foreach_norm(found, float("inf"))  # a NaN stays one, nothing overflows
-    return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+    # optimizers keep some numbers on the host
+    where = largest[0].device
+    return bool(torch.stack([value.float().to(where) for value in largest]).isfinite().all())
 
 
 def any_rank(here: bool, comm: Comm) -> bool:

@@ -19,10 +19,7 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("scattermoe", "scattermoe", refuses=why_unsupported)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """ScatterMoE's experts behind a plain router; needs a GPU.
-
-    Not yet run on a GPU: tests cover its call and its weights only.
-    """
+    """ScatterMoE's experts behind a plain router; needs a GPU."""
     from scattermoe.mlp import GLUMLP, MLP
 
     kind = GLUMLP if problem.gated else MLP
