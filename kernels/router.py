@@ -91,7 +91,7 @@ class Rule:
 
     k: int
     normalize: bool
-    score: ScoreFunction  # no default: see `RoutingCall`
+    score: ScoreFunction
     groups: int = 0
     take: int = 1
     best: int = 1

@@ -10,11 +10,9 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import expert_load, route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
-from moe_plugin.kernels.scores import SOFTMAX, ScoreFunction, shares
+from moe_plugin.kernels.scores import ScoreFunction, shares
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing.replay import inside_backward
-
-_NO_INFO = TokenInfo()
 
 
 @dataclass(eq=False)
@@ -49,9 +47,10 @@ class RoutingCall:
     ids_TK: Tensor = None  # until hook `select`
     mask_T: Tensor | None = None
     k: int = 1
-    info: TokenInfo = None  # none: nothing else
+    # no objects as defaults: up to torch 2.11 its compiler wraps none that it finds in a class
+    info: TokenInfo = None  # of every call of a router
     noise: float = 0.0
-    score: ScoreFunction = None  # none: softmax
+    score: ScoreFunction = None  # of every call of a router
     divides: bool = False
     one_pass: bool = False
     reads_z: bool = True
@@ -74,13 +73,6 @@ class RoutingCall:
     _clean_probs_TE: Tensor | None = field(default=None, repr=False)
     _count: Tensor | float | None = field(default=None, repr=False)
     _load_KE: Tensor | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        # no default of the class: up to torch 2.11 its compiler wraps no object that it finds there
-        if self.info is None:
-            self.info = _NO_INFO
-        if self.score is None:
-            self.score = SOFTMAX
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:

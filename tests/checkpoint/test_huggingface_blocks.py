@@ -23,6 +23,7 @@ from moe_plugin.hosts.plain.huggingface import (
     swap_moe_blocks,
     swapped_blocks,
 )
+from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.routing import losses
 from moe_plugin.routing.call import RoutingCall
 from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
@@ -166,7 +167,7 @@ def test_their_loss_is_one_of_all_layers() -> None:
         values = []
         for logits_TE in layers:
             ids_TK = logits_TE.topk(k, dim=1).indices
-            values.append(losses.get("switch")(RoutingCall(logits_TE, ids_TK, k=k)))
+            values.append(losses.get("switch")(RoutingCall(logits_TE, ids_TK, k=k, score=SOFTMAX)))
         return torch.stack(values).sum() * k / len(layers)
 
     one = torch.randn(tokens_, experts, generator=torch.Generator().manual_seed(1)) * 2

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import DispatchConfig, from_dict
 from moe_plugin.kernels import slot_index
+from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import TopKRouter, losses, routers
 from moe_plugin.routing.call import RoutingCall
@@ -35,7 +36,7 @@ def uniform_inputs(tokens: int, experts: int, k: int) -> RoutingCall:
     everything = torch.bincount(ids_TK.flatten(), minlength=experts)
     zeros_TE = torch.zeros(tokens, experts)
     return RoutingCall(
-        zeros_TE, ids_TK, torch.ones(tokens, dtype=torch.bool), k, noise=1.0,
+        zeros_TE, ids_TK, torch.ones(tokens, dtype=torch.bool), k, noise=1.0, score=SOFTMAX,
         info=TokenInfo(sequence_T=torch.arange(tokens) // experts, sequences=tokens // experts),
         outside_TE=torch.arange(experts).expand(tokens, -1) > 0, clean_TE=zeros_TE,
         deviation_TE=torch.ones(tokens, experts), penalty_E=torch.ones(experts),
@@ -63,7 +64,7 @@ def test_load_importance_formula() -> None:
     p, q = noisy.softmax(1), clean.softmax(1)
     ids = p.topk(2).indices
     mask = torch.arange(tokens) < 33
-    call = RoutingCall(noisy, ids, mask, 2, noise=noise, clean_TE=clean)
+    call = RoutingCall(noisy, ids, mask, 2, noise=noise, score=SOFTMAX, clean_TE=clean)
     got = losses.get("load_importance")(call)
     phi = torch.distributions.Normal(0.0, 1.0).cdf
     load = sum(phi((q[t] - p[t, ids[t, -1]]) / noise) for t in range(33))
@@ -82,7 +83,8 @@ def test_tutel_load_importance_formula() -> None:
     noisy = clean + noise * torch.randn_like(clean)
     p, q = noisy.softmax(1), clean.softmax(1)
     ids = p.topk(2).indices
-    inputs = RoutingCall(noisy, ids, torch.arange(tokens) < 33, 2, noise=noise, clean_TE=clean)
+    inputs = RoutingCall(noisy, ids, torch.arange(tokens) < 33, 2, noise=noise, score=SOFTMAX,
+                         clean_TE=clean)
     load, importance = [0.0] * experts, [0.0] * experts
     for t in range(33):
         kth = sorted(noisy[t].tolist())[-2]

@@ -122,7 +122,7 @@ def _part(call: RoutingCall, index: int) -> RoutingCall:
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed
     part = RoutingCall(
         call.logits_TE[:, here], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
-        info=call.info, noise=call.noise, comm=call.comm, leaves_none=True,
+        info=call.info, score=SOFTMAX, noise=call.noise, comm=call.comm, leaves_none=True,
         clean_TE=None if call.clean_TE is None else call.clean_TE[:, here],
         penalty_E=None if penalty_E is None else penalty_E[here] / penalty_E[here].mean(),
         step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)),
