@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -71,6 +72,15 @@ COMMANDS = {
     "emulate": Command("run any training command on an emulated cluster", "emulation"),
     "fault": Command("run a training command in which something goes wrong at a stated moment",
                      "emulation"),
+}
+
+
+# as `--help` shows them
+GROUPS = {
+    "runs": ("report", "watch", "doctor", "audit"),
+    "planning": ("recommend", "plan", "schedule", "simulate", "calibrate", "profile-device"),
+    "checkpoints": ("inspect", "reshard", "upcycle", "check-hf"),
+    "laboratory": ("bench", "emulate", "fault", "corpus"),
 }
 
 
@@ -136,13 +146,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         SystemExit: of argparse, with status 2 for bad arguments.
     """
     parser = Parser(
-        prog="moe-plugin",
-        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.")
+        prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.",
+        usage="%(prog)s [-h] [--version] [--verbose] command ...",
+        epilog="\n".join(_grouped()))
     parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
     parser.add_argument("--verbose", action="store_true",
                         help="log more; show the traceback of an error")
-    _add_commands(parser, COMMANDS, _words(argv))
+    _add_commands(parser, COMMANDS, _words(argv), shown=False)
     return parser.parse_args(argv)
+
+
+def _grouped() -> Iterator[str]:
+    """The commands by group, for `--help`."""
+    yield "Each command has its own --help."
+    width = max(map(len, COMMANDS)) + 4
+    for title, names in GROUPS.items():
+        yield f"\n{title}:"
+        for name in names:
+            yield textwrap.fill(COMMANDS[name].help, 80, initial_indent=f"  {name}".ljust(width),
+                                subsequent_indent=" " * width)
 
 
 def _help(parser: argparse.ArgumentParser, status: int) -> int:
@@ -151,17 +174,21 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
-                  words: Sequence[str], above: str = "", level: str = "command") -> None:
+                  words: Sequence[str], above: str = "", level: str = "command",
+                  shown: bool = True) -> None:
     """Add all commands by name, and the options of the one that `words` begins with.
 
-    Options need the command's module, and some modules take seconds to import.
+    Options need the command's module, and some modules take seconds to import. shown: `--help`
+    lists them in this order.
     """
     listed = all(command.study for command in commands.values())
     parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))
-    group = parser.add_subparsers(dest=level, metavar=level,
-                                  title=f"{level}s (each has its own --help)")
+    heading = {"title": f"{level}s (each has its own --help)"} if shown else {
+        "help": argparse.SUPPRESS}
+    group = parser.add_subparsers(dest=level, metavar=level, **heading)
     for name, command in commands.items():
-        child = group.add_parser(name, help=command.help, description=f"{command.help}.")
+        listed_as = {"help": command.help} if shown else {}
+        child = group.add_parser(name, description=f"{command.help}.", **listed_as)
         if words[:1] != [name]:
             continue
         if command.parts:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.cli.main import COMMANDS, Command, main
+from moe_plugin.cli.main import COMMANDS, GROUPS, Command, main
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,10 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "doctor" in text and "corpus" in text
+    shown = [line.split()[0] for line in text.partition("own --help.")[2].splitlines()
+             if line.startswith("  ") and line[2] != " "]
+    assert shown == [name for names in GROUPS.values() for name in names]
+    assert sorted(shown) == sorted(COMMANDS)
 
 
 def test_no_command_is_an_error_with_help(capsys: pytest.CaptureFixture[str]) -> None:
