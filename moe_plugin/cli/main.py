@@ -185,7 +185,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Comman
     parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))
     heading = {"title": f"{level}s (each has its own --help)"} if shown else {
         "help": argparse.SUPPRESS}
-    group = parser.add_subparsers(dest=level, metavar=level, **heading)
+    group = parser.add_subparsers(dest=level, metavar=level, prog=parser.prog, **heading)
     for name, command in commands.items():
         listed_as = {"help": command.help} if shown else {}
         child = group.add_parser(name, description=f"{command.help}.", **listed_as)
