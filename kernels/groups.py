@@ -52,22 +52,18 @@ class TileSchedule:
     """How a kernel's programs go through their tiles; each computes the same bits.
 
     Attributes:
-        flatten: one loop over the steps of all tiles, so that a tile's first operands are loaded
-            while the one before is stored.
         specialize: some warps load, some multiply, some store; of products of one matrix with rows
             that lie in order.
         split: parts in which a half of a tile's columns is stored, 1 or 2.
     """
 
-    flatten: bool = False
     specialize: bool = False
     split: int = 1
 
 
 # by what they are called where one is chosen; none: the one that all GPUs and versions can
-SCHEDULES = {"": TileSchedule(), "flat": TileSchedule(flatten=True), "split": TileSchedule(split=2),
-             "flat split": TileSchedule(flatten=True, split=2),
-             "specialized": TileSchedule(flatten=True, specialize=True)}
+SCHEDULES = {"": TileSchedule(), "split": TileSchedule(split=2),
+             "specialized": TileSchedule(specialize=True)}
 
 
 @dataclass(frozen=True)

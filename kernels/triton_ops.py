@@ -114,14 +114,14 @@ def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
     """
     import triton
 
-    if not schedule.flatten:
+    if not schedule.specialize:
         return None
     if torch.version.hip is not None:
-        return "Triton's flat loops and specialized warps are for NVIDIA GPUs"
+        return "Triton's specialized warps are for NVIDIA GPUs"
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if version < (3, 4):
-        return f"Triton {triton.__version__} has no flat loops: needs 3.4"
-    if schedule.specialize and torch.cuda.get_device_capability(device)[0] != 10:
+        return f"Triton {triton.__version__} has no specialized warps: needs 3.4"
+    if torch.cuda.get_device_capability(device)[0] != 10:
         return ("Triton specializes warps of such loops on GPUs of compute capability 10: has "
                 "{}.{}".format(*torch.cuda.get_device_capability(device)))
     return None

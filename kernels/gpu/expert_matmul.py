@@ -138,7 +138,7 @@ class _Product:
             v_tiles if self.w_tiles is not None else None, pointer(bias, x), pointer(v_bias, x),
             out, pointer(gate, out), pointer(after, out), *self.table, self.groups.ends_L,
             w.shape[2], *w.stride(), BIAS=bias is not None, PAIR=pair, ACT=act,
-            SPLIT=schedule.split, FLATTEN=schedule.flatten or flat, SPECIALIZE=specialize,
+            SPLIT=schedule.split, FLATTEN=flat or specialize, SPECIALIZE=specialize,
             **self.constants)
 
 
@@ -169,8 +169,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
             p.x, p.rows(p.x), pointer(token_R, grad), pointer(scale_R, grad), p.w, p.w_tiles,
             h_RF.contiguous(), pointer(gate_RF, grad), grad_h, pointer(grad_gate, grad_h), after,
             dots_CR, *p.table, groups.ends_L, wide, rows, *p.w.stride(), SCALED=scale_R is not None,
-            ACT=activation, GATED=gate_RF is not None, FLATTEN=SCHEDULES[groups.schedule].flatten,
-            **p.constants)
+            ACT=activation, GATED=gate_RF is not None, **p.constants)
     return grad_h, grad_gate, after, dots_CR
 
 

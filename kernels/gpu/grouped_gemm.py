@@ -219,7 +219,8 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 
     "none": after = act(out), with an ACT. "gate": gate = x[token] v + v_bias, after = act(gate)
     out. "sum": out += y v. w, v: [L, K, wide] of equal strides. The tiles arguments are
-    descriptors of the same tensors, or None. SPLIT, FLATTEN, SPECIALIZE: see `kernels.groups`.
+    descriptors of the same tensors, or None. FLATTEN: see `tilings.Tiling`; SPLIT and SPECIALIZE:
+    `kernels.groups`.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)
@@ -314,8 +315,8 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                         stride_k, stride_n, K: tl.constexpr, GATHER: tl.constexpr,
                         SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
                         TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-                        WHILE: tl.constexpr, FLATTEN: tl.constexpr, BM: tl.constexpr,
-                        BN: tl.constexpr, BK: tl.constexpr):
+                        WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                        BK: tl.constexpr):
     """See expert_matmul_act_backward.
 
     dots: [column tiles, R], one partial sum per tile.
@@ -330,12 +331,6 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                               rows, stride_group, stride_k, stride_n, K, GATHER, SCALED, ACT, GATED,
                               TRANSPOSED, UPCAST, PRECISION, BM, BN, BK)
             t += tl.num_programs(0)
-    elif FLATTEN:
-        for t in tl.range(tl.program_id(0), number, tl.num_programs(0), flatten=True):
-            act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h,
-                              grad_gate, after, dots, tile_group, tile_row, tiles, ends, wide,
-                              rows, stride_group, stride_k, stride_n, K, GATHER, SCALED, ACT, GATED,
-                              TRANSPOSED, UPCAST, PRECISION, BM, BN, BK)
     else:
         for t in tl.range(tl.program_id(0), number, tl.num_programs(0)):
             act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, grad_h,

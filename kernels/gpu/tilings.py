@@ -27,8 +27,8 @@ class Tiling:
         depth: of one step of the sum.
         warps, stages: per program; stages of the pipeline that loads operands.
         programs: that fit one multiprocessor.
-        flat: where tiles of both operands are copied, in one loop over the steps of all tiles (see
-            `kernels.groups.TileSchedule`).
+        flat: where tiles of both operands are copied, one loop over the steps of all tiles: a
+            tile's first operands are loaded while the one before is stored.
     """
 
     rows: int

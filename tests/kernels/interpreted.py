@@ -125,7 +125,7 @@ def check(name: str, whole: bool) -> int:
 
 def otherwise(args: list[Any]) -> list[Any]:
     """The same arguments, tiles in another schedule: each gives the same bits."""
-    return [replace(a, schedule="flat split") if isinstance(a, RowGroups) else a
+    return [replace(a, schedule="split") if isinstance(a, RowGroups) else a
             for a in args]
 
 

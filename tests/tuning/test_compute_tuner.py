@@ -63,11 +63,11 @@ def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int 
     (load(FEW_ROWS - 1), ALL, ["kernels", "grouped"]),
     (load(FEW_ROWS), ALL, ["kernels", "grouped", "loop"]),
     (load(MANY_ROWS - 1), ALL, ["kernels", "grouped", "loop"]),
-    (load(MANY_ROWS), ALL, ["kernels", "loop"]),
-    (load(MANY_ROWS), ALL | {"kernels flat", "kernels split"},
-     ["kernels", "kernels flat", "kernels split", "loop"]),
+    (load(MANY_ROWS), ALL, ["kernels", "grouped", "loop"]),
+    (load(MANY_ROWS), ALL | {"kernels split"},
+     ["kernels", "kernels split", "grouped", "loop"]),
     (load(64), {"loop", "grouped"}, ["grouped"]),
-    (load(MANY_ROWS), {"loop", "grouped"}, ["loop"]),
+    (load(MANY_ROWS), {"loop", "grouped"}, ["grouped", "loop"]),
     (load(64), {"loop"}, ["loop"]),
     (load(64, "cpu"), ALL, ["fused", "grouped"]),
     (load(64, "cpu", even=True), ALL, ["fused", "grouped", "batched"]),
@@ -355,7 +355,7 @@ def test_every_candidate_runs_in_a_trial(gated: bool) -> None:
     x, _, p, plan = problem(Shape(64, 8, 16, 2, 24), gated, True, False, torch.float32)
     for rows, entry in ((plan, x), (plan.counts, torch.randn(plan.counts.total, x.shape[1]))):
         made = auto.load_of(entry, rows, parameters(p, "gelu"))
-        names = ["fused", "grouped", "batched", "loop", "kernels", "kernels flat split"]
+        names = ["fused", "grouped", "batched", "loop", "kernels", "kernels split"]
         later = LaterGrads()
         runs = auto.trial(made, names, CPU,
                           dataclasses.replace(parameters(p, "gelu"), later=later))
