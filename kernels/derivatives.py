@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Whether a transform of `torch.func` makes this call. Then what has an autograd function of ours is
 # computed by torch's own operations. It is torch's function itself: every call of a layer asks it
@@ -36,6 +37,16 @@ def not_transformed(what: str) -> ValueError:
 def wants_graph() -> bool:
     """Inside a `backward`: whether it is to be differentiated itself (`create_graph=True`)."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def own(made: Tensor) -> Tensor:
+    """What an autograd function's `forward` computed, as `forward` returns it.
+
+    torch 2.11's compiler loses the gradient of a result that its graph has under two names, as of
+    an operation in place or of a `contiguous` without effect, and says nothing
+    (pytorch/pytorch issue 180642). So what it traces returns a name that nothing else has.
+    """
+    return made.detach() if torch.compiler.is_compiling() else made
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:

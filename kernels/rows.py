@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.cpu import widened
-from moe_plugin.kernels.derivatives import transformed, wants_graph
+from moe_plugin.kernels.derivatives import own, transformed, wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype, op
 from moe_plugin.kernels.workspace import scratch
 
@@ -183,7 +183,7 @@ class _Gather(torch.autograd.Function):
                 complete: bool) -> Tensor:
         ctx.save_for_backward(source_R, position_TK)
         ctx.complete = complete
-        return take_rows(x_TD, source_R, position_TK.shape[1], None, complete)
+        return own(take_rows(x_TD, source_R, position_TK.shape[1], None, complete))
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:
@@ -202,7 +202,7 @@ class _Sum(torch.autograd.Function):
                 complete: bool) -> Tensor:
         ctx.save_for_backward(source_R, position_TK)
         ctx.complete = complete
-        return sum_rows(rows_RD.contiguous(), position_TK, None, complete)
+        return own(sum_rows(rows_RD.contiguous(), position_TK, None, complete))
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ class _Combine(torch.autograd.Function):
                 position_TK: Tensor, complete: bool) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, source_R, position_TK)
         ctx.complete = complete
-        return sum_rows(rows_RD, position_TK, weights_TK, complete)
+        return own(sum_rows(rows_RD, position_TK, weights_TK, complete))
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
@@ -236,7 +236,7 @@ class _Weigh(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, source_R: Tensor,
                 position_TK: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weights_TK, source_R, position_TK)
-        return take_rows(x_TD, source_R, position_TK.shape[1], weights_TK)
+        return own(take_rows(x_TD, source_R, position_TK.shape[1], weights_TK))
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_R)
-        return rows_RD.index_select(0, order_R)
+        return own(rows_RD.index_select(0, order_R))
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:

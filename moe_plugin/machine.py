@@ -23,9 +23,15 @@ from torch import Tensor
 
 _PR_SET_PDEATHSIG = 1
 _NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory whose last user went during a capture
-# Whether `torch.export` makes a program of this call (False before torch 2.7). It is one graph, for
-# any values: what depends on them is computed in it, and nothing is left to the host
-exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def exporting() -> bool:
+    """Whether `torch.export` makes a program of this call (False before torch 2.7). It is one
+    graph, for any values: what depends on them is computed in it, and nothing is left to the host.
+    """
+    # not by the function that tells the flag, of which the compiler of torch 2.7 to 2.11 says True
+    # in every graph
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 @functools.cache
