@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels.cpu.products import in_float32, multiply
-from moe_plugin.kernels.derivatives import first_derivative_only, own, transformed
+from moe_plugin.kernels.derivatives import first_derivative_only, transformed
 from moe_plugin.kernels.expert_ffn import from_matmul, strategies
 from moe_plugin.kernels.scores import ScoreFunction, Sigmoid, Softmax
 from moe_plugin.machine import exporting
@@ -48,7 +48,7 @@ class _InBlocks(torch.autograd.Function):
             some_RI = x_RI[first:first + BLOCK]
             block_BI[:len(some_RI), :inner] = some_RI
             torch.mm(block_BI, wide_IO, out=out_RO[first:first + BLOCK])
-        return own(out_RO[:rows, :outer].to(x_RI.dtype).contiguous())
+        return out_RO[:rows, :outer].to(x_RI.dtype).contiguous()
 
     @staticmethod
     @first_derivative_only

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.derivatives import own, wants_graph
+from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.scores import SOFTMAX, ScoreFunction, at_least_eps
 
@@ -247,7 +247,7 @@ class _Route(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids_TK, p_log_p)
         ctx.save_for_backward(logits_TE, mask_T, ids_TK, weights_TK, lse_T)
-        return ids_TK, own(weights_TK), importance_E, z, p_log_p
+        return ids_TK, weights_TK, importance_E, z, p_log_p
 
     @staticmethod
     def backward(ctx: Any, _ids: Any, *grads: Tensor | None) -> tuple[Any, ...]:

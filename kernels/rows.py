@@ -255,7 +255,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_R)
-        return own(rows_RD.index_select(0, order_R))
+        return rows_RD.index_select(0, order_R)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Any, ...]:

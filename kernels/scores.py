@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.native.functions import scores_of
 from moe_plugin.kernels.cpu.widened import PARTS, widened
-from moe_plugin.kernels.derivatives import own, transformed, wants_graph
+from moe_plugin.kernels.derivatives import transformed, wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.registry import Registry
 
@@ -109,7 +109,19 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        return own(_wide_scores(x_TD, weight_ED))
+        dtype = accumulate_dtype(x_TD.dtype)
+        if in_parts(x_TD):
+            return _sum_of_parts(x_TD, _parts(weight_ED, 0, 3).t(), weight_ED.shape[0], 1)
+        weight_ED = weight_ED.to(dtype)
+        if x_TD.device.type != "cpu":
+            return F.linear(x_TD.to(dtype), weight_ED)
+        native = scores_of(x_TD, weight_ED)
+        if native is not None:
+            return native.scores(x_TD, weight_ED.contiguous())
+        scores_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=dtype)
+        for span, x_ND in widened(x_TD, dtype):
+            torch.mm(x_ND, weight_ED.t(), out=scores_TE[span])
+        return scores_TE
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -128,22 +140,6 @@ class _WideLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = _grad_weight(grad_TE, x_TD).to(weight_ED.dtype)
         return grad_x, grad_weight
-
-
-def _wide_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    if in_parts(x_TD):
-        return _sum_of_parts(x_TD, _parts(weight_ED, 0, 3).t(), weight_ED.shape[0], 1)
-    dtype = accumulate_dtype(x_TD.dtype)
-    weight_ED = weight_ED.to(dtype)
-    if x_TD.device.type != "cpu":
-        return F.linear(x_TD.to(dtype), weight_ED)
-    native = scores_of(x_TD, weight_ED)
-    if native is not None:
-        return native.scores(x_TD, weight_ED.contiguous())
-    scores_TE = x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=dtype)
-    for span, x_ND in widened(x_TD, dtype):
-        torch.mm(x_ND, weight_ED.t(), out=scores_TE[span])
-    return scores_TE
 
 
 def in_parts(x_TD: Tensor) -> bool:

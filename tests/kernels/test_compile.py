@@ -13,12 +13,22 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_plugin.kernels import strategies
+from moe_plugin.kernels import (
+    combine_rows,
+    gather_rows,
+    permute_rows,
+    route,
+    strategies,
+    weigh_rows,
+)
 from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
+from moe_plugin.kernels.router import Rule
+from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.layer import MoELayer
 from moe_plugin.row_counts import DeviceCounts, RowCounts
 from tests.combinations import Cell, all_pairs, name_of
 from tests.experts.problems import make_layer, parameters, problem
+from tests.kernels.compiled_graphs import with_own_results
 from tests.kernels.problems import SHAPES, Shape
 
 TOKENS = (48, 7, 2, 3, 64, 1000, 5, 41, 40)
@@ -33,7 +43,7 @@ def recompiled(layer: MoELayer, first: list[torch.Tensor], fullgraph: bool) -> l
         return out.output, out.losses["gshard"]
 
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(with_own_results("aot_eager"))
     compiled = torch.compile(run, fullgraph=fullgraph, backend=counter)
 
     def answers(fn: Callable[[torch.Tensor], Any], x: torch.Tensor) -> list[torch.Tensor]:
@@ -107,6 +117,43 @@ def test_bounded_layer_is_one_graph_for_any_load(compute: str, gated: bool) -> N
         **({"kind": "gated_ffn", "activation": "silu"} if gated else {})
     })
     assert recompiled(layer, [tokens_marked_dynamic(56)], fullgraph=True) == [1, 1]
+
+
+def routed(logits_TE: torch.Tensor) -> torch.Tensor:
+    """All differentiable results of `route` in one."""
+    made = route(logits_TE, None, Rule(2, True, SOFTMAX))
+    return torch.cat([made.weights_TK.flatten(), made.importance_E, made.z[None]])
+
+
+SOURCE_R = torch.tensor([2, -1, 0, 5, 3, 1, -1])  # of 3 tokens' 2 choices; the last but one has none
+POSITION_TK = torch.tensor([[2, 5], [0, 4], [-1, 3]])
+ORDER_R = torch.tensor([3, 0, 6, 5, 1, 2, 4])
+FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, int]]]] = {
+    "gather": (lambda x: gather_rows(x, SOURCE_R, POSITION_TK), [(3, 4)]),
+    "combine": (lambda rows, w: combine_rows(rows, w, SOURCE_R, POSITION_TK), [(7, 4), (3, 2)]),
+    "combine without weights": (lambda rows: combine_rows(rows, None, SOURCE_R, POSITION_TK),
+                                [(7, 4)]),
+    "weigh": (lambda x, w: weigh_rows(x, w, SOURCE_R, POSITION_TK), [(3, 4), (3, 2)]),
+    "permute": (lambda rows: permute_rows(rows, ORDER_R, ORDER_R.argsort()), [(7, 4)]),
+    "route": (routed, [(3, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_functions_of_ours(name: str) -> None:
+    """The compiled gradients are the eager ones; also where the result is changed in place."""
+    function, shapes = FUNCTIONS[name]
+    inputs = [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def grads(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        out = function(*inputs)
+        return out.detach(), *torch.autograd.grad(out.pow(3).sum(), inputs)
+
+    torch._dynamo.reset()
+    wanted = grads(lambda *inputs: function(*inputs) * 2)
+    compiled = torch.compile(lambda *inputs: function(*inputs).mul_(2), fullgraph=True,
+                             backend=with_own_results("aot_eager"))
+    torch.testing.assert_close(grads(compiled), wanted)
 
 
 @pytest.mark.parametrize("shape", [Shape(7, 4, 3, 2, 6), SHAPES["no tokens"]], ids=["some", "none"])
