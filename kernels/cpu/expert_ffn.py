@@ -39,7 +39,7 @@ from moe_plugin.kernels.cpu.blocks import (
 )
 from moe_plugin.kernels.cpu.native.functions import NativePasses, passes
 from moe_plugin.kernels.cpu.products import products_of, row_rule
-from moe_plugin.kernels.derivatives import first_derivative_only, own
+from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
@@ -218,7 +218,7 @@ class _FusedFFN(torch.autograd.Function):
             dotted = gates_TK is not None and gates_TK.requires_grad and not call.late
             outputs_RD = rows_RD if dotted else None
             ctx.save_for_backward(x, gates_TK, *done.kept(), outputs_RD, w_in, w_gate, w_out)
-        return own(y)
+        return y
 
     @staticmethod
     @first_derivative_only

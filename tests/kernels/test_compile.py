@@ -125,7 +125,7 @@ def routed(logits_TE: torch.Tensor) -> torch.Tensor:
     return torch.cat([made.weights_TK.flatten(), made.importance_E, made.z[None]])
 
 
-SOURCE_R = torch.tensor([2, -1, 0, 5, 3, 1, -1])  # of 3 tokens' 2 choices; the last but one has none
+SOURCE_R = torch.tensor([2, -1, 0, 5, 3, 1, -1])  # choices; the 5th has no row
 POSITION_TK = torch.tensor([[2, 5], [0, 4], [-1, 3]])
 ORDER_R = torch.tensor([3, 0, 6, 5, 1, 2, 4])
 FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, int]]]] = {
