@@ -68,6 +68,10 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
     return h_RF, gate_RF, a_RF
 
 
+def _odd(x: Tensor, *widths: int) -> bool:
+    return any(width * x.element_size() % 16 for width in widths)
+
+
 class _Product:
     """One product over grouped rows: its tile, its table, and its operands' descriptors."""
 
@@ -77,7 +81,7 @@ class _Product:
         self.chip = chip_of(x.device)
         self.tiling = _SMALL if INTERPRETED else product_tiling(
             self.chip, x.dtype, groups.total / max(1, groups.number), results, extra,
-            precision, token is not None)
+            precision, token is not None, _odd(x, *w.shape[1:]))
         self.precision = precision
         self.copies = copies_tiles(x, self.chip.copies_tiles)
         self.w_tiles, self.transposed = self._weights(w)
@@ -217,7 +221,7 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
     gathers = x_token_R is not None or grad_token_R is not None
     t = _SMALL_WEIGHT if INTERPRETED else weight_tiling(chip, x.dtype, gathers, precision,
-                                                        len(grads))
+                                                        len(grads), _odd(x, inner, outer))
     tiles = triton.cdiv(inner, t.rows) * triton.cdiv(outer, t.columns)
     height = rows_of_a_part(chip, t, tiles, groups.total, _LEAST_PART)
     parts, table, work = [x] * len(grads), (x, x, x), groups.number * tiles

@@ -71,12 +71,15 @@ def chip_of(device: torch.device) -> Chip:
     return Chip("hopper" if major in (9, 10) else "ampere", processors)
 
 
+# rows of 16 bits that begin at odd addresses are loaded value by value: larger tiles spill
+ODD_TILING, FEW_ODD_TILING = Tiling(128, 64, 32, 8, 3), Tiling(64, 64, 32, 4, 3, 2)
 # a column tile is one scale of the weights, and a step of the sum one of both operands
 FP8_TILING = Tiling(128, 128, 128, 8, 3)
 
 
 def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: int,
-                   extra: bool = False, precision: str = "ieee", gathers: bool = True) -> Tiling:
+                   extra: bool = False, precision: str = "ieee", gathers: bool = True,
+                   odd: bool = False) -> Tiling:
     """Tile of a product over rows.
 
     Args:
@@ -86,8 +89,11 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
         precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
         gathers: rows are gathered. Those that lie in order come earlier in a flat loop (measured on
             an H100: 2 to 13 % faster, gathered ones 5 to 40 % slower).
+        odd: a width is no multiple of 16 bytes.
     """
     high = 64 if rows_each <= 96 else 128
+    if odd and dtype != torch.float32:
+        return ODD_TILING if high == 128 else FEW_ODD_TILING
     warps = 8 if high == 128 else 4
     if dtype == torch.float32:
         wide = 128 if precision == "tf32" and high == 128 and not extra else 64
@@ -110,14 +116,17 @@ def router_tokens(columns: int, values: int) -> int:
 
 
 def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str = "ieee",
-                  results: int = 1) -> Tiling:
+                  results: int = 1, odd: bool = False) -> Tiling:
     """Tile of a weight gradient; its depth is over rows.
 
     Args:
         gathers: rows of an operand are gathered. Their numbers are loaded a stage before them, so
             that Triton makes one buffer of two stages: 4 (2 before Hopper) of either pipeline.
         results: gradients of the same rows that a program sums at once.
+        odd: as for products.
     """
+    if odd and dtype != torch.float32:
+        return FEW_ODD_TILING
     if dtype == torch.float32:
         if precision == "tf32":
             return Tiling(128, 128 // results, 32, 8, 5 if gathers else 3)
