@@ -33,6 +33,8 @@ class Resources:
             0: no operand waits there in several.
         through_registers: wgmma that take their left operand from registers, of all.
         gathers: an operand's rows are looked up in the loop that is pipelined.
+        turns: an operand may have to be turned on its way: tf32, of which wgmma reads only
+            operands whose sum's axis lies in memory.
     """
 
     label: str
@@ -47,6 +49,7 @@ class Resources:
     buffers: int = 0
     through_registers: tuple[int, int] = (0, 0)
     gathers: bool = False
+    turns: bool = False
 
     def failed(self, gpu: GPU) -> Iterator[str]:
         """The rules that it breaks, in words."""
@@ -61,7 +64,7 @@ class Resources:
         # a row that is looked up takes two stages: its number, and its values
         wanted = (self.stages + 1) // 2 if self.gathers else self.stages
         # wgmma and tcgen05 read a tile in its buffer; others have it in registers by then
-        wanted -= self.matrix not in ("wgmma", "tcgen05.mma")
+        wanted -= self.turns or self.matrix not in ("wgmma", "tcgen05.mma")
         if self.matrix and 0 < self.buffers < wanted:
             yield f"{self.buffers} of {self.stages} stages have a buffer"
 
@@ -76,7 +79,8 @@ def compile_for(launch: Launch, target: str) -> Resources:
     ptx = made.asm.get("ptx", "")
     return Resources(launch.label, registers, spilled, shared, blocks, blocks * warps / gpu.warps,
                      matrix, copies, launch.option("num_stages", 0) if matrix else 0,
-                     _buffers(made.asm["ttgir"]), _through_registers(ptx), launch.gathers)
+                     _buffers(made.asm["ttgir"]), _through_registers(ptx), launch.gathers,
+                     ("PRECISION", "tf32") in launch.constants)
 
 
 def compiled(launch: Launch, target: str) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from typing import Any
@@ -49,7 +50,7 @@ READ = (
 RULES = (
     "Rules: it compiles; no register is spilled; shared memory is what the GPU has for a block; "
     "wgmma reads both operands from shared memory; a product has as many buffers as stages, or, "
-    "where the matrix units read registers (mma.sync, MFMA), one less; rows that are looked up in "
+    "where the matrix units read registers (mma.sync, MFMA) or tf32 is turned, one less; rows that are looked up in "
     "the loop take two stages a buffer. In the table: launches compiled, and how many break a "
     "rule. `code`: a commit, or git's tree of a folder; in brackets, where it is not that of the "
     "row. Triton brings a linker for AMD's GPUs from 3.5 on."
@@ -77,16 +78,17 @@ def _settings(gpu: GPU) -> Iterator[tuple[str, Callable[[], object]]]:
                                      experts=61), experts={"bias": True})
     single = replace(WIDE, dtype="float32")
     yield "float32", step(single)
-    yield "TF32", step(single, experts={"precision": "tf32"})
+    if gpu.backend == "cuda":  # refused elsewhere
+        yield "TF32", step(single, experts={"precision": "tf32"})
     if gpu.fp8:
         yield "fp8", step(FINE, experts={"precision": "fp8"})
     yield "512 experts", step(replace(WIDE, experts=512, top_k=8))
     yield "sigmoid, groups", step(replace(WIDE, experts=256, top_k=8), losses={"z": 1e-3}, router={
         "name": "sigmoid_bias", "groups": 8, "group_top_k": 4})
-    yield "operations", _operations
+    yield "operations", partial(_operations, gpu.fp8)
 
 
-def _operations() -> None:
+def _operations(fp8: bool) -> None:
     """Those that one rank's layer does not launch: of exchanges and of pages."""
     t, k, d = WIDE.tokens, WIDE.top_k, WIDE.model_dim
 
@@ -99,8 +101,8 @@ def _operations() -> None:
     for name, *args in (
             ("transpose_chunks", rows_RD, 4, 2), ("dot_rows", new(t, d), rows_RD, position_TK),
             ("take_rows", new(t, d), source_R, k, None),
-            ("quantize_fp8", rows_RD, 128),
-            ("dequantize_fp8", rows_RD.to(torch.float8_e4m3fn), scales, 128, torch.bfloat16),
+            *((("quantize_fp8", rows_RD, 128), ("dequantize_fp8", rows_RD.to(torch.float8_e4m3fn),
+                                                scales, 128, torch.bfloat16)) if fp8 else ()),
             ("write_pages", rows_RD.view(-1), record_M, pages_SP, pages_SP),
             ("read_pages", record_M, pages_SP, pages_SP, t * k * d, new(dtype=torch.bool))):
         kernels.get(name).implementation("triton")(*args)
