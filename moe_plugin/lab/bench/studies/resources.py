@@ -51,9 +51,9 @@ RULES = (
     "Rules: it compiles; no register is spilled; shared memory is what the GPU has for a block; "
     "wgmma reads both operands from shared memory; a product has as many buffers as stages, or, "
     "where the matrix units read registers (mma.sync, MFMA) or tf32 is turned, one less; rows that "
-    "are looked up in the loop take two stages a buffer. In the table: launches compiled, and how many break a "
-    "rule. `code`: a commit, or git's tree of a folder; in brackets, where it is not that of the "
-    "row. Triton brings a linker for AMD's GPUs from 3.5 on."
+    "are looked up in the loop take two stages a buffer. In the table: launches compiled, and how "
+    "many break a rule. `code`: a commit, or git's tree of a folder; in brackets, where it is not "
+    "that of the row. Triton brings a linker for AMD's GPUs from 3.5 on."
 )
 
 
