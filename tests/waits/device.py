@@ -161,7 +161,12 @@ def register() -> torch.device:
     if torch._C._get_privateuse1_backend_name() != NAME:
         backend_registration._setup_privateuseone_for_python_backend(
             NAME, backend_module=_Backend())
+        if hasattr(torch.ops.aten.mm, "dtype"):  # of GPUs alone, whose sums are float32 as here
+            _FOR_CPU.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
     return torch.device(NAME, 0)
+
+
+_FOR_CPU = torch.library.Library("aten", "IMPL")
 
 
 class OnDevice(torch.Tensor):
