@@ -7,7 +7,7 @@
 #   [STEPS="layer checks operations peers"] bash scripts/bench_gpu.sh [OUT [OPTION ...]]
 #
 # OUT: folder of the page and its JSON (default: docs/benchmarks); parts that are there stay.
-# OPTION: of `moe-plugin bench gpu`. STEPS: some of them, where the GPU is lent for minutes.
+# OPTION: of `moe-plugin bench gpu`. STEPS: some of them, where a GPU is there for minutes only.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 OUT=${1:-docs/benchmarks}
