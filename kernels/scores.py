@@ -143,7 +143,7 @@ class _WideLinear(torch.autograd.Function):
 
 
 def in_parts(x_TD: Tensor) -> bool:
-    """Whether products with these tokens are summed from products of 16 bits: bfloat16 on a GPU
+    """Whether matmuls with these tokens are summed from 16-bit matmuls: bfloat16 on a GPU
     where torch gives their float32 sums.
 
     Each operand in float32 goes in as three of bfloat16, which hold its 24 bits, so that nothing
@@ -154,16 +154,17 @@ def in_parts(x_TD: Tensor) -> bool:
 
 
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
-    """x as `number` tensors of bfloat16 whose sum is x to 8 bits each, joined along `dim`; x itself
-    where it is one.
+    """x as `number` tensors of bfloat16, joined along `dim`, whose sum has 8 bits of x for each; x
+    itself if it is bfloat16.
     """
     if x.dtype == torch.bfloat16:
         return x
-    found = []
-    for _ in range(number):
-        found.append(x.bfloat16())
-        x = x - found[-1]
-    return torch.cat(found, dim)
+    made = x.new_empty((*x.shape[:dim], number, *x.shape[dim:]), dtype=torch.bfloat16)
+    for n in range(number):
+        if n:
+            x = x - made.select(dim, n - 1)
+        made.select(dim, n).copy_(x)
+    return made.flatten(dim, dim + 1)
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
@@ -193,24 +194,21 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
     """grad weight in `dtype`, [T, D]; grad_TE: float32 (float64)."""
-    narrow = dtype == weight_ED.dtype == torch.bfloat16
-    if grad_TE.device.type == "cpu":
-        narrow = narrow and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    elif dtype == torch.bfloat16 and weight_ED.dtype == torch.float32 and not wants_graph():
-        return _product_of_parts(grad_TE, weight_ED)
-    if not narrow:
-        return (grad_TE @ weight_ED.to(grad_TE.dtype)).to(dtype)
-    # one product of 16 bits, summed in float32 and rounded once, takes half as long as one of 32:
-    # each gradient goes in as two whose sum is off by at most 2^-17 of it
-    both_T2E = weight_ED.new_empty(grad_TE.shape[0], 2, grad_TE.shape[1])
-    both_T2E[:, 0] = grad_TE
-    both_T2E[:, 1] = grad_TE - both_T2E[:, 0]
-    return both_T2E.flatten(1) @ weight_ED.repeat(2, 1)
+    on_cpu = grad_TE.device.type == "cpu"
+    if dtype == torch.bfloat16 and not (
+            on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        if weight_ED.dtype == dtype:
+            # one matmul of 16 bits, summed in float32 and rounded once, takes half as long as one
+            # of 32: each gradient goes in as two whose sum is off by at most 2^-17 of it
+            return _parts(grad_TE, 1, 2) @ weight_ED.repeat(2, 1)
+        if not on_cpu and weight_ED.dtype == torch.float32 and not wants_graph():
+            return _product_of_parts(grad_TE, weight_ED)
+    return (grad_TE @ weight_ED.to(grad_TE.dtype)).to(dtype)
 
 
 def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
     """grad weight of float32 operands in bfloat16, off by about 2^-16 before it is rounded: one
-    product of the operands' larger parts, and of each larger part with the other's smaller one.
+    matmul of the operands' larger parts, and of each larger part with the other's smaller one.
     """
     experts = len(weight_ED)
     grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)

@@ -89,7 +89,7 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
         precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
         gathers: rows are gathered. Those that lie in order come earlier in a flat loop (measured on
             an H100: 2 to 13 % faster, gathered ones 5 to 40 % slower).
-        odd: a width is no multiple of 16 bytes.
+        odd: a width is not a multiple of 16 bytes.
     """
     high = 64 if rows_each <= 96 else 128
     if odd and dtype != torch.float32:

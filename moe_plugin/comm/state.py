@@ -97,7 +97,7 @@ class TrafficMeter:
 
 T = TypeVar("T")
 # torch's largest, so that no tag comes again in a job: where a pass raised, a receive with its tag
-# may wait for ever
+# may hang
 MAX_TAG = (1 << 31) - 1
 
 
@@ -120,7 +120,7 @@ class GroupState:
             NCCL.
         started: the last collectives in words, where they may fail after they have returned.
         last_tag: of the last exchange in the background; all ranks count alike.
-        abandoned: what a backend may still use of messages that nobody waits for, because
+        abandoned: what a backend may still use of messages that are not waited for, because
             something raised: until when it is kept, and the parts, by a number.
         hosts: see `Comm.hosts`; None: not used so far, or the group itself.
         subgroups: by their ranks, the subgroups that this rank is in. To make one is collective

@@ -1,4 +1,4 @@
-"""Messages that nobody waits for, because something raised after they were posted."""
+"""Messages that no one waits for, because something raised after they were posted."""
 
 from __future__ import annotations
 

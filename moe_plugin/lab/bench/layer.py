@@ -135,21 +135,32 @@ def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
         except Exception as error:
             if problem.device == "cpu":
                 raise
-            refused[name] = short(f"{type(error).__name__}: {error}", 300)
+            refused[name] = _failed(error)
     return candidates, refused
 
 
-def leave_out_failing(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
-                      problem: Problem) -> None:
-    """Refuse peers that this GPU, driver or compiler cannot run: the time on it is precious."""
-    for name in [name for name in candidates if name != "moe-plugin"]:
-        pair = {"moe-plugin": candidates["moe-plugin"], name: candidates[name]}
+def _failed(error: Exception) -> str:
+    return short(f"{type(error).__name__}: {error}", 300)
+
+
+def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
+            problem: Problem) -> dict[str, float | None]:
+    """Each candidate's `agreement` with ours, after `check_losses`.
+
+    On a GPU, where time is precious, a peer that fails moves to `refused`; on a CPU it is an error.
+    """
+    ours_alone = {"moe-plugin": candidates["moe-plugin"]}
+    errors: dict[str, float | None] = {}
+    for name, candidate in list(candidates.items()):
         try:
-            agreement(pair, data, problem)
-            check_losses(pair, data, problem)
-        except Exception as error:  # noqa: BLE001 - of any library
-            refused[name] = short(f"{type(error).__name__}: {error}", 300)
+            errors |= agreement({**ours_alone, name: candidate}, data, problem)
+            check_losses({name: candidate}, data, problem)
+        except Exception as error:
+            if problem.device == "cpu" or name in ours_alone:
+                raise
+            refused[name] = _failed(error)
             del candidates[name]
+    return errors
 
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
@@ -162,10 +173,7 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
     device = torch.device(problem.device)
     with contextlib.ExitStack() as stack:
         candidates, refused = enter_candidates(stack, problem, data, names)
-        if device.type == "cuda":
-            leave_out_failing(candidates, refused, data, problem)
-        errors = agreement(candidates, data, problem)
-        check_losses(candidates, data, problem)
+        errors = checked(candidates, refused, data, problem)
         steps = {
             n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
                              data.grad_TD) for n, c in candidates.items()

@@ -129,7 +129,8 @@ def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
 # -- one process
 
 
-def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS) -> dict[str, Any]:
+def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS,
+                device: str = "cpu") -> dict[str, Any]:
     import moe_plugin.hosts.transformers  # noqa: F401 - registers the name
 
     torch.set_num_threads(1)
@@ -138,7 +139,7 @@ def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS) -> dic
         sides = {}
         for name in names:
             torch.manual_seed(0)
-            with torch.device(getattr(args, "device", "cpu")):
+            with torch.device(device):
                 model = build(shape, experts_implementation=name).to(_dtype(args))
             sides[name] = stepper(model, data(args.sequences, args.length).to(model.device))
         found = timed(sides, args.steps)
@@ -171,7 +172,7 @@ class OnGPU:
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
         args.dtype = "bfloat16"
-        found = measure_one(args, EXPERTS[:2] + EXPERTS[3:])
+        found = measure_one(args, EXPERTS[:2] + EXPERTS[3:], args.device)
         return {**found, "versions": versions(args.device) | found["versions"]}
 
     @staticmethod
