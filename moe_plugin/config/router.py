@@ -252,6 +252,9 @@ class RouterConfig(SettingsSection):
         flag="router-group-scores")
     bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves per step",
                               flag="router-bias-rate")
+    quantile_ema: float = option(
+        0.0, "quantile: part of a bias that a step keeps; 0: the latest step's quantiles alone",
+        flag="router-quantile-ema")
     cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared",
                              flag="router-cosine-dim")
     pre_gate: int = option(
@@ -296,6 +299,7 @@ class RouterConfig(SettingsSection):
                      f"in 1..router.groups={self.groups}", "use 1")
         self.within("group_scores", 0, MOST_EXPERTS, "use 0")
         self.require("bias_rate", self.bias_rate >= 0, ">= 0", "use 0.001")
+        self.require("quantile_ema", 0 <= self.quantile_ema < 1, "in [0, 1)", "use 0")
         several, selection = len(self.names), self.selection
         self.require("selection.rule", selection.rule == "first" or several > 1,
                      f"'first' with the one router {short(self.name)}",

@@ -27,7 +27,7 @@ from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.messages import short
 from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.resilience.quorums import LIVING, Quorums, retries
-from moe_plugin.routing.routers.group_limited import SigmoidBiasRouter
+from moe_plugin.routing.contract import RouterModule
 from moe_plugin.run import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse
@@ -233,12 +233,12 @@ class ModuleState:
             raise ValueError("replicas have different models; give all of them the same "
                              f"arguments: {error}") from error
 
-    def counts(self) -> list[Tensor]:
-        """Counts of a step, by which its end changes a router: with them in `average`, the routers
-        of all replicas stay the same.
+    def step_sums(self) -> list[Tensor]:
+        """Those of all routers: with them in `average`, the routers of all replicas stay the
+        same.
         """
-        return [module.load_E for model in self.models for module in model.modules()
-                if isinstance(module, SigmoidBiasRouter)]
+        return [sums for model in self.models for module in model.modules()
+                if isinstance(module, RouterModule) for sums in module.step_sums()]
 
 
 class ReplicaSteps(RunFeature):
@@ -278,8 +278,11 @@ class ReplicaSteps(RunFeature):
         here = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # all replicas must skip this step
             here[0].fill_(float("nan"))
-        self.lost = not self.replica.average([*here, *self._modules.counts()])
+        routed = self._modules.step_sums()
+        self.lost = not self.replica.average([*here, *routed])
         if self.lost:
+            for sums in routed:
+                sums.zero_()
             raise LostStep("a replica was lost: this step is made again")
 
     def numbers(self) -> dict[str, float]:

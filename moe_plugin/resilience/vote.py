@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.vote_assignments import Assignment
-from moe_plugin.routing.routers.group_limited import SigmoidBiasRouter
+from moe_plugin.routing.contract import RouterModule
 
 CHUNK = 1 << 20  # elements of every file that travel together
 AGGREGATES = ("median", "mean")
@@ -209,8 +209,8 @@ def refuse_reported_loads(model: nn.Module) -> None:
     wrong rank would move the biases of all.
     """
     for name, module in model.named_modules():
-        if isinstance(module, SigmoidBiasRouter) and module.config.bias_rate > 0:
+        if isinstance(module, RouterModule) and module.step_sums():
             raise ValueError(
-                f"router.bias_rate={module.config.bias_rate} of {name!r} does not fit votes: its "
-                "biases follow loads that every rank reports, and these are not voted on: must be "
-                "0 (biases stay); or use router.name=topk with losses.gshard")
+                f"router {type(module).__name__} of {name!r} does not fit votes: its biases follow "
+                "what every rank reports, and this is not voted on: use router.name=topk with "
+                "losses.gshard, or router.bias_rate=0 (biases stay) where the router has it")

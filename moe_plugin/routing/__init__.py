@@ -27,6 +27,7 @@ from moe_plugin.routing.routers.group_limited import (
 from moe_plugin.routing.routers.hashing import HashRouter
 from moe_plugin.routing.routers.noisy import NoisyTopKRouter
 from moe_plugin.routing.routers.prototypes import PrototypeRouter
+from moe_plugin.routing.routers.quantile import QuantileRouter
 from moe_plugin.routing.routers.sparsemixer import SparseMixerRouter
 from moe_plugin.routing.routers.topk import GShardRouter, SwitchRouter, TopKRouter
 from moe_plugin.routing.several_routers import (
@@ -41,6 +42,7 @@ routers = registry.routers  # the registry; the package of this name holds its m
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
     "GroupLimitedRouter", "HasFinishStep", "HashRouter", "NoisyTopKRouter", "PrototypeRouter",
+    "QuantileRouter",
     "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter", "ScoreFunction",
     "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
     "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",

@@ -118,6 +118,13 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
         """`choose()`, or in a recomputation what it returned in the first pass; see `ReplayLog`."""
         return self.recordings.replayed(choose, self.training, what=what, shape=shape)
 
+    def step_sums(self) -> list[Tensor]:
+        """Sums over what a rank has routed since the last step, by which `finish_step` moves the
+        router: with those of other ranks in them (integers: added, floats: averaged) their routers
+        stay the same. None: nothing of the kind moves it.
+        """
+        return []
+
     def forget_recordings(self) -> None:
         self.recordings.forget()
 

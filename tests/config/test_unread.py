@@ -248,7 +248,7 @@ CHANGES = [("score", "sigmoid"), ("noise", 3.0), ("input_jitter", 0.5),
 # what is the same as the default there: sigmoid_bias always takes a sigmoid, gshard drops at random
 SAME = {("sigmoid_bias", "score", "sigmoid"), ("gshard", "second_expert_policy", "random")}
 # routers that `normalize: before_drop`, which is the default with two choices, divides weights of
-DIVIDE = {"topk", "cosine", "group_limited", "gshard", "sam", "sigmoid_bias",
+DIVIDE = {"topk", "cosine", "group_limited", "gshard", "quantile", "sam", "sigmoid_bias",
           "softmax_bias", "ta_moe", "topology_quota"}
 
 

@@ -145,6 +145,10 @@ def softmax_bias_choice(call: Call) -> list[list[int]]:
             for row in logits(call).softmax(1) + call.p["bias_E"].double()]
 
 
+def quantile_choice(call: Call) -> list[list[int]]:
+    return [best(row, call.c.top_k) for row in logits(call) + call.p["bias_E"].double()]
+
+
 def mixer_choice(call: Call) -> list[list[int]]:
     return [best(row, call.c.top_k) for row in logits(call)]
 
@@ -293,7 +297,8 @@ REFERENCES: dict[str, Reference] = {
     "expert_choice": Reference(expert_choice, softmax_plain), "group_limited": Reference(
         limited_choice, softmax_normalized, GROUPS), "sigmoid_bias": Reference(
             bias_choice, bias_weights, GROUPS), "softmax_bias": Reference(
-                softmax_bias_choice, softmax_normalized, GROUPS), "sparsemixer": Reference(
+                softmax_bias_choice, softmax_normalized, GROUPS), "quantile": Reference(
+                    quantile_choice, softmax_normalized), "sparsemixer": Reference(
                     mixer_choice, mixer_weights, {"mixer_eps": 0.3}, modes=(False,),
                     training=False), "sinkhorn": Reference(
                 sinkhorn_choice, sinkhorn_weights), "topology_quota": Reference(

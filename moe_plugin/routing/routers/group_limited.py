@@ -151,6 +151,10 @@ class SigmoidBiasRouter(GroupLimitedRouter):
             self.load_E = self.load_E + call.own_load_KE.sum(0)
         return call.ids_TK
 
+    def step_sums(self) -> list[Tensor]:
+        """The load; see `RouterModule.step_sums`."""
+        return [self.load_E] if self.balances else []
+
     def finish_step(self) -> None:
         """Move the biases by the load of all ranks and restart the counts. Collective."""
         super().finish_step()

@@ -59,6 +59,7 @@ GATES = {
     "group_limited": Gate(2.5, {"groups": 4, "group_top_k": 2}, SWITCH, top_k=4),
     "sigmoid_bias": Gate(2.5, {"score": "sigmoid", "bias_rate": 0.01}),
     "softmax_bias": Gate(2.5, {"bias_rate": 0.01}),
+    "quantile": Gate(2.5),
     "sparsemixer": Gate(2.5, losses=SWITCH),
     "base": Gate(1.02, top_k=1),
     "hash": Gate(3.0, {"hash": {"kind": "balanced", "vocabulary": VOCABULARY}}, top_k=1),
