@@ -15,8 +15,9 @@ from torch import Tensor
 from moe_plugin.lab.audit.reference import SEED, routed_experts
 
 _BLOCK = "model.layers.0."
-_GATE_UP, _DOWN = f"{_BLOCK}mlp.experts.gate_up_proj", f"{_BLOCK}mlp.experts.down_proj"
-_ROUTER = f"{_BLOCK}mlp.gate.weight"
+EXPERTS = f"{_BLOCK}mlp"
+GATE_UP, DOWN = f"{EXPERTS}.experts.gate_up_proj", f"{EXPERTS}.experts.down_proj"
+ROUTER = f"{EXPERTS}.gate.weight"
 _NORMS = (f"{_BLOCK}input_layernorm.weight", f"{_BLOCK}post_attention_layernorm.weight",
           "model.norm.weight")
 
@@ -39,7 +40,7 @@ class DenseMixtral:
     epsilon: float = 1e-5
     theta: float = 1e4
     rows: int = 2
-    experts: frozenset[str] = frozenset({_GATE_UP, _DOWN})
+    experts: frozenset[str] = frozenset({GATE_UP, DOWN})
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Random ones; feature 0 of all tokens is large, so that the router can follow it."""
@@ -48,8 +49,8 @@ class DenseMixtral:
                   f"{_BLOCK}self_attn.q_proj.weight": (d, d),
                   f"{_BLOCK}self_attn.k_proj.weight": (self.key_heads * head, d),
                   f"{_BLOCK}self_attn.v_proj.weight": (self.key_heads * head, d),
-                  f"{_BLOCK}self_attn.o_proj.weight": (d, d), _ROUTER: (e, d),
-                  _GATE_UP: (e, 2 * self.hidden, d), _DOWN: (e, d, self.hidden),
+                  f"{_BLOCK}self_attn.o_proj.weight": (d, d), ROUTER: (e, d),
+                  GATE_UP: (e, 2 * self.hidden, d), DOWN: (e, d, self.hidden),
                   **dict.fromkeys(_NORMS, (d,)), "lm_head.weight": (self.vocabulary, d)}
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -57,10 +58,10 @@ class DenseMixtral:
         for name in _NORMS:
             w[name] = 1 + 0.2 * w[name]
         w["model.embed_tokens.weight"][:, 0] = 2.0
-        w[_ROUTER] *= 2
-        w[_ROUTER][:, 0] = 0
+        w[ROUTER] *= 2
+        w[ROUTER][:, 0] = 0
         if skewed:
-            w[_ROUTER][: self.top_k, 0] = 6.0
+            w[ROUTER][: self.top_k, 0] = 6.0
         return w
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -78,10 +79,10 @@ class DenseMixtral:
     def _sequence(self, w: Mapping[str, Tensor], ids_T: Tensor) -> Tensor:
         h_TD = w["model.embed_tokens.weight"][ids_T]
         h_TD = h_TD + self._attention(w, self._norm(h_TD, w[_NORMS[0]]))
-        gate_EFD, up_EFD = w[_GATE_UP].chunk(2, dim=1)
+        gate_EFD, up_EFD = w[GATE_UP].chunk(2, dim=1)
         h_TD = h_TD + routed_experts(
             self._norm(h_TD, w[_NORMS[1]]),
-            {"router": w[_ROUTER], "gate": gate_EFD, "up": up_EFD, "down": w[_DOWN]}, self.top_k)
+            {"router": w[ROUTER], "gate": gate_EFD, "up": up_EFD, "down": w[DOWN]}, self.top_k)
         return self._norm(h_TD, w[_NORMS[2]]) @ w["lm_head.weight"].T
 
     def _norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:

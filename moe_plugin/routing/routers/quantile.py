@@ -70,7 +70,8 @@ class QuantileRouter(Router):
         passes_E = self.batch_comm.all_reduce(self.passes_E).double()
         if not self.frozen:
             keep, count = self.config.quantile_ema, passes_E[-1]
-            new_E = keep * self.bias_E - (1 - keep) * passes_E[:-1] / torch.where(count > 0, count, 1)
+            mean_E = passes_E[:-1] / torch.where(count > 0, count, 1)
+            new_E = keep * self.bias_E - (1 - keep) * mean_E
             new_E = torch.where(count > 0, new_E - new_E.mean(), self.bias_E)
             self.bias_E = new_E.to(self.bias_E.dtype)
         self.passes_E = torch.zeros_like(self.passes_E)

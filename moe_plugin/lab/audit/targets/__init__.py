@@ -30,8 +30,9 @@ class Framework:
 _MEGATRON = ("megatron-core", ("megatron.core",), (
     "megatron.core.distributed", "megatron.core.optimizer",
     "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.pipeline_parallel.schedules"))
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 _TRANSFORMERS = ("transformers", ("transformers",), (
-    "transformers.models.mixtral.modeling_mixtral", "transformers.trainer",
+    _MIXTRAL, "transformers.trainer",
     "transformers.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"))
 TARGETS = {
     "plain": Framework("moe_plugin.lab.audit.targets.plain:Plain", "moe-plugin"),
@@ -48,6 +49,12 @@ TARGETS = {
         "moe_plugin.lab.audit.targets.megatron:MegatronPerToken", *_MEGATRON),
     "deepspeed": Framework("moe_plugin.lab.audit.targets.deepspeed:DeepSpeed", "deepspeed",
                            ("deepspeed",), ("deepspeed.moe.layer",)),
+    "deepspeed-autoep": Framework(
+        "moe_plugin.lab.audit.targets.deepspeed:AutoEP", "deepspeed",
+        ("deepspeed", "transformers"), ("deepspeed.moe.layer", _MIXTRAL)),
+    "torchtitan": Framework(
+        "moe_plugin.lab.audit.targets.torchtitan:TorchTitan", "torchtitan",
+        ("torchtitan", "spmd_types", "tyro"), ("torch.distributed.fsdp",)),
 }
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layer under its engine without ZeRO."""
+"""DeepSpeed's MoE layer, and its AutoEP in a Mixtral, under its engine without ZeRO."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.lab.audit.contract import Batch, HeldPart, Parts
+from moe_plugin.lab.audit.mixtral import DOWN, EXPERTS, GATE_UP, MIXTRAL, ROUTER
 from moe_plugin.lab.audit.reference import TINY
 from moe_plugin.lab.audit.targets.plain import TinyNetwork
+from moe_plugin.lab.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
@@ -54,7 +56,7 @@ class GradientsKept(torch.optim.SGD):
 class Engine:
     """An engine whose accumulation and clipping follow each batch, and the norm it clips by."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, **config: Any) -> None:
         import deepspeed
         from deepspeed.runtime import engine
 
@@ -68,7 +70,8 @@ class Engine:
         self.norm = 0.0
         self.engine, *_ = deepspeed.initialize(
             model=network, optimizer=GradientsKept,
-            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
+            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+                    **config})
         self.optimizer: GradientsKept = self.engine.optimizer
 
     def step(self, batch: Batch, losses: Iterator[Tensor]) -> dict[str, float]:
@@ -142,3 +145,41 @@ class DeepSpeed:
         """Mean squared errors."""
         return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
                                         for x, y in batch.micro_batches))
+
+
+class AutoEP:
+    """A Mixtral of `transformers` whose block the engine replaces by experts over ranks."""
+
+    supports = ("accumulation", "clipping", "recompute")
+    model = MIXTRAL
+
+    def build(self, ranks: int, ep: int) -> Parts:
+        """w1, w3 and w2 are gate, up and down of this rank's experts."""
+        import transformers
+        from deepspeed.module_inject.auto_ep_presets import base
+
+        # its recorder of router logits, which nobody asks for here, ends in an error with
+        # transformers 5.24: `get` of that registry takes no default any more
+        base._retarget_transformers_output_recorders_for_modules = lambda **_: 0
+        self.network = transformers.MixtralForCausalLM(mixtral_config()).train()
+        self.engine = Engine(self.network, expert_parallel={
+            "enabled": True, "autoep_size": ep, "preset_model": "mixtral",
+            "use_grouped_mm": False})
+        part = self.engine.optimizer.part
+        layer, count = self.network.get_submodule(EXPERTS), MIXTRAL.num_experts // ep
+        first = dist.get_rank() % ep * count
+        mine = slice(first, first + count)
+        return {
+            **{name: part(weight) for name, weight in self.network.named_parameters()
+               if not name.startswith(EXPERTS)},
+            ROUTER: part(layer.router.gate.weight),
+            GATE_UP: [part(layer.experts.w1, (mine, slice(0, MIXTRAL.hidden))),
+                      part(layer.experts.w3, (mine, slice(MIXTRAL.hidden, None)))],
+            DOWN: part(layer.experts.w2, mine)}
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Mean cross-entropies."""
+        recompute(self.network, batch.recompute)
+        return self.engine.step(batch, (
+            self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss
+            for x, y in batch.micro_batches))

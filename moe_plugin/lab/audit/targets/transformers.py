@@ -25,6 +25,14 @@ def mixtral_config() -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": MIXTRAL.theta})
 
 
+def recompute(network: Any, on: bool) -> None:
+    """Switch its checkpointing of activations."""
+    if on:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        network.gradient_checkpointing_disable()
+
+
 class Transformers:
     """FSDP over all ranks, experts over groups of `ep`; `all_to_all`."""
 
@@ -61,10 +69,7 @@ class Transformers:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """As `Trainer`: losses by `num_items_in_batch`, times the ranks that FSDP averages over."""
-        if batch.recompute:
-            self.network.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.network.gradient_checkpointing_disable()
+        recompute(self.network, batch.recompute)
         self.network.zero_grad()
         total = torch.zeros(())
         for x, y in batch.micro_batches:
