@@ -322,8 +322,8 @@ FAMILY = {
     "topk, random": {"second_expert_policy": "random"},
     "topk, sampling": {"second_expert_policy": "sampling"}, "switch": {}, "gshard": {},
     "cosine": {}, "group_limited": {"groups": 3, "group_top_k": 2}, "sam": {"groups": 3},
-    "sigmoid_bias": {}, "sigmoid_bias, groups": {"groups": 3, "group_top_k": 2}, "ta_moe": {}, "quantile": {},
-    "topology_quota": {}, "topology_quota, sigmoid": {"score": "sigmoid"},
+    "sigmoid_bias": {}, "sigmoid_bias, groups": {"groups": 3, "group_top_k": 2}, "ta_moe": {},
+    "quantile": {}, "topology_quota": {}, "topology_quota, sigmoid": {"score": "sigmoid"},
 }
 
 

@@ -50,8 +50,8 @@ def _rank(*args: Any) -> None:
 
 def _compare(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Tensor,
              want: tuple[float, dict[str, torch.Tensor]]) -> None:
-    shared = mesh.get("tp_size", 1) > 1
-    mine = ids if shared else ids.chunk(dist.get_world_size())[dist.get_rank()]
+    shared, sources = mesh.get("tp_size", 1), mesh.get("fsdp_size", 1)
+    mine = ids.chunk(sources)[dist.get_rank() // shared]
     for name in names:
         ours.use(SETTINGS[name], name)
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -65,7 +65,7 @@ def _compare(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Te
             model.zero_grad()
         loss = model(mine, labels=mine).loss
         loss.backward()
-        if shared:
+        if sources == 1:
             assert abs(float(loss.detach()) - want[0]) <= 1e-6 * want[0]
         for key, parameter in model.named_parameters():
             grad: Any = parameter.grad
@@ -78,12 +78,16 @@ def _compare(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Te
 @pytest.mark.parametrize("kind,mesh,names", [
     ("mixtral", {"tp_size": 2, "ep_size": 2}, ["moe_plugin", "pieces, once", "lent"]),
     ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, ["moe_plugin", "gathered", "tuned"]),
-    ("mixtral", {"fsdp_size": 3, "ep_size": 3}, ["lent"])])
+    ("mixtral", {"fsdp_size": 3, "ep_size": 3}, ["lent"]),
+    ("mixtral", {"fsdp_size": 4, "ep_size": 2}, ["moe_plugin", "gathered"]),
+    ("qwen3_moe", {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}, ["moe_plugin", "pieces, once"]),
+    ("qwen3_moe", {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}, ["moe_plugin"])])
 def test_gradients_are_those_of_one_process(kind: str, mesh: dict[str, int], names: list[str],
                                             tmp_path: Path) -> None:
     tiny(kind).save_pretrained(tmp_path)
-    ids = tokens(tiny(kind), batch=6, length=9)
-    run_gloo(mesh["ep_size"], _rank, tmp_path, mesh, names, ids, reference(tmp_path, ids))
+    ids = tokens(tiny(kind), batch=12, length=5)
+    ranks = mesh.get("tp_size", 1) * mesh.get("fsdp_size", 1)
+    run_gloo(ranks, _rank, tmp_path, mesh, names, ids, reference(tmp_path, ids))
 
 
 def _settings() -> None:
