@@ -99,7 +99,9 @@ def main(words: list[str] | None = None) -> float:
         if checkpoint is None and args.process_index == 0:
             start(options.folder / "start")
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint or options.folder / "start", distributed_config=DistributedConfig(
+        checkpoint or options.folder / "start",
+        experts_implementation="moe_plugin",  # on one rank
+        distributed_config=DistributedConfig(
             fsdp_size=ranks, ep_size=ranks, ep_implementation="moe_plugin"))
     moe_plugin.hosts.transformers.check(model)
     seen = done * BATCH * ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +33,26 @@ def test_a_run_that_is_resumed_ends_where_one_without_a_break_does(tmp_path: Pat
     main = runpy.run_path(str(EXAMPLE))["main"]  # here, so that one process imports all
     for once, half, twice in run_gloo(2, _losses, main, tmp_path):
         assert twice == pytest.approx(once, rel=1e-6) and abs(half - once) > 0.1
+
+
+# timm, which accelerate's command would import, cannot be where torchvision is of another torch
+COMMAND = ("import sys; sys.modules['timm'] = None; "
+           "from accelerate.commands.accelerate_cli import main; main()")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_accelerate_starts_it(tmp_path: Path) -> None:
+    """`accelerate launch` on two ranks: the loss of `torchrun`; on one: it trains."""
+    losses = {}
+    for name, start in {
+            "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+            **{name: ["-c", COMMAND, "launch", *words, "--num_machines", "1", "--mixed_precision",
+                      "no", "--dynamo_backend", "no"]
+               for name, words in (("accelerate", ["--multi_gpu", "--num_processes", "2"]),
+                                   ("one rank", ["--cpu", "--num_processes", "1"]))}}.items():
+        out = subprocess.run([sys.executable, *start, str(EXAMPLE), "--folder",
+                              str(tmp_path / name), "--steps", "10"], check=True, timeout=300,
+                             capture_output=True, text=True).stdout
+        losses[name] = float(out.rsplit("loss ", 1)[1])
+    assert losses["accelerate"] == losses["torchrun"] and losses["one rank"] < 3.6
