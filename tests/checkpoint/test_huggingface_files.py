@@ -140,6 +140,22 @@ def test_fused_experts_are_read(kind: str, tmp_path: Path) -> None:
         assert torch.equal(source.read(key, window), source.read(key)[window])
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """Its checkpoints have a `model_type` of their own, and that model's settings and names."""
+    tiny("deepseek_v3").save_pretrained(tmp_path / "in")
+    want = convert(open_source(tmp_path / "in"), "neutral")
+    file = tmp_path / "in" / "config.json"
+    file.write_text(file.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
+    found = convert(open_source(tmp_path / "in"), "neutral")
+    equal(found, want)
+    assert found.layers == want.layers
+    (tmp_path / "out").mkdir()
+    formats.get("hf")().write(convert(found, "hf"), tmp_path / "out", CheckpointSizes())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = tokens(again)
+    assert torch.equal(logits(again, ids), logits(tiny("deepseek_v3"), ids))
+
+
 def test_the_data_type_can_change(tmp_path: Path) -> None:
     model = tiny("olmoe")
     model.save_pretrained(tmp_path / "in")

@@ -29,11 +29,15 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     A balance loss of the model itself (`output_router_logits`) counts the router's own choices.
 
     Raises:
-        ValueError: besides, at the end of a block's pass, a router that chooses in another way;
-            at the end, a block without a pass.
+        ValueError: besides, of a model that replays others already; at the end of a block's pass,
+            a router that chooses in another way; at the end, a block without a pass.
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
               if of_transformers(part)]
+    for block, _ in blocks:
+        if any(isinstance(hook, _Begin) for hook in block._forward_pre_hooks.values()):
+            raise ValueError(f"a {type(block).__name__} replays other routed experts: must replay "
+                             "one rollout at a time; close the replay_rollouts around this one")
     experts = [first_stack(part).shape[0] for _, part in blocks]
     with ExitStack() as stack:
         passed = set[nn.Module]()
@@ -52,21 +56,29 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
 
 def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
            passed: set[nn.Module]) -> tuple[Any, Any]:
-    modes: list[_TopK] = []  # of passes that have begun
-
-    def begin(*_: Any) -> None:
-        passed.add(block)
-        modes.append(_TopK(ids_TK, experts))
-        modes[-1].__enter__()
+    begin = _Begin(ids_TK, experts, passed)
 
     def end(_: nn.Module, args: Any, output: Any) -> None:
-        mode = modes.pop()
+        mode = begin.modes.pop()
         mode.__exit__(None, None, None)
         if output is not None:  # else an error is on its way
             mode.check(block)
 
     return block.register_forward_pre_hook(begin), block.register_forward_hook(
         end, always_call=True)
+
+
+class _Begin:
+    """Before a pass of a block. modes: of passes that have begun."""
+
+    def __init__(self, ids_TK: Tensor, experts: int, passed: set[nn.Module]) -> None:
+        self.ids_TK, self.experts, self.passed = ids_TK, experts, passed
+        self.modes: list[_TopK] = []
+
+    def __call__(self, block: nn.Module, _: Any) -> None:
+        self.passed.add(block)
+        self.modes.append(_TopK(self.ids_TK, self.experts))
+        self.modes[-1].__enter__()
 
 
 class _TopK(TorchFunctionMode):

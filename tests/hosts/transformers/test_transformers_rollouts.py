@@ -120,6 +120,11 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="had no pass that could replay"), replay_rollouts(
             model, other_choices(5)):
         model.lm_head(torch.zeros(1, 32))
+    with replay_rollouts(model, other_choices(5)):
+        with pytest.raises(ValueError, match="one rollout at a time"), replay_rollouts(
+                model, other_choices(5)):
+            pass
+        model(tokens)
     block = model.model.layers[0].mlp
     block.gate.forward = lambda x: (None, torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="called topk of the scores of its 8 experts 0 times"), (

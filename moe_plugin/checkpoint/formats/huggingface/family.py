@@ -114,12 +114,14 @@ class Family:
 
     Attributes:
         architecture: class of the model with a language-model head.
+        also: other `model_type`s that published checkpoints of it have; it is written as its own.
         block: its MoE layers; None: it is dense.
         decoder: what surrounds them; None: it has no neutral form, because of `alone`.
     """
 
     model_type: str
     architecture: str
+    also: tuple[str, ...] = ()
     block: Block | None = None
     decoder: Decoder | None = None
     alone: str = ""

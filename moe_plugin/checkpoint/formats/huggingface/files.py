@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moe_plugin.checkpoint.formats.base import WriteProgress, write_whole
-from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
+from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -59,10 +59,9 @@ def open_safetensors(path: Path) -> DerivedSource:
             raise CheckpointError(f"{str(path / file)!r} has no tensor {lost[0]!r}, which {INDEX} "
                                   "says is there; get the file again")
     layers: dict[str, dict[str, Any]] = _layers_of({name: one.entry for name, one in found.items()})
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is not None and family.block is not None:
-        kept = family.block.float32
-        layers = {name: {**layer, FLOAT32: kept} for name, layer in layers.items()}
+    block = moe_block_of(config)
+    if block is not None:
+        layers = {name: {**layer, FLOAT32: block.float32} for name, layer in layers.items()}
     return DerivedSource(marked(found.values(), layers), "hf", {"config": config}, layers,
                          {"model_type": config.get("model_type")}, [path / file for file in files])
 

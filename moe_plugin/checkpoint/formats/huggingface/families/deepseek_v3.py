@@ -16,7 +16,8 @@ BLOCK = Block(
     expert_bias=True, scales=True, methods=("noaux_tc",), group_scores=2,
     float32=("gate.",), keys={"experts": "n_routed_experts"})
 FAMILY = Family(
-    model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM", block=BLOCK,
+    model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM",
+    also=("kimi_k2",), block=BLOCK,
     decoder=Decoder(
         dense="first", biases=("none", "all"), latent=True,
         defaults={**LATENT, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 8,
