@@ -203,13 +203,18 @@ def _over_bound(record: LayerRecord) -> float | None:
 
 def _without_loss(record: LayerRecord) -> float | None:
     """`_over_bound` of a layer that has no loss; of another 0."""
-    return _over_bound(record) if record.load and not record.losses else 0.0
+    return _over_bound(record) if _has_no_loss(record) else 0.0
+
+
+def _has_no_loss(record: LayerRecord) -> bool:
+    """Whether that is known: without an entropy the router, and its losses, are not ours."""
+    return bool(record.load) and not record.losses and record.entropy is not None
 
 
 def _with_loss(record: LayerRecord) -> float | None:
     """`_over_bound` of a layer that has a loss; where it has collapsed, which says more, 0."""
     collapsed = (_concentration(record) or 0.0) >= COLLAPSED_WAY
-    return 0.0 if collapsed or record.load and not record.losses else _over_bound(record)
+    return 0.0 if collapsed or _has_no_loss(record) else _over_bound(record)
 
 
 def _peak(records: Sequence[LayerRecord]) -> float:
@@ -321,8 +326,8 @@ LAYER_RULES = (
         "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
         "With experts on several ranks the others wait for it; with a capacity its tokens are "
         "dropped.",
-        "raise the balance loss (--moe-losses), or let other ranks compute its rows: "
-        "--moe-spill least_loaded"),
+        "raise the balance loss (--moe-losses; of transformers' own routers router_aux_loss_coef, with "
+        "output_router_logits), or let other ranks compute its rows: --moe-spill least_loaded"),
     LayerRule(
         "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.config import ObserveConfig
@@ -31,6 +32,7 @@ from moe_plugin.memory.copier import Copier, CopyCounters, OnDevice
 from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.history.json_lines import TRAINING, training_record
 from moe_plugin.observe.history.records import StepRecord
+from moe_plugin.observe.model_layers import listen_to
 from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from moe_plugin.output import LayerStats
 
@@ -147,7 +149,8 @@ class _Collected:
             "dropped": routed - kept,
             "drop_fraction": (routed - kept) / routed if routed else 0.0,
             "unused_experts": load.count(0),
-            "entropy": entropy / tokens if tokens else 0.0,
+            # of a router that is not ours it is not known
+            "entropy": None if math.isnan(entropy) else entropy / tokens if tokens else 0.0,
             "losses": {name: total / max(count, 1) for name, (total, count) in losses},
             "bytes_sent": int(host["bytes_sent"]),
             "rows": int(host["rows"]),
@@ -198,6 +201,17 @@ class StatsRecorder:
         if layer not in self._layers:
             self._layers[layer] = _Collected(stats.load_KE.shape[1])
         self._layers[layer].add(stats)
+
+    def add_model(self, model: nn.Module) -> list[str]:
+        """From now on `add` is called for each training pass of each MoE layer of a model: made by
+        `replace_ffn` or `swap_moe_blocks`, built by hand, or with experts of `transformers`.
+
+        Returns: the layers' names. Of `transformers`' own routers loads alone are known; ranks of
+        its TP group, which hold the same tokens, count them once each.
+        Raises:
+            ValueError: the model has no such layer.
+        """
+        return listen_to(model, self.add)
 
     def mark(self) -> Callable[[], None]:
         """What undoes all later calls of `add`, as often as it is called before a record."""
@@ -328,6 +342,7 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
     logs = {
         f"moe_{key}": sum(row[key] for row in rows) / len(rows)
         for key in ("max_over_mean", "drop_fraction", "entropy")
+        if all(row[key] is not None for row in rows)
     }
     logs["moe_worst_max_over_mean"] = max(row["max_over_mean"] for row in rows)
     logs["moe_unused_experts"] = float(sum(row["unused_experts"] for row in rows))

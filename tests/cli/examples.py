@@ -5,6 +5,7 @@ The first word of a fence is the block's language, a second one its mark:
 | fence | in the tests |
 |---|---|
 | `python` | runs as printed |
+| `diff` | of Python: runs without its changes, and with them |
 | `yaml` | is read as settings |
 | `bash` | every command runs, at small sizes, in one folder per page |
 | `bash check` | cannot run here (network, cluster, hours): the real parsers check every word |
@@ -28,7 +29,7 @@ import pytest
 from tests.cli import megatron_flags
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCES = ("python", "yaml", "bash", "bash check", "text")
+FENCES = ("python", "diff", "yaml", "bash", "bash check", "text")
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # appended to the printed flags, so that they win
 FAIRSEQ_SMALL = (

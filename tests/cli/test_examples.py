@@ -54,6 +54,18 @@ def test_python_runs(block: Block) -> None:
     assert done.results[0]
 
 
+@pytest.mark.parametrize("mark", ["-", "+"], ids=["before", "after"])
+@pytest.mark.parametrize("block", blocks_of("diff"), ids=lambda block: block.name)
+def test_both_sides_of_a_change_run(block: Block, mark: str, tmp_path: Path) -> None:
+    if "transformers" in block.text:
+        pytest.importorskip("transformers")
+    kept = [line[1:] for line in block.text.splitlines() if line[:1] in ("", " ", mark)]
+    done = _server.run(1, printed, "\n".join(kept), cwd=tmp_path)
+    assert done.code == 0, done.log
+    assert float(done.results[0]) > 0
+    assert (tmp_path / "runs" / "mine" / "stats.jsonl").is_file() == (mark == "+")
+
+
 @pytest.mark.parametrize("block", blocks_of("yaml"), ids=lambda block: block.name)
 def test_yaml_is_read_as_settings(block: Block, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(block.text, encoding="utf-8")

@@ -111,12 +111,17 @@ def examples(tmp_path: Path) -> Path:
 
 def test_examples_run_with_the_wheel_alone(installed: Path, examples: Path) -> None:
     names = ["replace_ffn.py", "own_router.py", *(
-        ["hugging_face.py"] if importlib.util.find_spec("transformers") else [])]
+        ["hugging_face.py", "transformers_experts.py"] if importlib.util.find_spec("transformers")
+        else [])]
     code = ("import moe_plugin, runpy; print(moe_plugin.__file__); "
             f"[runpy.run_path(name, run_name='__main__') for name in {names}]")
     printed = run([str(installed), "-c", code], examples)
     assert printed.startswith(str(installed.parents[1]))
     assert all(f"{Path(name).stem}: " in printed for name in names), printed
+    for folder in sorted((examples / "runs").iterdir()):
+        run([str(installed.with_name("moe-plugin")), "report", str(folder)], examples)
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        assert all(f'id="{curve}"' in page for curve in ("loss", "max-mean")), folder
 
 
 @pytest.mark.distributed

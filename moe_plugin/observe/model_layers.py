@@ -1,0 +1,74 @@
+"""Statistics of every MoE layer of a model, taken from its training passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.experts.matrices import of_transformers
+from moe_plugin.layer import MoELayer
+from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.routing.replay import inside_backward
+
+Take = Callable[[str, LayerStats], None]
+
+
+def listen_to(model: nn.Module, take: Take) -> list[str]:
+    """From now on `take` gets the name and the statistics of each training pass of each MoE layer.
+
+    Layers: our own, wherever they are in the model, under the name of the block that holds one
+    alone; and the modules of experts of `transformers`, whoever computes them, of which the choices
+    are known, and neither the router's distribution (`entropy` is NaN) nor its losses. A pass that
+    is recomputed counts once.
+
+    Returns: their names.
+    Raises:
+        ValueError: the model has none.
+    """
+    found = dict(_layers(model))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE layer whose statistics could be "
+                         "taken: must have a MoELayer, or experts of transformers; call "
+                         "replace_ffn(model) or swap_moe_blocks(model) first")
+    for name, module in found.items():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(partial(_of_layer, take, name))
+        else:
+            experts = module.down_proj.shape[0]  # of all ranks: a DTensor's
+            module.register_forward_hook(partial(_of_experts, take, name, experts),
+                                         with_kwargs=True)
+    return list(found)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            yield name.removesuffix(".moe") or type(module).__name__, module
+        elif of_transformers(module):
+            yield name.removesuffix(".experts"), module
+
+
+def _of_layer(take: Take, name: str, layer: nn.Module, _: Any, out: MoEOutput) -> None:
+    if layer.training and out.stats is not None and not inside_backward():
+        take(name, out.stats)
+
+
+def _of_experts(take: Take, name: str, experts: int, module: nn.Module, args: tuple[Any, ...],
+                kwargs: dict[str, Any], _: Any) -> None:
+    if module.training and not inside_backward():
+        take(name, _stats(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1], experts))
+
+
+def _stats(ids_TK: Tensor, experts: int) -> LayerStats:
+    """Of a call of `transformers`' experts. ids_TK: int [T, K]; others than 0..E-1: no expert."""
+    ids_KT = ids_TK.detach().t()
+    here_KT = (ids_KT >= 0) & (ids_KT < experts)
+    load_KE = torch.zeros(len(ids_KT), experts, dtype=torch.long, device=ids_TK.device)
+    load_KE.scatter_add_(1, ids_KT.clamp(0, experts - 1).long(), here_KT.long())
+    unknown = torch.full((), torch.nan, device=ids_TK.device)
+    tokens = torch.full((), ids_TK.shape[0], device=ids_TK.device)
+    return LayerStats(load_KE, load_KE, unknown, tokens, {})
