@@ -43,6 +43,13 @@ def cut(text: str, limit: int = LIMIT) -> str:
     return text[: limit - len(note)] + note
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal: columns as wide as they need to be, two spaces between them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                               ).rstrip() for row in rows)
+
+
 def alike(name: str, known: Iterable[str]) -> list[str]:
     """Known names that a wrong one was perhaps meant to be: of similar letters, or longer."""
     known = list(known)

@@ -9,8 +9,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +107,7 @@ def reshard(args: argparse.Namespace) -> int:
 
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
+    from moe_plugin.observe import progress
     from moe_plugin.planner.order_files import load_orders
     from moe_plugin.planner.units import show_size, show_time
 
@@ -120,9 +120,9 @@ def reshard(args: argparse.Namespace) -> int:
         to = args.to or source.format
         reads = sum(path.stat().st_size for path in source.files())
         writes = formats.get(to)().nbytes(source, layout)
-        with _bar(reads + writes) as advance:
+        with progress(reads + writes, "reshard", unit="B") as bar:
             conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
-                                    advance, orders, pattern)
+                                    bar.update, orders, pattern)
             written = conversion.run()
         origin = source.format
     if not written:
@@ -145,25 +145,6 @@ def peak_bytes() -> int:
     except (OSError, IndexError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of rich on a terminal, where it is installed."""
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        yield lambda _: None
-        return
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
-               progress.TimeRemainingColumn())
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("reshard", total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def upcycle_options(p: argparse.ArgumentParser) -> None:

@@ -49,6 +49,8 @@ COMMANDS = {
     "bench": Command("measure: each study with its name, `--quick` to try it out", parts={
         study.name: Command(study.about, study=study) for study in STUDIES.values()}),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "clusters"),
+    "configs": Command("list the files of settings, models, clusters, devices that are installed, "
+                       "or print one", "configs"),
     "simulate": Command("predict times on clusters that you do not have", parts={
         "all-to-all": Command("time of each all-to-all algorithm by ranks and size",
                               "clusters"),
@@ -78,7 +80,8 @@ COMMANDS = {
 # as `--help` shows them
 GROUPS = {
     "runs": ("report", "watch", "doctor", "audit"),
-    "planning": ("recommend", "plan", "schedule", "simulate", "calibrate", "profile-device"),
+    "planning": ("configs", "recommend", "plan", "schedule", "simulate", "calibrate",
+                 "profile-device"),
     "checkpoints": ("inspect", "reshard", "upcycle", "check-hf"),
     "laboratory": ("bench", "emulate", "fault", "corpus"),
 }
@@ -153,7 +156,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
     parser.add_argument("--verbose", action="store_true",
                         help="log more; show the traceback of an error")
-    _add_commands(parser, COMMANDS, _words(argv), shown=False)
+    line = os.environ.get("COMP_LINE") if "_ARGCOMPLETE" in os.environ else None
+    _add_commands(parser, COMMANDS, _words(argv if line is None else line.split()[1:]), shown=False)
+    if line is not None:  # a shell asks what may follow: docs/command.md
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     return parser.parse_args(argv)
 
 

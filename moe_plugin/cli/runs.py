@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_plugin.observe.history import RunRecord
 
 
 def corpus_options(p: argparse.ArgumentParser) -> None:
@@ -63,12 +69,19 @@ def watch_options(p: argparse.ArgumentParser) -> None:
                      "affected.")
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     p.add_argument("--once", action="store_true", help="show the present state and exit")
+    p.add_argument("--json", action="store_true",
+                   help="print the present state as one JSON object and exit")
     p.add_argument("--interval", type=float, default=2.0, metavar="S",
                    help="seconds between two looks at the files (default: %(default)s)")
 
 
 def watch(args: argparse.Namespace) -> int:
     """Show the run."""
+    if args.json:
+        from moe_plugin.observe.history import read_run
+
+        print(json.dumps(_state(read_run(args.run_dir)), indent=1))
+        return 0
     try:
         from moe_plugin.observe.watch import Watch
     except ModuleNotFoundError as error:
@@ -82,3 +95,15 @@ def watch(args: argparse.Namespace) -> int:
     else:
         watch.follow()
     return 0
+
+
+def _state(run: RunRecord) -> dict[str, Any]:
+    """A run as it is now, ready for JSON: the last records, and what the rules find."""
+    from moe_plugin.observe.findings import findings
+
+    return {
+        "name": run.name, "host": run.host, "step": run.last_step, "steps": run.total_steps,
+        "seconds": run.seconds, "remaining_s": run.remaining_s, "finished": run.finished,
+        "training": asdict(run.steps[-1]) if run.steps else None,
+        "layers": {name: asdict(record) for name, record in run.last_records.items()},
+        "findings": [asdict(found) for found in findings(run)], "notes": run.notes}

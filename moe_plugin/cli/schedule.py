@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_output, write_regular
+
+PRINTED = Path("-")  # `--json` without a file
 
 
 def schedule_options(p: argparse.ArgumentParser) -> None:
@@ -38,8 +41,8 @@ def schedule_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--chunks", type=int, default=64, metavar="N",
                    help="chunks of each tree's data in the simulation, fewer where it would take "
                         "long (default: %(default)s)")
-    p.add_argument("--json", type=Path, default=None, metavar="FILE",
-                   help="write the schedule, with exact fractions")
+    p.add_argument("--json", type=Path, nargs="?", const=PRINTED, default=None, metavar="FILE",
+                   help="the schedule, with exact fractions, into FILE, or printed instead of text")
     p.add_argument("--msccl", type=Path, default=None, metavar="FILE",
                    help="write the schedule for the MSCCL runtime (NCCL's fork, RCCL), as XML")
     p.add_argument("--svg", type=Path, default=None, metavar="FILE",
@@ -58,8 +61,9 @@ def schedule(args: argparse.Namespace) -> int:
     from moe_plugin.planner.forest.source import find_network
     from moe_plugin.planner.units import parse_size
 
+    printed = args.json == PRINTED
     for path in (args.json, args.msccl, args.svg, args.html):
-        if path:
+        if path and path != PRINTED:
             check_output(path)
     size = parse_size(args.size)
     if size < 1 or args.chunks < 1:
@@ -74,9 +78,11 @@ def schedule(args: argparse.Namespace) -> int:
         (args.json, found.to_json), (args.msccl, lambda: to_msccl(program_of(found))),
         (args.svg, lambda: drawing(found))) if path]
     report = Report(found, size, compare(found, size, args.chunks), planned_s, note)
-    print(text(report))
+    print(found.to_json() if printed else text(report))
     if args.html:
         made.append((args.html, page(report)))
     for path, content in made:
-        print(f"wrote {write_regular(path, content)}")
+        if path != PRINTED:
+            print(f"wrote {write_regular(path, content)}",
+                  file=sys.stderr if printed else sys.stdout)
     return 0

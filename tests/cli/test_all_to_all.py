@@ -35,7 +35,7 @@ def test_simulate_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["simulate", "all-to-all", "--cluster", CLUSTER, "--plot",
                  str(tmp_path / "a.png")]) == 0
     out = capsys.readouterr().out
-    assert out.count("per rank, predicted time:") == 4 and "| 4096 " in out
+    assert out.count(" by each rank, predicted time:") == 4 and "| 4,096 ranks " in out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -37,7 +37,8 @@ WRONG = {
                "report RUN --output /dev/null", "report RUN --output NONE/report.html",
                "report RUN --output ''", "report BAD", f"report RUN --output {'x' * 300}"],
     "watch": ["watch NONE", "watch FILE", "watch EMPTY --once", "watch RUN --interval 0",
-              "watch RUN --interval nan", "watch BAD --once"],
+              "watch RUN --interval nan", "watch BAD --once", "watch NONE --json",
+              "watch BAD --json"],
     "bench layer": ["bench layer --tokens 0", "bench layer --tokens 1000000000000",
                     "bench layer --experts 1000000000000", "bench layer --threads 0",
                     f"bench layer --model-dim {HUGE}", "bench layer --hidden-dim 1000000000000",
@@ -71,6 +72,8 @@ WRONG = {
     "calibrate": ["calibrate --out DIR", "calibrate --out PIPE", "calibrate --out NONE/x.yaml",
                   "calibrate --emulate 2x2 --out x.yaml --repeats 0", "calibrate --out LINK",
                   "calibrate --emulate 1000000x1 --out x.yaml", "calibrate --emulate x --out x"],
+    "configs": ["configs NONE", "configs configs/moe/nothing.yaml", "configs ../README.md",
+                "configs moe switch", f"configs {HUGE}", "configs PIPE"],
     "simulate all-to-all": ["simulate all-to-all", "simulate all-to-all --cluster NONE",
                             "simulate all-to-all --cluster DIR", "simulate all-to-all --cluster "
                             "PIPE", "simulate all-to-all --cluster BAD/steps.jsonl",
@@ -105,8 +108,8 @@ WRONG = {
         f"ring:{HUGE}", "ring:4@0", "ring:4@-1", "dgx-a100:99999999", "torus:4x")), *(
         f"schedule --topology ring:4 {rest}" for rest in (
             "--trees 0", f"--trees {HUGE}", "--size 0", "--size lots", "--chunks 0", "--nodes 2",
-            "--collective broadcast", "--overlap", "--json DIR", "--json PIPE", "--msccl LINK",
-            "--svg DIR", "--html NONE/page.html"))],
+            "--collective broadcast", "--overlap", "--json DIR", "--json --chunks 0",
+            "--json PIPE", "--msccl LINK", "--svg DIR", "--html NONE/page.html"))],
     "profile-device": ["profile-device --device nowhere", "profile-device --device meta",
                        "profile-device --device cuda:77", "profile-device --model-dim 0",
                        "profile-device --model-dim 1000000000000", "profile-device --out DIR",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import torch
 
 from moe_plugin import __version__
 from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
+from moe_plugin.messages import aligned
 
 
 def first() -> dict[str, Any]:
@@ -114,9 +116,7 @@ def _everything(report: dict[str, Any]) -> list[str]:
 
 def _table(title: str, rows: list[dict[str, Any]], *keys: str) -> str:
     cells = [[row.get(key) or ("-" if key == "version" else "") for key in keys] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
+    return "\n".join([title, textwrap.indent(aligned(cells), "  ")])
 
 
 def _kind(kind: str, rows: list[dict[str, Any]]) -> str:

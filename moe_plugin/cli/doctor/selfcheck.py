@@ -14,6 +14,7 @@ from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch import dispatchers
+from moe_plugin.observe import tracked
 
 TOKENS, WIDTH, EXPERTS, RANKS = 24, 16, 4, 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -25,15 +26,15 @@ def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
 
     Each has the largest relative errors of outputs and gradients, and whether they are small.
     """
-    rows = []
+    cases = []
     for device in kinds:
         on_cpu = device.type == "cpu"
         for dtype in (torch.float32,) if on_cpu else (torch.float32, torch.bfloat16):
             for entry in dispatchers:
                 if entry.why_not() is None:
-                    rows += [_row(device, dtype, entry.name, ranks)
-                             for ranks in ((1, RANKS) if on_cpu else (1,))]
-    return rows
+                    cases += [(device, dtype, entry.name, ranks)
+                              for ranks in ((1, RANKS) if on_cpu else (1,))]
+    return [_row(*case) for case in tracked(cases, "self check", "check")]
 
 
 def _row(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def parts(rows: Sequence[ExchangeRow]) -> list[str]:
         found += [
             f"{grid[0]} nodes of {grid[1]} ranks, median time of one exchange:",
             columns(by_size.values(), {
-                "bytes per rank": lambda cells: show_size(next(iter(cells.values())).bytes),
+                "sent": lambda cells: _sent(next(iter(cells.values())).bytes),
                 "wire floor": lambda cells: _time(next(iter(cells.values())).floor_ms),
                 **{TITLES.get(name, name): lambda cells, name=name: (
                     _time(cells[name].median_ms) if name in cells else "") for name in names},
@@ -42,6 +42,10 @@ def parts(rows: Sequence[ExchangeRow]) -> list[str]:
                 f"own CPU: {' / '.join(own)}": lambda cells, own=own: " / ".join(
                     _time(cells[name].cpu_ms) for name in own)})]
     return found
+
+
+def _sent(size: int) -> str:
+    return f"{show_size(size)} by each rank"
 
 
 def _time(value: float | None) -> str:
@@ -82,12 +86,12 @@ def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
         for row in rows:
             if row["bytes"] == size:
                 by_ranks.setdefault(row["ranks"], {})[row["algorithm"]] = row["ms"]
-        found += [f"{show_size(size)} per rank, predicted time:", columns(by_ranks.items(), {
-            "ranks": "{0[0]}",
+        found += [f"{_sent(size)}, predicted time:", columns(by_ranks.items(), {
+            "ranks": "{0[0]:,} ranks",
             **{name: lambda item, name=name: show_time(item[1][name] / 1e3)
                for name in next(iter(by_ranks.values()))},
             "linear / 2dh": lambda item: (
-                f"{item[1]['linear'] / item[1]['2dh'] if item[1]['2dh'] else 1:.2f}"),
+                f"{item[1]['linear'] / item[1]['2dh'] if item[1]['2dh'] else 1:.2f}x"),
             "best": lambda item: min(item[1], key=item[1].get)})]
     return found
 

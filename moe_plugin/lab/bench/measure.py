@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_plugin.lab.bench.memory_limit import reset_peak, status_bytes
 from moe_plugin.machine import device_name
+from moe_plugin.observe import tracked
 
 MIB = 1 << 20
 HELD_UP = 40_000_000  # cycles of a GPU, about 20 ms
@@ -58,7 +59,7 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
     ]
     every = [4 if mine > slow * first[0] else 1 for mine in first]
     seconds: list[list[float]] = [[] for _ in candidates]
-    for number in range(rounds):
+    for number in tracked(range(rounds), "measure", "round"):
         for mine, candidate, stride in zip(seconds, candidates, every, strict=True):
             if number % stride == 0:
                 mine.append(clock(candidate))

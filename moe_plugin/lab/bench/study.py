@@ -29,6 +29,7 @@ from typing import Any
 import moe_plugin
 from moe_plugin.lab.bench.report import NOT_PROSE, document
 from moe_plugin.messages import short
+from moe_plugin.observe import tracked
 from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # of a checkout
@@ -155,7 +156,7 @@ class Study:
         found = self._earlier(folder) if merge and path is not None and path.exists() else None
         left = [part for part in args.parts if not (args.resume and found and part in found)
                 ] if self.parts else [None]
-        for part in left:
+        for part in tracked(left, f"bench {self.name}", "part"):
             one = args if part is None else argparse.Namespace(**{**vars(args), "parts": [part]})
             new = self.measure(one)
             if new is None:  # a rank that is not the first

@@ -7,6 +7,8 @@ from fractions import Fraction
 
 from moe_plugin.lab.planning.forest.baselines import baselines
 from moe_plugin.lab.planning.forest.simulate import Program, Simulated, program_of, run
+from moe_plugin.messages import aligned
+from moe_plugin.observe import tracked
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import Schedule
 from moe_plugin.planner.units import show_size, show_time
@@ -55,7 +57,8 @@ def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
     programs = [program_of(schedule)]
     if len(schedule.network.ranks) <= MOST_RANKS:
         programs += baselines(schedule.network, schedule.collective)
-    return tuple(_compared(program, size, chunks) for program in programs)
+    return tuple(_compared(program, size, chunks)
+                 for program in tracked(programs, "simulate", "schedule"))
 
 
 def _compared(program: Program, size: int, chunks: int) -> Compared:
@@ -150,14 +153,14 @@ def network_words(network: Network) -> str:
             f"{len(network.wires)} wires")
 
 
-COLUMNS = ("simulated", "limit", "GB/s", "slower by", "chunks")
+COLUMNS = ("simulated", "limit", "rate", "slower by", "chunks")
 
 
 def comparison(report: Report) -> list[tuple[str, ...]]:
     """Each way's name, and what `COLUMNS` say of it."""
     return [(way.name, show_time(way.run.seconds), show_time(way.limit_s),
-             f"{report.size / way.run.seconds / 1e9:.5g}",
-             f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", str(way.run.chunks))
+             f"{report.size / way.run.seconds / 1e9:.5g} GB/s",
+             f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", f"{way.run.chunks:,}")
             for way in report.ways]
 
 
@@ -178,8 +181,7 @@ def text(report: Report) -> str:
         f"{show_size(size)}: at least {show_time(schedule.bound_s(size))}; these trees "
         f"{show_time(schedule.seconds(size))}, simulated with {ours.run.chunks} chunks each "
         f"{show_time(ours.run.seconds)}",
-        "", *("{:<28}{:>12}{:>13}{:>10}{:>11}{:>8}".format(*row)
-              for row in [("", *COLUMNS), *comparison(report)])
+        "", aligned([("", *COLUMNS), *comparison(report)])
     ]
     if len(report.ways) == 1:
         lines.append(f"(other algorithms are compared up to {MOST_RANKS} ranks)")
