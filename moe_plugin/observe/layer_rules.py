@@ -327,7 +327,8 @@ LAYER_RULES = (
         "With experts on several ranks the others wait for it; with a capacity its tokens are "
         "dropped.",
         "raise the balance loss (--moe-losses; of transformers' own routers router_aux_loss_coef, "
-        "with output_router_logits), or let other ranks compute its rows: --moe-spill least_loaded"),
+        "with output_router_logits), or let other ranks compute its rows: "
+        "--moe-spill least_loaded"),
     LayerRule(
         "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "

@@ -120,6 +120,10 @@ class Shell:
             if wanted.name == "fairseq" or "==" in word:
                 assert word in (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
 
+    def shell(self, words: list[str]) -> None:
+        """`git clone`, `cd` and `source` of the environment: the first lines, checked by eye."""
+        assert not self.runs, words
+
     def script(self, words: list[str]) -> None:
         """`bash` or `sbatch` with a script of the repository: the commands that it starts."""
         path = ROOT / words[0]
@@ -284,6 +288,7 @@ def started_by(script: Path, words: list[str], folder: Path) -> list[list[str]]:
 
 PROGRAMS: dict[str, Callable[[Shell, list[str]], None]] = {
     "pip": Shell.pip,
+    **dict.fromkeys(("git", "cd", "source"), Shell.shell),
     "bash": Shell.script,
     "sbatch": Shell.script,
     "python": Shell.python,

@@ -317,6 +317,6 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
                if row[1] in ("", "as it is")}
     assert f"{weights['streamed'] / weights['resident']:.2f} of" in measured("third of the weights")
     auto = [row[1] for row in table_of("adaptive") if row[0] == "auto, exploring included"]
-    assert f"{float(auto[3]):.0f} ms" in measured("parallel: auto")
+    assert f"{float(auto[3]):.0f} ms" in measured("chosen while training")
     plan = max(float(row[7]) for row in table_of("plan") if row[0] in ("4x1", "2x2"))
     assert f"within {100 * (plan - 1):.0f} % in all 18 cells" in measured("planner")

@@ -48,13 +48,18 @@ def words_of(clone: Path, command: list[str]) -> list[str]:
     return (clone / "words").read_text().splitlines()
 
 
-def test_readme_begins_with_the_quick_start_and_the_tests() -> None:
-    assert commands(blocks(ROOT / "README.md")[0].text) == [["bash", "scripts/quickstart.sh"],
-                                                            ["bash", "scripts/test.sh"]]
+def two_commands(home: Path) -> list[list[str]]:
+    """Of README: the second of its blocks."""
+    return commands(blocks(home / "README.md")[1].text)
+
+
+def test_readme_begins_with_the_set_up_the_quick_start_and_the_tests() -> None:
+    assert commands(blocks(ROOT / "README.md")[0].text)[2] == ["bash", "scripts/setup.sh"]
+    assert two_commands(ROOT) == [["bash", "scripts/quickstart.sh"], ["bash", "scripts/test.sh"]]
 
 
 def test_the_quick_start(clone: Path) -> None:
-    quickstart, _ = commands(blocks(clone / "README.md")[0].text)
+    quickstart, _ = two_commands(clone)
     [program, *words] = words_of(clone, quickstart)
     assert Path(program) == clone / "scripts" / "quickstart.py"
     code = (f"import runpy; made = runpy.run_path({program!r}); args = made['parse']({words});"
@@ -71,7 +76,7 @@ def test_the_quick_start(clone: Path) -> None:
 
 def test_the_tests(clone: Path) -> None:
     """The fast ones first, then all others once."""
-    _, test = commands(blocks(clone / "README.md")[0].text)
+    _, test = two_commands(clone)
     assert words_of(clone, [*test, "--fast"])[-1] == "--fast"
     words = words_of(clone, test)
     assert words[:2] == ["-m", "pytest"] and words[-2:] == ["-m", "not fast and not slow"]

@@ -10,6 +10,7 @@ STUDIES = {study.name: study for study in (
           module="layers.OneLayer"),
     Study("kernels", "each operation of one problem, its reference and its bound",
           module="layers.OneProblemsOperations"),
+    Study("first-curve", "from `git clone` to a report, by each of README's ways in", _HOSTS),
     Study("host", "what a layer costs the host: processor time and operations of a call"),
     Study("train", "whole training steps of our layer and the framework's own"),
     Study("transformers", "training steps of models of transformers, and of its own experts",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.lab.bench.options import add_links, links_of
+from moe_plugin.lab.bench.train import curves
 from moe_plugin.lab.bench.train import run as runs
 from moe_plugin.lab.bench.train.results import (  # noqa: F401
     MADE_BY,
@@ -31,6 +32,7 @@ from moe_plugin.planner.units import parse_grid
 
 log = logging.getLogger(__name__)
 TITLE = "Whole training steps"
+PLOTS = {curves.FILE: curves.draw}
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
