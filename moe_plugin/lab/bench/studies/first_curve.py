@@ -28,10 +28,11 @@ _BLOCK = re.compile(r"^```bash[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def ways(readme: str) -> dict[str, str]:
-    """The commands of each way in, by its heading."""
+    """The commands of each way in, by its heading, behind those that stand before all of them."""
     part = readme.split("\n## Four ways in\n")[1].split("\n## ")[0]
-    sections = (section.partition("\n") for section in part.split("\n### ")[1:])
-    return {name: "".join(_BLOCK.findall(text)) for name, _, text in sections}
+    first, *sections = part.split("\n### ")
+    return {name: "".join(_BLOCK.findall(first + text))
+            for name, _, text in (section.partition("\n") for section in sections)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _timed(command: list[str], home: Path, variables: dict[str, str]) -> tuple[f
     """(seconds, what it printed)."""
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=home, env={**os.environ, **variables}, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                          capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{short(command)} ended with status {done.returncode}: "
                          f"{done.stderr[-2000:]}{done.stdout[-1000:]}")
