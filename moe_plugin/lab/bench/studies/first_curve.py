@@ -60,8 +60,9 @@ def _way(commands: str, home: Path, venv: Path) -> dict[str, Any]:
 
 def _timed(command: list[str], home: Path, variables: dict[str, str]) -> tuple[float, str]:
     """(seconds, what it printed)."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     begin = time.perf_counter()
-    done = subprocess.run(command, cwd=home, env={**os.environ, **variables}, check=False,
+    done = subprocess.run(command, cwd=home, env={**kept, **variables}, check=False,
                           capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{short(command)} ended with status {done.returncode}: "
