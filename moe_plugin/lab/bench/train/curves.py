@@ -13,7 +13,7 @@ from moe_plugin.lab.bench.train.results import HOSTS, TrainReport, by_place, rep
 from moe_plugin.lab.bench.train.steps import SideTimes
 
 FILE = "train_curves.png"
-SHAPE = "fine"  # many small experts
+SHAPE = "few"  # eight experts, two for a token
 NATIVE = {"megatron": "Megatron-core's own layer",
           "fairseq": "the layer of fairseq's moe branch, as rewritten here"}
 

@@ -167,8 +167,7 @@ def main_parts(reports: Sequence[TrainReport]) -> Iterator[str]:
     yield _setup(reports)
     yield ABOUT
     yield TERMS
-    yield ("![Loss over the seconds of the timed steps, with our layer and with the host's own, on "
-           "one machine](train_curves.png)")
+    yield "![Loss over seconds of the timed steps, ours and native, one machine](train_curves.png)"
     for (host, place), mine in by_place(reports).items():
         loads = [value for r in mine for value in r.load]
         yield f"## {HOSTS[host]}, {place}"
