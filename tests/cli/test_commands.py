@@ -1,13 +1,10 @@
-"""What commands have in common: JSON, a shell's completion; and `moe-plugin configs`."""
+"""What commands have in common: JSON, bars; and `moe-plugin configs`."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,19 +100,3 @@ def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("RANK", "1")
     assert list(tracked([3], "measure", "round")) == [3] and sys.stderr.getvalue() == ""
-
-
-COMPLETED = [("moe-plugin resh", ["reshard"]), ("moe-plugin simulate a", ["all-to-all"]),
-             ("moe-plugin bench kernels --top", ["--top-k"])]
-
-
-@pytest.mark.skipif(not find_spec("argcomplete"), reason="needs argcomplete")
-def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
-    for number, (line, wanted) in enumerate(COMPLETED):
-        answer = tmp_path / str(number)
-        variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "COMP_LINE": line,
-                     "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-        done = subprocess.run([sys.executable, "-m", "moe_plugin.cli.main"], check=False,
-                              capture_output=True, text=True, env={**os.environ, **variables})
-        assert done.returncode == 0, done.stderr
-        assert answer.read_text().split() == wanted, line

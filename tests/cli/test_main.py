@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,19 @@ for argv, wanted in ((sys.argv[1:], False), (None, True)):
     assert gc.isenabled() and (gc.get_freeze_count() > 0) == wanted
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+COMPLETED = [("moe-plugin resh", ["reshard"]), ("moe-plugin simulate a", ["all-to-all"]),
+             ("moe-plugin bench kernels --top", ["--top-k"])]
+
+
+@pytest.mark.skipif(not find_spec("argcomplete"), reason="needs argcomplete")
+def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    for number, (line, wanted) in enumerate(COMPLETED):
+        answer = tmp_path / str(number)
+        variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "COMP_LINE": line,
+                     "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+        done = subprocess.run([sys.executable, "-m", "moe_plugin.cli.main"], check=False,
+                              capture_output=True, text=True, env={**os.environ, **variables})
+        assert done.returncode == 0, done.stderr
+        assert answer.read_text().split() == wanted, line

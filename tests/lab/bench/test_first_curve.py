@@ -12,6 +12,7 @@ from moe_plugin.lab.bench.study import read_numbers
 from moe_plugin.lab.bench.train.curves import SHAPE, curve, draw
 from moe_plugin.lab.bench.train.results import reports
 from moe_plugin.lab.bench.train.sides import OURS
+from moe_plugin.planner.units import show_time
 
 pytestmark = pytest.mark.fast
 
@@ -33,6 +34,14 @@ def test_each_way_in_is_short() -> None:
     for section in part.split("\n### ")[1:]:
         code = [line for block in section.split("```")[1::2] for line in block.splitlines()[1:]]
         assert 0 < len(code) <= 8, section.splitlines()[0]
+
+
+def test_readme_has_the_measured_times() -> None:
+    found = read_numbers(NUMBERS.with_name("first_curve.json"))
+    shown = [show_time(one["seconds"]) for one in found["ways"]]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{', '.join(shown[:-1])} and {shown[-1]} after setting up" in text
+    assert all(one["seconds"] < 60 for one in found["ways"][:2])
 
 
 def test_set_up_is_counted_apart() -> None:

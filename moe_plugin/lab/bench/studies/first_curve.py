@@ -72,16 +72,17 @@ def _timed(command: list[str], home: Path, variables: dict[str, str]) -> tuple[f
 
 def body(found: dict[str, Any]) -> Iterator[str]:
     setup, about = found["setup"], found["versions"]
-    yield (f"The commands of [README](../../README.md#four-ways-in), as they are printed, in a "
-           f"fresh clone: the seconds until the report is there, imports and training data "
-           f"included. {', '.join(f'{name} {value}' for name, value in about.items())}.")
+    yield ("The commands of [README](../../README.md#four-ways-in), as they are printed, in a "
+           "fresh clone: the time until the report is there, imports and training data included; "
+           "transformers' is that of two runs and their comparison. "
+           f"{', '.join(f'{name} {value}' for name, value in about.items())}.")
     yield columns(found["ways"], {
         "way": "{way}", "after setting up": lambda one: show_time(one["seconds"]),
         "with clone and set-up": lambda one: show_time(
             one["seconds"] + found["clone_s"] + setup["seconds"]) if setup else ""})
     if setup:
         yield (f"Cloning a repository on this machine takes {show_time(found['clone_s'])}. "
-               f"`scripts/setup.sh` takes {show_time(setup['seconds'])}, nearly all of it pip: "
-               "downloads from a mirror nearby, and fairseq's build.")
+               f"`scripts/setup.sh` takes {show_time(setup['seconds'])}, nearly all of it "
+               "pip: downloads from a mirror nearby or its cache, and fairseq's build.")
         yield columns(setup["steps"], {"step of setup": "{0[0]}",
                                        "seconds": lambda step: f"{step[1]} s"})

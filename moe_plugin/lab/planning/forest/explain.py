@@ -8,7 +8,7 @@ from fractions import Fraction
 from moe_plugin.lab.planning.forest.baselines import baselines
 from moe_plugin.lab.planning.forest.simulate import Program, Simulated, program_of, run
 from moe_plugin.messages import aligned
-from moe_plugin.observe import tracked
+from moe_plugin.observe.progress import tracked
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import Schedule
 from moe_plugin.planner.units import show_size, show_time
