@@ -150,7 +150,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = Parser(
         prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Mixture-of-Experts layers for fairseq, Megatron-core and plain PyTorch.",
+        description="Mixture-of-Experts layers for plain PyTorch, transformers, fairseq and "
+                    "Megatron-core.",
         usage="%(prog)s [-h] [--version] [--verbose] command ...",
         epilog="\n".join(_grouped()))
     parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")

@@ -326,9 +326,8 @@ LAYER_RULES = (
         "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
         "With experts on several ranks the others wait for it; with a capacity its tokens are "
         "dropped.",
-        "raise the balance loss (--moe-losses; of transformers' own routers router_aux_loss_coef, "
-        "with output_router_logits), or let other ranks compute its rows: "
-        "--moe-spill least_loaded"),
+        "raise the balance loss (--moe-losses; transformers: router_aux_loss_coef), or let other "
+        "ranks compute its rows: --moe-spill least_loaded"),
     LayerRule(
         "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "

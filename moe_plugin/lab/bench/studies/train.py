@@ -28,6 +28,7 @@ from moe_plugin.lab.bench.train.results import (  # noqa: F401
 from moe_plugin.lab.bench.train.shapes import for_host, parse_shapes
 from moe_plugin.lab.bench.train.sides import our_settings
 from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.observe import tracked
 from moe_plugin.planner.units import parse_grid
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def _measured(args: argparse.Namespace) -> Iterator[TrainReport]:
     with ExitStack() as stack:
         text = runs.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
-        for shape in shapes:
+        for shape in tracked(shapes, "bench train", "shape"):
             log.info("%s: %s", shape.name, shape.label())
             plan = runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up,
                                   our_settings(several_nodes=grid is not None and grid[0] > 1))
