@@ -121,7 +121,7 @@ class Shell:
                 assert word in (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
 
     def shell(self, words: list[str]) -> None:
-        """`git clone`, `cd` and `source` of the environment: the first lines, checked by eye."""
+        """`git clone`, `cd` and `source` of the environment: only where nothing runs."""
         assert not self.runs, words
 
     def script(self, words: list[str]) -> None:

@@ -17,7 +17,10 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
 
 import moe_plugin.hosts.transformers as ours  # noqa: E402
+from moe_plugin.comm import TorchComm  # noqa: E402
+from moe_plugin.config import ObserveConfig  # noqa: E402
 from moe_plugin.hosts.transformers.register import PluginEP  # noqa: E402
+from moe_plugin.observe import StatsRecorder  # noqa: E402
 from moe_plugin.planner.spill import SpillPlan  # noqa: E402
 from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
@@ -28,12 +31,19 @@ SETTINGS = {"moe_plugin": {}, "pieces, once": {"parallel.d": 2, "dispatch.send":
             "lent": {"parallel.spill": "least_loaded"}}
 
 
-def reference(folder: Path, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(folder: Path, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor],
+                                                        dict[str, list[int]]]:
+    """(loss, gradients, choices by expert of each layer)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder,
                                                               experts_implementation="eager")
     loss = model(ids, labels=ids).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+    # in a pass of its own: with them the model adds its balance loss
+    logits = model(ids, output_router_logits=True).router_logits
+    k, experts = model.config.num_experts_per_tok, logits[0].shape[-1]
+    loads = {f"model.layers.{i}.mlp": logits_TE.topk(k).indices.flatten().bincount(
+        minlength=experts).tolist() for i, logits_TE in enumerate(logits)}
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}, loads
 
 
 def lent(counts: list[list[int]]) -> SpillPlan:
@@ -49,7 +59,7 @@ def _rank(*args: Any) -> None:
 
 
 def _compare(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Tensor,
-             want: tuple[float, dict[str, torch.Tensor]]) -> None:
+             want: tuple[float, dict[str, torch.Tensor], dict[str, list[int]]]) -> None:
     shared, sources = mesh.get("tp_size", 1), mesh.get("fsdp_size", 1)
     mine = ids.chunk(sources)[dist.get_rank() // shared]
     for name in names:
@@ -57,14 +67,19 @@ def _compare(folder: Path, mesh: dict[str, int], names: list[str], ids: torch.Te
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, distributed_config=transformers.distributed.DistributedConfig(
                 **mesh, ep_implementation=name)).train()
+        recorder = StatsRecorder(ObserveConfig(), TorchComm())
+        recorder.add_model(model)
         if name == "tuned":  # layouts change from call to call, and a recomputation repeats them
             model.activation_checkpointing_enable()
             for _ in range(6):
                 model.zero_grad()
                 model(mine, labels=mine).loss.backward()
             model.zero_grad()
+            assert {record["calls"] for record in recorder.reduce().values()} == {12}
         loss = model(mine, labels=mine).loss
         loss.backward()
+        assert {layer: record["load"] for layer, record in recorder.reduce().items()} == {
+            layer: [shared * count for count in load] for layer, load in want[2].items()}
         if sources == 1:
             assert abs(float(loss.detach()) - want[0]) <= 1e-6 * want[0]
         for key, parameter in model.named_parameters():
