@@ -320,3 +320,14 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     assert f"{float(auto[3]):.0f} ms" in measured("chosen while training")
     plan = max(float(row[7]) for row in table_of("plan") if row[0] in ("4x1", "2x2"))
     assert f"within {100 * (plan - 1):.0f} % in all 18 cells" in measured("planner")
+
+
+def test_readme_counts_what_is_registered() -> None:
+    from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
+    from moe_plugin.routing import losses, routers
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    families = sum(family.block is not None for family in FAMILIES.values())
+    for said in (f"{len(routers.names())} [routers]", f"{len(losses.names())} [balance losses]",
+                 f"[{families} families]"):
+        assert said in text, said
