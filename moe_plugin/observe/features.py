@@ -70,6 +70,8 @@ class LayerRecords(RunFeature):
         self.timeline = StepTimeline(config, layers, comm, rank or 0, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
         listen(layers, self.recorder.add, validation)
+        if host == "pytorch":  # hosts write what their user gave
+            self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
         """Records the timeline of the step that the settings name."""
@@ -104,7 +106,7 @@ class LayerRecords(RunFeature):
             return
         now = time.perf_counter()
         self.recorder.training(facts.number, loss=facts.loss, not_finite=self._skipped,
-                               tokens_per_s=self._tokens / (now - self._since))
+                               tokens_per_s=self._tokens / (now - self._since) or None)
         self._skipped, self._tokens, self._since = 0, 0.0, now
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ class Finding:
         remedy: what to change, with flags.
         layers: where; empty: the whole run.
         past: it is over.
+        steps: the first and the last of them; None: it belongs to no step.
     """
 
     rule: str
@@ -42,6 +43,7 @@ class Finding:
     remedy: str
     layers: tuple[str, ...] = ()
     past: bool = False
+    steps: tuple[int, int] | None = None
 
 
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
@@ -64,8 +66,10 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
     now, over = rule.look(run.layers or _of_the_log(run), past)
     for found, is_past in ((now, False), (over, True)):
         if found:
+            stretches = [e for of_layer in found.values() for e in of_layer]
             yield Finding(rule.name, rule.title(found, is_past), rule.meaning, rule.remedy,
-                          tuple(found), is_past)
+                          tuple(found), is_past, (min(e.first for e in stretches),
+                                                  max(e.last for e in stretches)))
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
@@ -86,7 +90,7 @@ def _dropped_in_validation(run: RunRecord) -> Iterator[Finding]:
             f"{step:,}", "The validation loss is that of a model with fewer experts a token than "
             "in training, or none.", "--moe-capacity-factor none drops nothing; or raise "
             "--moe-eval-token-fraction (fairseq's --moe-eval-capacity-token-fraction), "
-            "--moe-eval-capacity-factor")
+            "--moe-eval-capacity-factor", steps=(step, step))
 
 
 def not_finite(run: RunRecord) -> Iterator[Finding]:
@@ -99,7 +103,7 @@ def not_finite(run: RunRecord) -> Iterator[Finding]:
             f"a loss or gradient is not finite at step {named([f'{s:,}' for s in bad])}",
             "Such a step is skipped on all ranks; after ten in a row training stops.",
             "lower --lr or lengthen the warm-up; in fp16 lower the initial loss scale; "
-            "--moe-router-fp32 true")
+            "--moe-router-fp32 true", steps=(bad[0], bad[-1]))
 
 
 def spikes(run: RunRecord) -> Iterator[Finding]:
@@ -115,7 +119,8 @@ def spikes(run: RunRecord) -> Iterator[Finding]:
             "spikes", f"the loss jumps at step {named([f'{step:,}' for step in seen])}",
             f"It is {SPIKE:g} times the median of the {MEMORY} records before, or more.",
             "lower --lr, clip gradients (--clip-norm, --clip-grad), add a z-loss "
-            "(--moe-losses ...,z=0.001); look whether a layer's balance changed at that step")
+            "(--moe-losses ...,z=0.001); look whether a layer's balance changed at that step",
+            steps=(seen[0], seen[-1]))
 
 
 def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
@@ -131,7 +136,7 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
                 f"{rank} is exchange between ranks, with no product at the same time",
                 "The network, not the processors, sets the speed.",
                 "--moe-parallel auto measures layouts that move less; --moe-wire bf16 halves the "
-                "bytes; --moe-all-to-all auto; more tokens per step")
+                "bytes; --moe-all-to-all auto; more tokens per step", steps=(step, step))
             return
 
 
@@ -155,12 +160,13 @@ def undecided(run: RunRecord) -> Iterator[Finding]:
             "undecided", f"the tuner still tries layouts in {named(names)}",
             "Steps in which it tries are slower; it settles for each bucket of loads.",
             "--moe-parallel predicted chooses without trying; a steadier load (--moe-losses) has "
-            "fewer buckets", tuple(names))
+            "fewer buckets", tuple(names), steps=(math.ceil(after), end))
 
 
 def slower(run: RunRecord) -> Iterator[Finding]:
     """The run has become slower."""
-    speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
+    steps, speeds = zip(*known, strict=True) if (known := [
+        (r.step, r.tokens_per_s) for r in run.steps if r.tokens_per_s]) else ((), ())
     if len(speeds) < 2 * MEMORY:
         return
     parts = [statistics.median(speeds[i:i + MEMORY])
@@ -171,7 +177,7 @@ def slower(run: RunRecord) -> Iterator[Finding]:
             "slower", f"tokens per second fell from {max(parts):,.0f} to {last:,.0f}",
             f"Medians over {MEMORY} records: the best of the run, and the last.",
             "look at the balance of the layers and at the time in exchanges over the same steps; "
-            "`moe-plugin doctor` on each node finds a slow one")
+            "`moe-plugin doctor` on each node finds a slow one", steps=(steps[-MEMORY], steps[-1]))
 
 
 # the worst first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +33,12 @@ class HealthLog:
 
     Args:
         skip: rules that somebody else warns of. unit: what records are counted in.
+        tell: takes (step, rule, title, the rest), too.
     """
 
-    def __init__(self, skip: Iterable[str] = (), unit: str = "step") -> None:
+    def __init__(self, skip: Iterable[str] = (), unit: str = "step",
+                 tell: Callable[[int, str, str, str], None] = lambda *_: None) -> None:
+        self._tell = tell
         self.run, self._skip, self._unit = RunRecord(name="", host=""), tuple(skip), unit
         self._said: dict[str, _Said] = {}  # by rule
 
@@ -72,8 +75,9 @@ class HealthLog:
             said = self._said.setdefault(rule, _Said())
             if len(one.layers) >= 2 * said.layers:
                 said.layers = max(1, len(one.layers))
-                logger.warning("%s %d: %s. %s Remedy: %s [%s]", self._unit, step, one.title,
-                               one.meaning, one.remedy, rule)
+                text = f"{one.meaning} Remedy: {one.remedy}"
+                logger.warning("%s %d: %s. %s [%s]", self._unit, step, one.title, text, rule)
+                self._tell(step, rule, one.title, text)
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:

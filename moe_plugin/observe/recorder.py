@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm, LocalComm
-from moe_plugin.config import ObserveConfig
+from moe_plugin.config import ObserveConfig, flatten, to_dict
+from moe_plugin.layer import MoELayer
 from moe_plugin.memory.copier import Copier, CopyCounters, OnDevice
 from moe_plugin.observe.health import HealthLog
+from moe_plugin.observe.history.command import differing
 from moe_plugin.observe.history.json_lines import TRAINING, training_record
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.model_layers import listen_to
@@ -189,7 +191,7 @@ class StatsRecorder:
         self._layers: dict[str, _Collected] = {}
         self._copiers: dict[str, _Copies] = {}
         self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
-        self.health = HealthLog(skip)
+        self.health = HealthLog(skip, tell=self._alert)
         kinds = ((JsonlSink, config.jsonl), (TensorBoardSink, config.tensorboard),
                  (WandbSink, config.wandb))
         self.sinks: list[Sink] = [kind(place) for kind, place in kinds
@@ -272,6 +274,23 @@ class StatsRecorder:
         for sink in self.sinks:
             if not isinstance(sink, JsonlSink):
                 sink.write(row)
+
+    def _alert(self, *words: Any) -> None:
+        for sink in self.sinks:
+            sink.alert(*words)
+
+    def write_settings(self, layers: Mapping[str, MoELayer]) -> None:
+        """Write the settings that the layers were given, for the report; values that differ between
+        them, one after the other. layers: by the names that records have.
+        """
+        flat = [flatten(to_dict(layer.given)) for layer in layers.values()]
+        of_all = {path: list(dict.fromkeys(str(one.get(path)) for one in flat))
+                  for path in dict.fromkeys(path for one in flat for path in one)}
+        settings = {path: ", ".join(values) for path, values in of_all.items()}
+        for sink in self.sinks:
+            if isinstance(sink, JsonlSink):
+                sink.write({"host": self.host, "settings": settings,
+                            "changed": differing(settings)})
 
     def write(self, step: int, records: dict[str, dict[str, Any]]) -> None:
         """Write records to the files."""

@@ -23,6 +23,9 @@ class Sink(Protocol):
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
 
+    def alert(self, step: int, rule: str, title: str, text: str) -> None:
+        """Take what the log warns of: the finding's rule, what was seen, what to do."""
+
     def close(self) -> None:
         """Close the files."""
 
@@ -61,6 +64,9 @@ class JsonlSink:
         if self._lost:
             logger.warning("%s is written again; %d records were lost", self._where, self._lost)
             self._lost = 0
+
+    def alert(self, step: int, rule: str, title: str, text: str) -> None:
+        pass  # whoever reads the records finds it in them
 
     def _append(self, line: bytes) -> None:
         rest = memoryview(b"\n" + line if self._cut else line)
@@ -110,6 +116,11 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, record["step"], record["time"])
                 for name, value in points(record).items()])
 
+    def alert(self, step: int, rule: str, title: str, text: str) -> None:
+        if not self._failed:
+            self._unless_it_fails(lambda: self._writer.add_text(
+                f"{TOP}/alerts/{rule}", f"{title}. {text}", step))
+
     def close(self) -> None:
         self._unless_it_fails(self._writer.close)
 
@@ -155,6 +166,9 @@ class WandbSink:
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log({f"{TOP}/step": record["step"], **points(record)})
+
+    def alert(self, step: int, rule: str, title: str, text: str) -> None:
+        self._run.alert(f"{rule} at step {step}", f"{title}. {text}")
 
     def close(self) -> None:
         self._run.finish()

@@ -112,6 +112,20 @@ class LayoutChoice:
         return dataclasses.asdict(self)
 
     @classmethod
+    def from_label(cls, text: str) -> LayoutChoice:
+        """The inverse of `label`. `ValueError`: the text is none."""
+        try:
+            r, pieces, algorithm, kernel, *more = text.split(" ")
+            d, _, back = pieces.removeprefix("d=").partition("/")
+            named = dict(pair.split("=") for pair in more)
+            gather = named.pop("gather_tokens", "False") == "True"
+            return cls(r=int(r.removeprefix("r=")), d=int(d), d_backward=int(back or 0),
+                       algorithm=algorithm, kernel=kernel, gather_tokens=gather, **named)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{text[:80]!r} is not the label of a layout, such as "
+                             "'r=1 d=2 linear auto'") from error
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
         """The inverse of `as_dict`."""
         return cls(**values)

@@ -103,8 +103,16 @@ def test_every_rule_has_a_run() -> None:
 @pytest.mark.parametrize("rule", MADE)
 def test_a_rule_speaks_of_its_run_alone(rule: str) -> None:
     (found,) = findings(MADE[rule])
+    first, last = found.steps or (0, -1)
+    begin, end = MADE[rule].step_range
+    assert found.steps == (3, 3) if rule == "exchange_dominates" else begin <= first <= last <= end
     assert found.rule == rule and found.meaning.endswith(".") and not found.remedy.endswith(".")
     assert findings(MADE[rule], skip=[rule]) == []
+
+
+def test_findings_name_the_steps_that_they_are_about() -> None:
+    found = {rule: findings(MADE[rule])[0].steps for rule in ("not_finite", "spikes", "slower")}
+    assert found == {"not_finite": (2, 2), "spikes": (26, 26), "slower": (41, 60)}
 
 
 @pytest.mark.parametrize("name", FINE)

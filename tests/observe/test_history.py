@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.observe.history import RunRecord, StepRecord, read_run
+from moe_plugin.observe.history import RunRecord, StepRecord, read_run, read_runs
+from moe_plugin.observe.history.command import OFF, ON, chosen, written
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
 
 pytestmark = pytest.mark.fast
@@ -164,19 +165,19 @@ def test_other_lines_of_a_fairseq_log_are_no_records() -> None:
 
 def test_defaults_of_the_settings_that_differ_are_known_where_the_host_wrote_them(
         tmp_path: Path) -> None:
-    assert read_run(DATA / "fairseq").defaults is None
+    assert read_run(DATA / "fairseq").changed is None
     config = "x | INFO | fairseq_cli.train | {'_name': None, 'common': {'seed': 7, 'cpu': True}}\n"
     differs = f'x | INFO | moe_plugin | {CHANGED} {{"seed": ["8", "1"], "lr": ["2", "None"]}}\n'
     step = 'x | INFO | train_inner | {"loss": "2.0", "num_updates": "7"}\n'
     write(tmp_path, train_log=config + differs + step)
     run = read_run(tmp_path)
-    assert run.defaults == {"seed": "1", "lr": "None"}
-    assert run.settings == {"seed": "8", "cpu": "True", "lr": "2"}
-    row = {"host": "megatron", "settings": {"a_b": 2, "c": None}, "defaults": {"a_b": None}}
+    assert run.changed == {"seed": ("8", "1"), "lr": ("2", "None")}
+    assert run.settings == {"seed": "7", "cpu": "True"}
+    row = {"host": "megatron", "settings": {"a_b": 2, "c": None}, "changed": {"a-b": ["2", "–"]}}
     (tmp_path / "settings.json").write_text(json.dumps(row))
     (tmp_path / "train.log").write_text(step)
     run = read_run(tmp_path)
-    assert run.settings == {"a-b": "2"} and run.defaults == {"a-b": "–"}
+    assert run.settings == {"a-b": "2"} and run.changed == {"a-b": ("2", "–")}
 
 
 @pytest.mark.parametrize("text", ['{"seed": 7}', '{"seed": ["7"', "[7]", '{"seed": ["7"]}'])
@@ -185,7 +186,7 @@ def test_a_line_of_changed_settings_that_cannot_be_read_is_noted(tmp_path: Path,
     step = 'x | INFO | train_inner | {"loss": "2.0", "num_updates": "7"}\n'
     write(tmp_path, train_log=f'{step}x {CHANGED} {text}\n{step}')
     run = read_run(tmp_path)
-    assert run.defaults is None and len(run.notes) == 1
+    assert run.changed is None and len(run.notes) == 1
 
 
 def test_epochs_stand_in_where_nothing_finer_was_logged(tmp_path: Path) -> None:
@@ -314,6 +315,59 @@ def test_folders_that_hold_no_run_or_several_are_refused(tmp_path: Path) -> None
                   train_log='x | train_inner | {"loss": "1", "num_updates": "2"}\n')
     with pytest.raises(ValueError, match="logs of both hosts"):
         read_run(mixed)
+
+
+def test_the_runs_of_a_folder_are_told_apart(tmp_path: Path) -> None:
+    _both(tmp_path / "hosts")
+    shutil.copytree(DATA / "megatron", tmp_path / "again" / "first")
+    write(tmp_path / "notes", other_json='{"a": 1}')
+    assert [(run.name, run.host) for run in read_runs(tmp_path)] == [
+        ("again", "megatron"), ("hosts/fairseq", "fairseq"), ("hosts/megatron", "megatron")]
+    (one,) = read_runs(tmp_path / "again" / "first")
+    assert one.name == "first" and len(one.steps) == len(read_run(DATA / "megatron").steps)
+    shutil.copy(DATA / "megatron" / "log.jsonl", tmp_path)  # a run around runs
+    with pytest.raises(ValueError, match=r"several runs: \., again.first, .*in its own folder"):
+        read_runs(tmp_path)
+
+
+# as Megatron's training loop makes them
+NATIVE = """  seq_length ...................................... 128
+  train_iters ..................................... 20
+ [2026-01-02 03:04:05.1] iteration       10/      20 | consumed samples:           80 | \
+elapsed time per iteration (ms): 500.0 | learning rate: 1.000000E-04 | global batch size:     8 | \
+lm loss: 5.500000E+00 | load_balancing_loss: 1.250000E+00 | loss scale: 1.0 | grad norm: 2.500 | \
+number of skipped iterations:   1 | number of nan iterations:   0 |
+ validation loss at iteration 10 | lm loss value: 5.250000E+00 | lm loss PPL: 1.905663E+02 |
+[default1]: iteration       20/      20 | elapsed time per iteration (ms): 250.0 | \
+global batch size:     8 | lm loss: NAN | number of nan iterations:   1 |
+iteration 20/20 | lm loss 5.7296 | 2910 tokens/s | of our own line
+"""
+
+
+def test_a_log_of_megatron_without_this_plugin_is_read(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, train_log=NATIVE))
+    first, last = run.steps
+    assert run.host == "megatron" and run.total_steps == 20 and run.finished and not run.notes
+    assert first == StepRecord(step=10, loss=5.5, valid_loss=5.25, tokens_per_s=8 * 128 / 0.5,
+                               learning_rate=1e-4, grad_norm=2.5, not_finite=1.0,
+                               extra={"loss load_balancing_loss": 1.25})
+    assert last.step == 20 and math.isnan(last.loss or 0) and last.not_finite == 1
+    # of a run with a log of its own it says nothing new
+    write(tmp_path / "save", log_jsonl='{"iteration": 5, "lm_loss": 3.0}\n')
+    assert [r.step for r in read_run(tmp_path).steps] == [5]
+
+
+def test_what_a_command_says_is_as_it_is_written(tmp_path: Path) -> None:
+    words = ["data", "--lr", "3e-3", "--moe_freq=2", "--cpu", "--betas", "0.9", "0.98", "--fp16",
+             "+optimization.max_update=[5]", "--empty="]
+    assert written(words, ["betas"]) == {
+        "lr": "3e-3", "moe-freq": "2", "cpu": "", "betas": "0.9 0.98", "empty": "",
+        "fp16": "+optimization.max_update=[5]"}
+    assert written(["a.b/c.max_update=[5]"]) == {"max-update": "[5]"}
+    (tmp_path / "m.yaml").write_text("router: {fp32: true, top_k: 2}\nmegatron: {num_layers: 4}\n")
+    known = {"lr": ("0.003", "–"), "fp16": (ON, OFF), "derived": ("1", "2")}
+    assert chosen([*words, "--moe-config", str(tmp_path / "m.yaml")], known) == {
+        "lr": ("3e-3", "–"), "fp16": (ON, OFF), "router.fp32": ("True", "False")}
 
 
 def _both(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from moe_plugin.observe.history import read_run
+from moe_plugin.observe.history import RunRecord, StepRecord, read_run
 from moe_plugin.observe.report.page import render
 from tests.observe.chromium import Browser
 from tests.observe.test_report import DATA, embedded, hostile_run
@@ -111,3 +111,35 @@ def test_hostile_text_runs_nothing(browser: Browser) -> None:
     assert page.complaints == [] and page.requests == []
     assert int(page.value("document.documentElement.dataset.ready")) > 0
     assert page.value("document.querySelectorAll('[onerror]').length") == 0
+
+
+def test_a_finding_leads_to_its_steps_in_the_plot(browser: Browser) -> None:
+    losses = [3.0] * 60 + [5.0] * 2 + [3.0] * 60
+    run = RunRecord(name="jumps", host="megatron", steps=[
+        StepRecord(step=s, loss=loss) for s, loss in enumerate(losses, start=1)])
+    page = browser.open(render(run))
+    assert page.value("document.querySelector('#findings a').innerText") == (
+        "Steps 61 to 62 in the plot")
+    page.value("document.querySelector('#findings a').click()")
+    begin, end = page.value("(({begin, end}) => [Number(begin), Number(end)])"
+                            "(document.querySelector('#loss .live').dataset)")
+    assert 50 < begin < 61 and 62 < end < 73 and page.complaints == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_rows_are_full_and_labels_are_inside_their_axis(browser: Browser, width: int) -> None:
+    page = browser.open(render(read_run(DATA / "megatron")), width)
+    # the free space at the end of each row of figures and of facts
+    assert page.value("""[...document.querySelectorAll(".figures, .facts")].map((all) => {
+        const { right } = all.getBoundingClientRect(), ends = {};
+        for (const one of all.children) {
+            const box = one.getBoundingClientRect();
+            ends[box.top] = Math.max(ends[box.top] ?? 0, box.right);
+        }
+        return Math.max(...Object.values(ends).map((end) => right - end));
+    }).every((free) => free < 3)""")
+    assert page.value("""[...document.querySelectorAll(".heat .x")].flatMap((axis) => {
+        const { left, right } = axis.getBoundingClientRect();
+        return [...axis.querySelectorAll("span")].map((mark) => mark.getBoundingClientRect())
+            .filter((box) => box.width && (box.left < left - 1 || box.right > right + 1));
+    }).length""") == 0

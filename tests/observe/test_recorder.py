@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 from functools import partial
@@ -190,6 +191,26 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert events.Scalars("moe/layer0/loss/gshard")[0].value == pytest.approx(2.0)
     assert events.Scalars("moe/layer0/share/expert000")[0].value == pytest.approx(0.75)
     assert events.Scalars("moe/copies/weights/bytes")[0].value == 0
+
+
+def test_tensorboard_gets_what_the_log_warns_of(tmp_path: Path,
+                                                caplog: pytest.LogCaptureFixture) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = StatsRecorder(ObserveConfig(interval=1, tensorboard=str(tmp_path)))
+    for step in range(8):
+        recorder.add("layer0", stats([0, 40]))  # collapse
+        recorder.step(step)
+    recorder.training(8, loss=math.nan)
+    recorder.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = [f"moe/alerts/{rule}/text_summary" for rule in ("collapse", "not_finite")]
+    assert set(names) <= set(events.Tags()["tensors"])
+    for name, record in zip(names, [r for r in caplog.records if "collapse" in r.getMessage() or
+                                    "not_finite" in r.getMessage()], strict=True):
+        (point,) = events.Tensors(name)
+        (text,) = point.tensor_proto.string_val
+        assert f"step {point.step}: {text.decode()}" == record.getMessage().rpartition(" [")[0]
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path: Path,

@@ -16,7 +16,8 @@ import torch
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
-from moe_plugin.config import ObserveConfig
+from moe_plugin.config import ObserveConfig, RouterConfig
+from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history import (
     DecisionRecord,
@@ -26,12 +27,13 @@ from moe_plugin.observe.history import (
     StepRecord,
     read_run,
 )
-from moe_plugin.observe.report.compare import comparison
-from moe_plugin.observe.report.content import sections, summary
+from moe_plugin.observe.report.compare import comparison, history
+from moe_plugin.observe.report.content import NAME, sections, summary
 from moe_plugin.observe.report.draw_svg import LEVELS, level, short_names, top_of
 from moe_plugin.observe.report.figure_records import Bands, HeatMap, LineChart, line, thinned
 from moe_plugin.observe.report.page import render, render_comparison, write_report
 from moe_plugin.observe.report.text import number, shortened, ticks
+from moe_plugin.planner.choice import LayoutChoice
 
 pytestmark = pytest.mark.fast
 
@@ -135,7 +137,8 @@ def test_numbers_of_the_page_are_those_of_the_records(host: str) -> None:
                 pytest.approx(r.load[expert] * 4 / sum(r.load), abs=1e-3) for r in records
             ]
     table = Page(page).text["td"]
-    assert all(d.why in table and d.choice in table for d in run.decisions)
+    assert all(d.why in table and LayoutChoice.from_label(d.choice).words in table
+                   for d in run.decisions)
 
 
 def test_losses_by_name_are_drawn_whether_statistics_or_the_log_has_them() -> None:
@@ -242,7 +245,7 @@ def test_hostile_text_stays_text() -> None:
                                                  for _, attrs in parsed.elements for name in attrs)
     assert not parsed.of("img")
     assert HOSTILE in parsed.text["h1"] and HOSTILE in parsed.text["td"] and embedded(
-        page)["max-mean"]["lines"][0]["name"] == HOSTILE
+        page)["max-mean"]["lines"][0]["name"] == shortened(HOSTILE, NAME)
 
 
 @pytest.mark.parametrize("host", ["fairseq", "fairseq_simple", "megatron"])
@@ -334,12 +337,12 @@ def test_settings_that_differ_come_first_and_all_are_folded_away() -> None:
     run.settings = {"seed": "7", "lr": "0.1", "cpu": "True"}
     page = Page(render(run))
     assert [attrs.get("id") for attrs in page.of("details")[1:3]] == ["settings", None]
-    run.defaults = {"lr": "0.25", "gone": "1"}
+    run.changed = {"lr": ("1e-1", "0.25")}
     text = render(run)
     folded = {attrs.get("id"): "open" in attrs for attrs in Page(text).of("details")}
     assert folded["changed"] and not folded["settings"]
     block = re.search(r'<details id="changed".*?</details>', text, re.DOTALL)[0]
-    assert Page(block).text["td"] == ["0.1", "0.25"] and "seed" not in block
+    assert Page(block).text["td"] == ["1e-1", "0.25"] and "seed" not in block
 
 
 def test_links_open(tmp_path: Path) -> None:
@@ -437,7 +440,7 @@ def test_settings_that_nobody_changed_are_not_compared() -> None:
     one.settings, two.settings = {"lr": "1", "beam": "5"}, {"lr": "2", "tpu": "False"}
     cells = Page(render_comparison([one, two])).text["td"]
     assert {"lr", "beam", "tpu"} <= set(cells)  # whether these are defaults is not known
-    one.defaults, two.defaults = {"lr": "3"}, {}
+    one.changed, two.changed = {"lr": ("1.0", "3")}, {}
     cells = Page(render_comparison([one, two])).text["td"]
     assert "lr" in cells and not {"beam", "tpu"} & set(cells)
 
@@ -488,3 +491,74 @@ def test_settings_that_mean_the_same_do_not_differ() -> None:
     table = next(f for section in comparison(runs) for f in section.figures
                  if f.id == "differences")
     assert [row[0] for row in table.rows] == ["arch"]
+
+
+def test_a_folder_of_runs_gets_its_history_the_best_last(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("fairseq", "megatron"):
+        shutil.copytree(DATA / host, tmp_path / "hosts" / host)
+    assert main(["report", str(tmp_path / "hosts" / "fairseq")]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    path = tmp_path / "report.html"
+    assert capsys.readouterr().out.splitlines()[-1] == str(path)
+    page = path.read_text()
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", page.partition('id="history"')[2])[:2]
+    best = [min(r.valid_loss for r in read_run(DATA / host).steps if r.valid_loss)
+            for host in ("fairseq", "megatron")]
+    order = ["fairseq", "megatron"] if best[0] > best[1] else ["megatron", "fairseq"]
+    assert [order.index(host) for row in rows for host in order if f"hosts/{host}" in row] == [0, 1]
+    # where it has a report, a link to it
+    links = re.findall(r'<a href="([^#"]*)">', page)
+    assert links == ["hosts/fairseq/report.html"]
+    assert set(curves(page, "loss")) == {"hosts/fairseq", "hosts/megatron"}
+
+
+def test_the_best_of_many_runs_are_compared() -> None:
+    runs = [made_run(name=f"run{i}") for i in range(11)]
+    for i, run in enumerate(runs):
+        run.steps = [StepRecord(step=1, loss=float((7 * i) % 11))]
+    runs.append(RunRecord(name="nothing", host="unknown"))
+    table, *others = (f for section in history(runs) for f in section.figures)
+    losses = [row[4] for row in table.rows]
+    assert losses == ["–", *map(str, range(10, -1, -1))] and "best 8" in table.about
+    (loss,) = (f for f in others if f.id == "loss")
+    best = [run.name for run in runs[:11] if run.steps[0].loss < 8]
+    assert {one.name for one in loss.lines} == set(best)
+
+
+def test_a_comparison_says_how_the_others_differ_from_the_first() -> None:
+    native, ours = made_run(name="native"), made_run(name="ours")
+    native.steps = [StepRecord(step=s, loss=3.0, tokens_per_s=100.0) for s in (1, 2, 3)]
+    ours.steps = [StepRecord(step=s, loss=3.0 + s / 10, tokens_per_s=150.0) for s in (2, 3, 4)]
+    facts = next(f for section in comparison([native, ours]) for f in section.figures
+                 if f.id == "facts")
+    rows = {name: cells for name, *cells in facts.rows}
+    assert rows["Tokens per second, over the first run's"] == ["–", "1.5 times"]
+    assert rows["Loss, furthest from the first run's"] == ["–", "0.3 (step 3)"]
+
+
+def test_plain_training_names_the_settings_that_its_layers_were_given(tmp_path: Path) -> None:
+    model = torch.nn.ModuleList(MoELayer(MoEConfig(
+        model_dim=8, num_experts=4, router=RouterConfig(top_k=k))) for k in (1, 2))
+    TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: b,
+                  observe=ObserveConfig(jsonl=str(tmp_path / "stats.jsonl")))
+    row = json.loads((tmp_path / "stats.jsonl").read_text())
+    # none that the layer chose itself, such as its all-to-all
+    assert row["changed"] == {"model_dim": ["8", "0"], "num_experts": ["4", "8"],
+                              "router.top_k": ["1, 2", "2"]}
+    assert set(row["changed"]) < set(row["settings"])
+
+
+def test_the_layout_is_said_in_words() -> None:
+    run = made_run()
+    for records in run.layers.values():
+        records[-1].layouts["r=1 d=2 2dh auto"] = 3.0
+        records[-1].layouts["r=0 d=1 linear auto"] = 1.0
+    facts = dict(summary(run))
+    assert facts["Layout, last record"] == (
+        "tokens sent by all-to-all 2dh, 2 pieces along rows")
+    run.layers["layer0"][-1].layouts.clear()
+    run.layers["layer0"][-1].layouts["of another version"] = 1.0
+    assert dict(summary(run))["Layout, last record"] == (
+        "1 of 2 layers: of another version; "
+        "1 of 2 layers: tokens sent by all-to-all 2dh, 2 pieces along rows")

@@ -11,7 +11,7 @@ import pytest
 
 from moe_plugin.config import ObserveConfig, run_from_dict
 from moe_plugin.observe import StatsRecorder
-from tests.observe.wandb_files import rows
+from tests.observe.wandb_files import alerts, rows
 
 # in a process of its own: their package starts a service and replaces standard output
 RECORDS = """
@@ -25,6 +25,7 @@ for step in (7, 3):
     recorder.add("layer0", layer(torch.randn(6, 8)).stats)
     recorder.step(step)
     recorder.training(step, loss=2.5)
+recorder.training(8, loss=float("nan"))
 recorder.close()
 """
 
@@ -42,12 +43,17 @@ def test_it_gets_the_numbers_of_each_record_by_step(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     done = records(tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
-    of_layers, of_training = rows(tmp_path)[::2], rows(tmp_path)[1::2]
+    of_layers, of_training = rows(tmp_path)[:4:2], rows(tmp_path)[1:4:2]
     assert [row["moe/step"] for row in of_layers + of_training] == [7, 3, 7, 3]  # it may go back
     assert [row["moe/training/loss"] for row in of_training] == [2.5, 2.5]
     for row in of_layers:
         assert row["moe/layer0/tokens"] == 6 and row["moe/layer0/loss/gshard"] > 0
         assert sum(row[f"moe/layer0/share/expert00{i}"] for i in range(4)) == pytest.approx(1)
+
+
+    (alert,) = alerts(tmp_path)  # what the log warns of
+    assert alert[0] == "not_finite at step 8"
+    assert alert[1].startswith("a loss or gradient is not finite at step 8. Such a step is skipped")
 
 
 def test_a_start_that_fails_says_what_to_do(tmp_path: Path) -> None:

@@ -229,3 +229,14 @@ def test_device_files(tmp_path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         load_device(tmp_path / "none.yaml")
     assert Device().matmul_s(1, 0) == 0
+
+
+def test_a_label_says_the_whole_choice() -> None:
+    choices = [*legal_choices(8, 4, backward_degrees=(0, 2), sends=("rows", "nodes")),
+               LayoutChoice(r=2, gather_tokens=True),
+               LayoutChoice(r=1, d=2, piece_axis="peers", kernel="loop", spill="everywhere")]
+    assert len({choice.label for choice in choices}) == len(set(choices)) > 10
+    assert all(LayoutChoice.from_label(choice.label) == choice for choice in choices)
+    for text in ("", "r=1", "r=1 d=2 linear auto other=1", "r=-1 d=1 linear auto", "a b c d"):
+        with pytest.raises(ValueError, match="is not the label of a layout"):
+            LayoutChoice.from_label(text)

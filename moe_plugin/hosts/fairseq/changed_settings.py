@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
+from moe_plugin.observe.history.command import OFF, ON, chosen, written
 from moe_plugin.observe.history.fairseq_log import CHANGED
 from moe_plugin.observe.history.records import comparable
 
@@ -30,8 +32,16 @@ _UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
-    """The line of the log that names the settings, with value and default; see `changed`."""
-    return f"{CHANGED} {json.dumps(changed(cfg))}"
+    """The line of the log that names the settings that the user chose, as written, and their
+    defaults; where no command says which, e.g. with a file of Hydra, all of `changed`.
+    """
+    found, words = changed(cfg), sys.argv[1:]
+    found = {name: (value, "–" if default == "None" else default)
+             for name, (value, default) in found.items()}
+    known = {name: (ON, OFF) if both == ("True", "False") else both
+             for name, both in found.items()}
+    named = {} if "config-name" in written(words) else chosen(words, known)
+    return f"{CHANGED} {json.dumps(named or found)}"
 
 
 def changed(cfg: Any) -> dict[str, tuple[str, str]]:

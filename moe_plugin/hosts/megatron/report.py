@@ -108,16 +108,16 @@ class RunLog:
 
     Args:
         settings: written next to it as `settings.json`, for the report.
-        defaults: of those that differ from them.
+        changed: (as written, default) of those that the user chose.
     """
 
     def __init__(self, path: str | None, settings: dict[str, Any] | None = None,
-                 defaults: dict[str, Any] | None = None) -> None:
+                 changed: Mapping[str, tuple[str, str]] | None = None) -> None:
         self._sink = None
         if path and dist.get_rank() == 0:
             self._sink = JsonlSink(path, "log_file")
             if settings is not None:
-                row = {"host": "megatron", "settings": settings, "defaults": defaults or {}}
+                row = {"host": "megatron", "settings": settings, "changed": changed or {}}
                 write_regular(
                     os.path.join(os.path.dirname(os.path.abspath(path)), "settings.json"),
                     json.dumps(row, default=str) + "\n")

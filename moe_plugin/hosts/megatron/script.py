@@ -22,7 +22,7 @@ from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
     extend_parse_args,
-    parsed_defaults,
+    given_settings,
     replace_training,
     script_arguments,
     script_config,
@@ -168,7 +168,7 @@ class Script:
         check_seam(self.pipeline())
         features, recorder = features_of(chunks, optimizer, scheduler, self.taken)
         self.run = Run(features)
-        self.report = ScriptReport(script_arguments(), parsed_defaults(), self.run, recorder)
+        self.report = ScriptReport(script_arguments(), given_settings(), self.run, recorder)
         self.report.begin()
 
     def pipeline(self) -> PipelineConfig:

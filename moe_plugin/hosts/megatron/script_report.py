@@ -42,17 +42,17 @@ class ScriptReport:
 
     Args:
         args: of the script; the loop changes them.
-        defaults: of those that differ from them.
+        changed: what the user gave otherwise than the defaults: (as written, default) by flag.
         run: its features. recorder: takes the statistics of the layers.
 
     Attributes:
         evaluates: how Megatron calls the evaluation that runs, and its iteration. done: steps.
     """
 
-    def __init__(self, args: Mapping[str, Any], defaults: Mapping[str, Any], run: Run,
+    def __init__(self, args: Mapping[str, Any], changed: Mapping[str, tuple[str, str]], run: Run,
                  recorder: StatsRecorder) -> None:
         self.args, self.run, self.recorder = args, run, recorder
-        self.log = RunLog(log_path(args), dict(args), dict(defaults))
+        self.log = RunLog(log_path(args), dict(args), changed)
         self.total = args.get("train_iters") or 0
         self.evaluates, self.done, self._bar = ("", 0), 0, None  # type: tuple[str, int], int, Any
         self._timed = False

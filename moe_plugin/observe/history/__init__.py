@@ -1,6 +1,7 @@
-"""A finished or running job, read from its files: `read_run(folder)` gives a `RunRecord`."""
+"""A finished or running job, read from its files: `read_run(folder)` gives a `RunRecord`,
+`read_runs` those of all runs in a folder."""
 
-from moe_plugin.observe.history.reader import read_run
+from moe_plugin.observe.history.reader import read_run, read_runs
 from moe_plugin.observe.history.records import (
     CopyRecord,
     DecisionRecord,
@@ -11,4 +12,4 @@ from moe_plugin.observe.history.records import (
 )
 
 __all__ = ["CopyRecord", "DecisionRecord", "LayerRecord", "RunRecord", "SpanRecord", "StepRecord",
-           "read_run"]
+           "read_run", "read_runs"]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_plugin.observe.history.json_lines import ERRORS, LARGEST, step_number
+from moe_plugin.observe.history.json_lines import ERRORS, LARGEST, pair_of, step_number
 from moe_plugin.observe.history.records import DROPS, StepRecord
 
 LN2 = math.log(2)  # fairseq logs losses in bits
@@ -143,4 +143,4 @@ def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError("settings that differ from the defaults are not an object")
-    return {str(name): (str(value), str(default)) for name, (value, default) in found.items()}
+    return {str(name): pair_of(pair) for name, pair in found.items()}

@@ -80,12 +80,20 @@ def settings(row: Mapping[str, Any]) -> dict[str, str]:
             for key, value in _dict(row, "settings").items() if value is not None}
 
 
-def defaults(row: Mapping[str, Any]) -> dict[str, str] | None:
-    """Defaults of the settings that differ from them; None: the host did not write them."""
-    if "defaults" not in row:
+def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
+    """(as written, default) of settings that differ from the defaults; None: the host did not write
+    them. `ValueError`: not two texts by name.
+    """
+    if "changed" not in row:
         return None
-    return {str(key).replace("_", "-"): "–" if value is None else str(value)
-            for key, value in _dict(row, "defaults").items()}
+    return {str(name): pair_of(pair) for name, pair in _dict(row, "changed").items()}
+
+
+def pair_of(pair: Any) -> tuple[str, str]:
+    """(value, default) of a list of two; `ValueError` for anything else."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise ValueError(f"{short(pair)} is not a setting's value and its default")
+    return str(pair[0]), str(pair[1])
 
 
 def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""`read_run`: finds a run's files by their content, reads them line by line into a `RunRecord`."""
+"""`read_run`, `read_runs`: find a run's files by their content, read them line by line into a
+`RunRecord`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
-from moe_plugin.observe.history import fairseq_log, json_lines
+from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log
+from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.records import (
     COPIES,
     CopyRecord,
@@ -26,9 +30,11 @@ DEPTH = 3
 GIVE_UP = 100_000  # lines without a record after which a file is not read further
 SCRIPT_BYTES = 1 << 20
 LINE_BYTES = 1 << 24  # of one line; what is beyond counts as another
-INNER = ("train_inner", "iteration", "training")  # kinds of records within an epoch
+NATIVE = "native"  # a record of Megatron's own log
+INNER = ("train_inner", "iteration", NATIVE, "training")  # kinds of records within an epoch
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
-          "(--log-file) or fairseq's log (its standard output, or --log-file)")
+          "(--log-file), what Megatron itself prints, or fairseq's log (its standard output, or "
+          "--log-file)")
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class _Source:
 
     Attributes:
         brief: layers in the training log.
+        arguments: of Megatron's script, as it lists them.
         writer: the host that the statistics name.
         cut: the last line is unfinished.
         done: fairseq's last line says that training is done.
@@ -58,7 +65,8 @@ class _Source:
     copies: dict[tuple[str, int], CopyRecord] = field(default_factory=dict)
     timelines: list[tuple[int, int, list[SpanRecord]]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, str] | None = None
+    changed: dict[str, tuple[str, str]] | None = None
+    arguments: dict[str, str] = field(default_factory=dict)
     bad: list[_BadLine] = field(default_factory=list)
     writer: str | None = None
     cut: bool = False
@@ -72,7 +80,8 @@ class _Source:
     def host(self) -> str | None:
         """The host that wrote this training log; None if it is not a host's."""
         kinds = {kind for kind, _ in self.steps} - {"training"}
-        return None if not kinds else "megatron" if kinds == {"iteration"} else "fairseq"
+        megatron = kinds <= {"iteration", NATIVE}
+        return None if not kinds else "megatron" if megatron else "fairseq"
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -84,7 +93,30 @@ def read_run(folder: str | Path) -> RunRecord:
     Raises:
         ValueError: no such folder, no record in it, or several runs; it says what is expected.
     """
-    folder = Path(folder)
+    found = list(_runs(Path(folder), _sources(Path(folder))))
+    if len(found) > 1:
+        raise ValueError(f"{folder} holds several runs: "
+                         f"{', '.join(str(_place(run, folder)) for run in found)}; give the folder "
+                         "of one of them")
+    return found[0]
+
+
+def read_runs(folder: str | Path) -> list[RunRecord]:
+    """Every run in a folder: one, or those of its folders, up to three levels below; of several the
+    names are their places in the folder. Errors as of `read_run`.
+    """
+    found = list(_runs(Path(folder), _sources(Path(folder))))
+    return found if len(found) == 1 else [replace(run, name=str(_place(run, folder)))
+                                          for run in found]
+
+
+def _place(run: RunRecord, folder: str | Path) -> Path:
+    assert run.folder is not None
+    return run.folder.relative_to(folder)
+
+
+def _sources(folder: Path) -> list[_Source]:
+    """The files that say something of a run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
     sources = [source for path in candidates(folder)
@@ -94,8 +126,35 @@ def read_run(folder: str | Path) -> RunRecord:
             f"{folder} holds no record of a run; looked for {WANTED}, in files "
             f"{', '.join(sorted(s for s in SUFFIXES if s))} or without a suffix, {DEPTH} levels "
             "deep")
-    _check_one_run(folder, sources)
-    return _run(folder, sources)
+    return sources
+
+
+def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
+    """The run of these files, or those of the folders in which they are."""
+    sources = _without_copies(sources)
+    several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
+               if len({s.path.parent for s in kind}) > 1]
+    own = [s for s in sources if s.path.parent == folder and s.any]
+    if not several or own:
+        _check_one_run(folder, sources, several)
+        yield _run(folder, sources)
+        return
+    for child, inside in groupby(sources, lambda s: s.path.relative_to(folder).parts[0]):
+        of_child = list(inside)
+        if any(s.any for s in of_child):
+            yield from _runs(folder / child, of_child)
+
+
+def _without_copies(sources: list[_Source]) -> list[_Source]:
+    """Without what Megatron prints where a run has a log of its own, in a folder above or below."""
+    own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)]
+
+    def copied(s: _Source) -> bool:
+        here = s.path.parent
+        return any(kind == NATIVE for kind, _ in s.steps) and any(
+            one.is_relative_to(here) or here.is_relative_to(one) for one in own)
+
+    return [s for s in sources if not copied(s)]
 
 
 def candidates(folder: Path) -> Iterator[Path]:
@@ -147,9 +206,12 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
         elif fairseq_log.DONE.search(text):
             source.done = True
         elif (changed := fairseq_log.parse_changed(text)) is not None:
-            # later than the line of all settings: fairseq then knows the number of ranks
-            source.settings |= {name: value for name, (value, _) in changed.items()}
-            source.defaults = {name: default for name, (_, default) in changed.items()}
+            source.changed = changed
+        elif argument := megatron_log.parse_argument(text):
+            source.arguments.setdefault(*argument)
+        elif printed := megatron_log.parse_step(text, source.arguments.get("seq-length")):
+            source.steps.append((NATIVE, printed))
+            source.settings = source.arguments
         elif not source.settings:
             source.settings = fairseq_log.parse_settings(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -182,15 +244,14 @@ def _json_line(source: _Source, text: str) -> None:
         source.done = False  # resumed
     elif "settings" in row and "host" in row:
         source.settings = json_lines.settings(row)
-        source.defaults = json_lines.defaults(row)
+        source.changed = json_lines.changed(row)
 
 
-def _check_one_run(folder: Path, sources: list[_Source]) -> None:
-    for kind in ([s for s in sources if s.host], [s for s in sources if s.layers]):
+def _check_one_run(folder: Path, sources: list[_Source], several: list[list[_Source]]) -> None:
+    for kind in several:
         places = sorted({str(s.path.parent.relative_to(folder)) for s in kind})
-        if len(places) > 1:
-            raise ValueError(f"{folder} holds several runs: {', '.join(places)}; give the folder "
-                             "of one of them")
+        raise ValueError(f"{folder} holds several runs: {', '.join(places)}; keep each run in its "
+                         "own folder")
     if len({s.host for s in sources if s.host}) > 1:
         names = ", ".join(s.path.name for s in sources if s.host)
         raise ValueError(f"{folder} holds training logs of both hosts ({names}); keep each run in "
@@ -213,8 +274,8 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
     run.timelines = {(step, rank): spans for s in sources for step, rank, spans in s.timelines}
     for source in sources:
         run.settings |= source.settings
-        if source.defaults is not None:
-            run.defaults = (run.defaults or {}) | source.defaults
+        if source.changed is not None:
+            run.changed = (run.changed or {}) | source.changed
     run.settings = run.settings or _command(folder)
     # fairseq validates and saves after its last step, and then says so
     run.finished = any(s.done for s in sources) if run.host == "fairseq" else (
@@ -292,12 +353,6 @@ def _command(folder: Path) -> dict[str, str]:
                 next((line for line in reversed(text.splitlines()) if line.strip()), ""))
         except (OSError, ValueError):
             continue
-        flags: dict[str, str] = {}
-        for word, following in zip(words, [*words[1:], "--"], strict=True):
-            if word.startswith("--"):
-                name, equals, value = word[2:].partition("=")
-                unset = "true" if following.startswith("--") else following
-                flags[name] = value if equals else unset
-        if flags:
+        if flags := {name: text or "true" for name, text in written(words).items()}:
             return flags
     return {}

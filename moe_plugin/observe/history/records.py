@@ -162,7 +162,8 @@ class RunRecord:
         copies: by copier, in the order of steps, of all pipeline stages together.
         timelines: spans by (step, rank).
         settings: flag or field and its value, as given.
-        defaults: of the settings that differ from them; None: unknown.
+        changed: (as the user wrote it, default) of the settings that were chosen otherwise than
+            the defaults; None: unknown.
         notes: what a reader should know about the files, in sentences.
         files: relative to the folder.
         folder: None if the run was not read from one.
@@ -176,7 +177,7 @@ class RunRecord:
     copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
     timelines: dict[tuple[int, int], list[SpanRecord]] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, str] | None = None
+    changed: dict[str, tuple[str, str]] | None = None
     notes: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     folder: Path | None = None

@@ -197,7 +197,8 @@ const bands = (() => {
       for (const mark of below.querySelectorAll("span")) mark.remove();
       for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i += 1) {
         const mark = element("span", {}, this.exact(i * step, step, high));
-        mark.style.left = `${100 * (i * step - low) / (high - low)}%`;
+        const at = `${100 * (i * step - low) / (high - low)}%`;
+        mark.style.cssText = `left: ${at}; --at: ${at}`;
         below.prepend(mark);
       }
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,11 +25,13 @@ from moe_plugin.observe.report.figure_records import (
     line,
     settled,
 )
-from moe_plugin.observe.report.text import HOSTS, number
+from moe_plugin.observe.report.text import HOSTS, number, shortened
+from moe_plugin.planner.choice import LayoutChoice
 
 LINES = 6  # layers drawn one by one; of more: the highest, the middle and the lowest
 COLUMNS, CELLS = 120, 200_000  # of heat maps: columns at most, cells of all of them together
 DECISIONS, SPANS, TIMELINES = 200, 1500, 8
+NAME = 32  # characters of a layer's name
 
 Options = dict[str, Any]  # of `chart`
 # of the training log: id, title, about, field of `StepRecord`, name of its curve
@@ -108,8 +111,7 @@ FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 
             "entropy": [("mean over layers", "entropy_gating", 1.0)]}
 # fields of `LayerRecord` of which the most frequent name is drawn: title, about
 MOST_FREQUENT = {
-    "layouts": ("Layout of each layer", "The most frequent layout of each record: slices r, pieces "
-                "d, all-to-all, expert kernel."),
+    "layouts": ("Layout of each layer", "The most frequent layout of each record."),
     "exchanges": ("All-to-all of each layer", "The algorithm of most exchanges of each record."),
     "routers": ("Router of each layer",
                 "With several routers, the one of most calls of each record."),
@@ -162,7 +164,7 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
     """One line per layer; of many layers the highest, the middle and the lowest at each step."""
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
-                for name, records in run.layers.items()]
+                for name, records in zip(_names(run), run.layers.values(), strict=True)]
     at: dict[int, list[float]] = {}
     for record in run.layer_records:
         v = value(record)
@@ -171,6 +173,12 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
     rules = {"highest layer": max, "middle layer": statistics.median, "lowest layer": min}
     return [line(name, [(step, rule(at[step])) for step in sorted(at)])
             for name, rule in rules.items()]
+
+
+def _names(run: RunRecord) -> list[str]:
+    """The layers' names, shortened as far as they stay different."""
+    short = [shortened(name, NAME) for name in run.layers]
+    return short if len(set(short)) == len(short) else list(run.layers)
 
 
 def _reference(run: RunRecord, name: str, value: float) -> Line | None:
@@ -197,10 +205,11 @@ def heat_maps(run: RunRecord) -> list[HeatMap]:
     """Load by layer, and for each layer by expert."""
     known = {name: found for name, records in run.layers.items()
              if any(any(r.load) for r in records) and (found := [r for r in records if r.load])}
+    names = dict(zip(run.layers, _names(run), strict=True))
     rows = sum(len(records[-1].load) for records in known.values())
     columns = max(20, min(COLUMNS, CELLS // rows)) if rows else COLUMNS
     return [*_layers_map(run, columns),
-            *(_experts_map(f"experts-{i}", name, records, columns)
+            *(_experts_map(f"experts-{i}", names[name], records, columns)
               for i, (name, records) in enumerate(known.items()))]
 
 
@@ -307,7 +316,7 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
     for r in records:
         found = getattr(r, field)
         if found:
-            kind, start = max(found, key=lambda name: found[name]), before
+            kind, start = _name(field, max(found, key=lambda name: found[name])), before
             if bands and bands[-1].kind == kind and bands[-1].end == before:
                 start = bands.pop().start
             bands.append(Band(row, start, r.step, kind, kind))
@@ -315,13 +324,21 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
     return bands
 
 
+def _name(field: str, name: str) -> str:
+    """What a record counts, in words."""
+    try:
+        return LayoutChoice.from_label(name).words if field == "layouts" else name
+    except ValueError:  # of an earlier version
+        return name
+
+
 def _decisions(run: RunRecord) -> list[Table]:
     made = run.decisions
     if not made:
         return []
     rows = tuple(
-        (str(d.step), d.layer, "–" if d.call is None else str(d.call), d.event, d.choice,
-         number(d.predicted_s, "s"), number(d.measured_s, "s"), d.why)
+        (str(d.step), d.layer, "–" if d.call is None else str(d.call), d.event,
+         _name("layouts", d.choice), number(d.predicted_s, "s"), number(d.measured_s, "s"), d.why)
         for d in made[-DECISIONS:])
     cut = f"The last {DECISIONS} of {len(made)}. " if len(made) > DECISIONS else ""
     return [Table("decisions", "Decisions of the tuner",
@@ -410,11 +427,17 @@ def _layer_summary(run: RunRecord) -> list[tuple[str, str]]:
     if peaks:
         worst = max(peaks, key=lambda name: peaks[name])
         rows.append(("Busiest expert over mean load, last record",
-                     f"{number(peaks[worst])} ({worst})"))
+                     f"{number(peaks[worst])} ({shortened(worst, NAME)})"))
     drops = [r.drop_fraction for r in run.layer_records if r.drop_fraction is not None]
     if drops:
         rows.append(("Dropped choices, mean and worst",
                      f"{number(sum(drops) / len(drops), '%')}, {number(max(drops), '%')}"))
+    # where nothing is sent, on one rank, none says anything
+    if layouts := Counter(_name("layouts", max(r.layouts, key=lambda name: r.layouts[name]))
+                          for r in last.values() if r.layouts and r.bytes_sent):
+        rows.append(("Layout, last record", "; ".join(
+            f"{count} of {len(last)} layers: {words}" if len(layouts) > 1 else words
+            for words, count in layouts.most_common())))
     if run.decisions:
         rows.append(("Decisions of the tuner", str(len(run.decisions))))
     return rows

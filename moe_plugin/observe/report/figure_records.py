@@ -103,10 +103,11 @@ class Bands(Figure):
 
 @dataclass(frozen=True)
 class Table(Figure):
-    """Cells of text."""
+    """Cells of text. holds: ids of charts in whose place it is."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    holds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def settled(section: ReportSection) -> ReportSection:
         return section
     rows = tuple((f.title, name, number(value, f.unit))
                  for f in still for name, value in _distinct(f.constants))
-    same = Table(f"{still[0].id}-constant", "Constant", "What did not change in the whole run.",
-                 ("", "curve", "value"), rows)
+    same = Table(f"{still[0].id}-constant", "Did not change", "One value in the whole run.",
+                 ("what", "curve", "value"), rows, tuple(f.id for f in still))
     return ReportSection(section.title, [f for f in section.figures if f not in still] + [same])
 
 

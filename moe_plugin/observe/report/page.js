@@ -57,6 +57,14 @@
     else if (data.kind === "bands") bands.upgrade(figure, data.unit);
     else plots.upgrade(figure, data);
   }
+  // a finding shows the steps that it is about, with some around them
+  for (const link of document.querySelectorAll("#findings a[data-begin]")) {
+    link.addEventListener("click", () => {
+      const plot = [...plots.all, ...bands.all].find((one) => `#${one.figure.id}` === link.hash);
+      const { begin, end } = link.dataset, around = 5 + 0.2 * (end - begin);
+      if (plot?.within) plot.show([begin - around, Number(end) + around]);
+    });
+  }
   const help = document.getElementById("help");
   if (help) help.hidden = !plots.all.length && !bands.all.length;
 

@@ -15,10 +15,10 @@ from markupsafe import Markup
 from moe_plugin import __version__
 from moe_plugin.observe.findings import Finding, findings
 from moe_plugin.observe.history import RunRecord
-from moe_plugin.observe.report.compare import comparison, named_apart
+from moe_plugin.observe.report.compare import comparison, history, named_apart
 from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw_svg import drawing, top_of
-from moe_plugin.observe.report.figure_records import HeatMap, ReportSection
+from moe_plugin.observe.report.figure_records import HeatMap, ReportSection, Table
 from moe_plugin.observe.report.text import number
 from moe_plugin.regular_files import write_regular
 
@@ -53,7 +53,8 @@ def render(run: RunRecord, place: Path | None = None) -> str:
     """The page as text. place: the folder for it, from which it links to the run's files."""
     found = sections(run)
     return _page([run], run.name, "Report of a training run", found, place, run=run,
-                 summary=summary(run), changed=_changed(run),
+                 summary=summary(run),
+                 changed=[(name, *both) for name, both in (run.changed or {}).items()],
                  findings=list(_with_plots(findings(run), found)))
 
 
@@ -65,6 +66,24 @@ def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> s
                  run=None)
 
 
+def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
+    """Write the page of a folder's runs; errors as of `write_report`."""
+    place = Path(path).parent
+    runs = named_apart(runs)
+    return write_regular(path, _page(
+        runs, place.resolve().name, f"History of {len(runs)} training runs",
+        history(runs, lambda run: _report_of(run, place)), None, run=None))
+
+
+def _report_of(run: RunRecord, place: Path) -> str:
+    """A run's name, with a link to its report where it has one."""
+    path = run.folder / "report.html" if run.folder else None
+    if path is None or not path.is_file():
+        return run.name
+    link = quote(os.path.relpath(path, place))
+    return Markup('<a href="{}">{}</a>').format(link, run.name)
+
+
 def document(title: str, body: Sequence[str]) -> str:
     """A page that loads nothing, in the style of the report. body: HTML, line by line."""
     return TEMPLATES.get_template("document.html").render(
@@ -72,8 +91,7 @@ def document(title: str, body: Sequence[str]) -> str:
 
 
 def _page(runs: Sequence[RunRecord], title: str, kind: str, found: list[ReportSection],
-          place: Path | None,
-          **more: Any) -> str:
+          place: Path | None, **more: Any) -> str:
     begin = float(min(run.step_range[0] for run in runs))
     end = float(max(run.step_range[1] for run in runs))
     span = (begin, end) if end > begin else (begin - 1, begin + 1)
@@ -89,17 +107,13 @@ def _page(runs: Sequence[RunRecord], title: str, kind: str, found: list[ReportSe
         data=_embedded(data), policy=POLICY, style=_style(), scripts=_scripts(), **more)
 
 
-def _changed(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(setting, value, default) of the settings that differ from the defaults."""
-    return [(name, run.settings[name], default) for name, default in (run.defaults or {}).items()
-            if name in run.settings]
-
-
 def _with_plots(found: list[Finding],
                 page: list[ReportSection]) -> Iterator[tuple[Finding, str | None]]:
-    ids = {figure.id for section in page for figure in section.figures}
+    figures = [figure for section in page for figure in section.figures]
+    places = {f.id: f.id for f in figures} | {
+        id: f.id for f in figures if isinstance(f, Table) for id in f.holds}
     for one in found:
-        yield one, next((id for id in PLOTS.get(one.rule, ()) if id in ids), None)
+        yield one, next((places[id] for id in PLOTS.get(one.rule, ()) if id in places), None)
 
 
 def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:

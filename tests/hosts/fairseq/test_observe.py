@@ -108,7 +108,11 @@ def test_the_log_file_of_fairseq_has_a_report(corpus: Corpus, tmp_path: Path) ->
     found = read_run(tmp_path)
     assert found.host == "fairseq" and found.finished and found.total_steps == 4
     assert [r.step for r in found.steps] == [1, 2, 3, 4] and all(r.loss for r in found.steps)
-    assert found.steps[-1].valid_loss and (found.defaults or {})["moe-freq"] == "0"
+    assert found.steps[-1].valid_loss and (found.changed or {})["moe-freq"][1] == "0"
+    # as the command has them: none that the architecture or torchrun sets
+    assert {name: (found.changed or {}).get(name) for name in ("max-update", "no-save")} == {
+        "max-update": ("4", "0"), "no-save": ("on", "off")}
+    assert not {"decoder-output-dim", "decoder-input-dim"} & set(found.changed or {})
 
 
 def _train_ill(arguments: str) -> None:

@@ -36,8 +36,11 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
     run = read_run(tmp_path)
     assert [r.step for r in run.steps
             ] == [1, 2, 3] and run.host == "megatron" and run.total_steps == 3 and run.notes == []
-    assert run.defaults is not None and run.settings["train-iters"] == "3"
-    assert run.defaults["moe-z-loss-coeff"] == "–" and "seed" not in run.defaults
+    assert run.changed is not None and run.settings["train-iters"] == "3"
+    assert run.changed["moe-z-loss-coeff"][1] == "–" and "seed" not in run.changed
+    # as the command has them: none that Megatron derives
+    assert run.changed["train-iters"] == ("3", "–")
+    assert not {"kv-channels", "padded-vocab-size", "world-size"} & set(run.changed)
     assert {name: [r.step for r in records]
             for name, records in run.layers.items()} == {"layer1": [1, 2, 3], "layer2": [1, 2, 3]}
     shown = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import re
 import sys
@@ -16,9 +17,12 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
+from moe_plugin.observe.history.command import OFF, ON, chosen, shown
+
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _parsers: list[argparse.ArgumentParser] = []  # the script's, once it has parsed
 _own: set[str] = set()  # the arguments among its own that are Megatron's
+_words: list[str] = []  # that it has parsed: the command's, and in front of them a file's
 # What a version of Megatron calls otherwise: the name that this host knows -> the newer one. A
 # renamed setting of `TransformerConfig`, or argument of the script, is one line here.
 RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # from 0.18 on, which has both names
@@ -83,6 +87,22 @@ def parsed_defaults() -> dict[str, Any]:
     values = script_arguments()
     return {name: default for parser in _parsers for name in values
             if (default := parser.get_default(name)) != values[name]}
+
+
+def given_settings() -> dict[str, tuple[str, str]]:
+    """What the user gave the script otherwise than its defaults: (as written, default) by flag, and
+    by path in the file of `--moe-config`.
+    """
+    changed = parsed_defaults()
+    known, several = dict[str, tuple[str, str]](), set[str]()
+    for action in (action for parser in _parsers for action in parser._actions):
+        names = [option.lstrip("-").replace("_", "-") for option in action.option_strings]
+        if action.nargs not in (None, 0, "?"):
+            several.update(names)
+        if action.dest in changed:
+            both = (ON, OFF) if action.nargs == 0 else ("", shown(changed[action.dest]))
+            known.update(dict.fromkeys(names, both))
+    return chosen(_words, known, several)
 
 
 def megatrons_own(names: Iterable[str]) -> list[str]:
@@ -190,12 +210,23 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider],
 
             def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 _own.update(action.dest for action in parser._actions if not _parsers)
+                parser.parse_known_args = remembered(  # type: ignore[method-assign]
+                    parser.parse_known_args)
                 _parsers[:] = [provider(parser)]
                 return _parsers[0]
 
             return provide
 
         return parse_args
+
+    def remembered(parse: Callable[..., Any]) -> Callable[..., Any]:
+
+        @functools.wraps(parse)
+        def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+            _words[:] = sys.argv[1:] if args is None else args
+            return parse(args, namespace)
+
+        return parse_known_args
 
     replace_training("parse_args", extend)
 
