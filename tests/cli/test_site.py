@@ -92,6 +92,6 @@ def test_links_out_of_the_documentation_and_marks_of_fences(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     hook = importlib.import_module("site_links")
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks/x.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks/x.md"), ancestors=[], meta={})
     text = "[`a`](../../scripts/a.py) [b](../b.md#c)\n```bash check\nls\n```\n"
     assert hook.on_page_markdown(text, page) == "`a` [b](../b.md#c)\n```bash\nls\n```\n"

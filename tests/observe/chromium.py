@@ -110,11 +110,11 @@ class Page:
         """One command for this tab."""
         return self._browser.call(method, self._session, **params)
 
-    def go(self, file: Path) -> None:
-        """Show a file, and wait until it is loaded; what came before is forgotten."""
+    def go(self, where: Path | str) -> None:
+        """Show a file or an address, and wait until it is loaded; what came before is forgotten."""
         self._browser.events = [e for e in self._browser.events
                                 if e.get("sessionId") != self._session]
-        self.call("Page.navigate", url=file.as_uri())
+        self.call("Page.navigate", url=where.as_uri() if isinstance(where, Path) else where)
         self._browser.wait("Page.loadEventFired", self._session)
 
     def value(self, expression: str) -> Any:
