@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_plugin.observe.given import OFF, ON, chosen
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run, read_runs
-from moe_plugin.observe.history.command import OFF, ON, chosen, written
+from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
 
 pytestmark = pytest.mark.fast

@@ -24,7 +24,8 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
-from moe_plugin.observe.history.command import OFF, ON, chosen, written
+from moe_plugin.observe.given import OFF, ON, chosen
+from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.fairseq_log import CHANGED
 from moe_plugin.observe.history.records import comparable
 

@@ -17,7 +17,7 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
-from moe_plugin.observe.history.command import OFF, ON, chosen, shown
+from moe_plugin.observe.given import OFF, ON, chosen, shown
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _parsers: list[argparse.ArgumentParser] = []  # the script's, once it has parsed
