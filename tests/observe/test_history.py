@@ -353,7 +353,13 @@ def test_a_log_of_megatron_without_this_plugin_is_read(tmp_path: Path) -> None:
                                learning_rate=1e-4, grad_norm=2.5, not_finite=1.0,
                                extra={"loss load_balancing_loss": 1.25})
     assert last.step == 20 and math.isnan(last.loss or 0) and last.not_finite == 1
-    # of a run with a log of its own it says nothing new
+    # of a run with a log of its own, or with the settings of one that begins, it says nothing new
+    begun = tmp_path / "begun"
+    write(begun, settings_json='{"host": "megatron", "settings": {"train_iters": 20}}\n')
+    write(begun / "save", rank1_log=NATIVE)
+    with pytest.raises(ValueError, match="holds no record of a run"):
+        read_run(begun)
+    shutil.rmtree(begun)
     write(tmp_path / "save", log_jsonl='{"iteration": 5, "lm_loss": 3.0}\n')
     assert [r.step for r in read_run(tmp_path).steps] == [5]
 

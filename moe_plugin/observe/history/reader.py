@@ -53,7 +53,7 @@ class _Source:
     Attributes:
         brief: layers in the training log.
         arguments: of Megatron's script, as it lists them.
-        writer: the host that the statistics name.
+        writer: the host that the statistics or the settings name.
         cut: the last line is unfinished.
         done: fairseq's last line says that training is done.
     """
@@ -121,7 +121,7 @@ def _sources(folder: Path) -> list[_Source]:
         raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
     sources = [source for path in candidates(folder)
                if (source := _read(path)).any or source.settings]
-    if not any(source.any for source in sources):
+    if not any(source.any for source in _without_copies(sources)):
         raise ValueError(
             f"{folder} holds no record of a run; looked for {WANTED}, in files "
             f"{', '.join(sorted(s for s in SUFFIXES if s))} or without a suffix, {DEPTH} levels "
@@ -146,8 +146,11 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Without what Megatron prints where a run has a log of its own, in a folder above or below."""
-    own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)]
+    """Without what Megatron prints where our host has a log, or will have one, in a folder above or
+    below.
+    """
+    own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
+           or s.settings and s.writer == "megatron"]
 
     def copied(s: _Source) -> bool:
         here = s.path.parent
@@ -243,7 +246,7 @@ def _json_line(source: _Source, text: str) -> None:
         source.steps.append(found)
         source.done = False  # resumed
     elif "settings" in row and "host" in row:
-        source.settings = json_lines.settings(row)
+        source.settings, source.writer = json_lines.settings(row), str(row["host"])
         source.changed = json_lines.changed(row)
 
 
