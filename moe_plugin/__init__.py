@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what type checkers see; the names are those of _EXPORTS
     from moe_plugin.records import Routing as Routing
     from moe_plugin.routing import finish_step as finish_step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 checkout.install(Path(__file__).parent)
 _EXPORTS = {
     "MoEConfig": "moe_plugin.config", "MoELayer": "moe_plugin.layer",

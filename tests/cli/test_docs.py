@@ -331,3 +331,18 @@ def test_readme_counts_what_is_registered() -> None:
     for said in (f"{len(routers.names())} [routers]", f"{len(losses.names())} [balance losses]",
                  f"[{families} families]"):
         assert said in text, said
+
+
+def test_what_works_names_what_ci_installs() -> None:
+    """Rows of CI in works.md, and the versions that set-up and CI pin."""
+    setup = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    rows = [line for line in (ROOT / "docs" / "works.md").read_text("utf-8").splitlines()
+            if line.startswith("|") and "CI" in line]
+    for what, pinned in {
+            "torch ": re.search(r"torch==([\d.]+\d)", setup),
+            "| fairseq | ": re.search(r"fairseq==([\d.]+\d)", setup),
+            "its own loop | ": re.search(r"megatron-core==([\d.]+\d)", setup),
+            "`swap_moe` | ": re.search(r"test_megatron_versions\.sh ([\d.]+\d)", ci)}.items():
+        assert pinned is not None
+        assert any(f"{what}{pinned[1]} " in row for row in rows), (what, pinned[1])
