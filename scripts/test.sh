@@ -29,6 +29,7 @@ WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1))
 cd "$ROOT"
 # distributed tests start several processes each: one thread per process, so that they share the cores
 export OMP_NUM_THREADS=1 PATH="$VENV/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the package's modules again
 tests() { "$VENV/bin/python" -m pytest -q -n "$WORKERS" --dist worksteal "$@"; }
 
 NOT_SLOW="not slow" REST="not fast and not slow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Mapping, Sequence
@@ -19,20 +20,27 @@ def all_pairs(settings: Mapping[str, Sequence[Any]]) -> list[Cell]:
     the value that brings the most new pairs; of some such cells, filled in different orders, the
     one with the most new pairs is kept (AETG, Cohen et al. 1997).
     """
-    names, coded = list(settings), _Coded(settings)
-    if len(names) == 1:
-        return [{names[0]: value} for value in settings[names[0]]]
+    sizes = tuple((name, len(values)) for name, values in settings.items())
+    return [{name: settings[name][index] for name, index in cell} for cell in _indices(sizes)]
+
+
+@functools.cache  # several tests take their cells from the same matrix, which takes seconds to make
+def _indices(sizes: tuple[tuple[str, int], ...]) -> list[tuple[tuple[str, int], ...]]:
+    """`all_pairs` for settings with so many values each: of every cell the places of its values."""
+    settings, coded = dict(sizes), _Coded(dict(sizes))
+    if len(settings) == 1:
+        return [((name, index),) for name, count in sizes for index in range(count)]
     pairs = sorted(
-        pair for one, other in itertools.combinations(names, 2)
-        for pair in itertools.product(((one, i) for i in range(len(settings[one]))),
-                                      ((other, i) for i in range(len(settings[other])))))
+        pair for one, other in itertools.combinations(settings, 2)
+        for pair in itertools.product(((one, i) for i in range(settings[one])),
+                                      ((other, i) for i in range(settings[other]))))
     draw, cells = random.Random(0), []
     for first in pairs:
         if coded.new_pairs([coded.code(*each) for each in first]):
             best = max((_filled(dict(first), settings, coded, draw) for _ in range(_TRIES)),
                        key=lambda indices: coded.new_pairs(coded.codes(indices)))
             coded.meet(coded.codes(best))
-            cells.append({name: settings[name][best[name]] for name in names})
+            cells.append(tuple((name, best[name]) for name in settings))
     return cells
 
 
@@ -41,12 +49,12 @@ class _Coded:
     which it has still to meet.
     """
 
-    def __init__(self, settings: Mapping[str, Sequence[Any]]) -> None:
-        sizes = [len(values) for values in settings.values()]
+    def __init__(self, settings: Mapping[str, int]) -> None:
+        sizes = settings.values()
         self.first = dict(zip(settings, itertools.accumulate([0, *sizes]), strict=False))
         everything = (1 << sum(sizes)) - 1
-        self.unmet = [everything & ~(((1 << len(values)) - 1) << self.first[name])
-                      for name, values in settings.items() for _ in values]
+        self.unmet = [everything & ~(((1 << count) - 1) << self.first[name])
+                      for name, count in settings.items() for _ in range(count)]
 
     def code(self, name: str, index: int) -> int:
         return self.first[name] + index
@@ -69,20 +77,21 @@ def _mask(codes: Sequence[int]) -> int:
     return sum(1 << code for code in codes)
 
 
-def _filled(indices: dict[str, int], settings: Mapping[str, Sequence[Any]], coded: _Coded,
+def _filled(indices: dict[str, int], settings: Mapping[str, int], coded: _Coded,
             draw: random.Random) -> dict[str, int]:
     names = list(settings)
     for name in draw.sample([n for n in names if n not in indices], len(names) - len(indices)):
         mask, first = _mask(coded.codes(indices)), coded.first[name]
-        values = draw.sample(range(len(settings[name])), len(settings[name]))
+        values = draw.sample(range(settings[name]), settings[name])
         indices[name] = max(values, key=lambda index, first=first, mask=mask: (
             coded.unmet[first + index] & mask).bit_count())
     return indices
 
 
-def every_value(cells: Sequence[Cell], along: str = "dispatch") -> list[int]:
+def every_value(cells: Sequence[Cell], along: str | None = "dispatch") -> list[int]:
     """Places of few of these cells, in their order, that show every value of every setting with
-    every value of `along`: what a quick run takes of a matrix; the longer one takes all.
+    every value of `along` (None: at all): what a quick run takes of a matrix; the longer one takes
+    all.
     """
     shows = [{(str(cell.get(along)), name, str(value)) for name, value in cell.items()}
              for cell in cells]

@@ -194,12 +194,12 @@ def round_blocks(x: Tensor, precision: str, of: str = "rows") -> Tensor:
 
 def round_powers(x: Tensor, block: tuple[int, int], codes: torch.dtype) -> Tensor:
     """x [N] or [M, N] to codes times a power of two for each block of rows and columns."""
-    made = torch.atleast_2d(x).clone()
-    for rows in made.split(block[0], 0):
-        for part in rows.split(block[1], 1):
-            scale = least_power(part.abs().max(), torch.finfo(codes).max)
-            part.copy_((part / scale).float().to(codes).double() * scale)
-    return made.view(x.shape)
+    rows, columns = torch.atleast_2d(x).shape
+    blocks = F.pad(torch.atleast_2d(x), (0, -columns % block[1], 0, -rows % block[0])).unflatten(
+        1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    scale = least_power(blocks.abs().amax((1, 3), keepdim=True), torch.finfo(codes).max)
+    made = (blocks / scale).float().to(codes).double() * scale
+    return made.flatten(2, 3).flatten(0, 1)[:rows, :columns].reshape(x.shape)
 
 
 class RoundedProduct(torch.autograd.Function):

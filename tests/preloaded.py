@@ -165,6 +165,8 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):  # as Python does at its end
+            sys.stderr.write(f"{stop.code}\n")
     except BaseException:  # noqa: BLE001 - the log is the report
         sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
     finally:

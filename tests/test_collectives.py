@@ -49,7 +49,7 @@ def test_another_dtype_is_found() -> None:
 def test_ranks_that_call_in_another_order_are_named() -> None:
     """Whether gloo notices, or not."""
     with pytest.raises(AssertionError) as error:
-        run_gloo(2, _in_another_order, timeout_s=60, group_timeout_s=15)
+        run_gloo(2, _in_another_order, timeout_s=60, group_timeout_s=8)
     said = str(error.value)
     assert "call 1 of group" in said
     assert "rank 0: all_reduce of torch.float32 [3]" in said

@@ -69,7 +69,7 @@ def close(cell: Cell) -> float:
     False, pytest.param(True, marks=pytest.mark.slow)], ids=["every value", "all"])
 def test_what_the_host_waits_for(all_cells: bool) -> None:
     """All of them: `bash scripts/test.sh --all tests/waits`, about ten minutes."""
-    places = range(len(matrix())) if all_cells else every_value(matrix())
+    places = range(len(matrix())) if all_cells else every_value(matrix(), along=None)
     seen, wrong = measured(places), []
     for cell, ranks in zip((matrix()[place] for place in places), seen, strict=True):
         for rank, one in enumerate(ranks):

@@ -20,7 +20,7 @@ from tests.hosts.fairseq.conftest import (
     Corpus,
     environment,
     run,
-    run_alone,
+    run_on_its_own_ranks,
     run_stock,
 )
 
@@ -34,7 +34,7 @@ def test_stock_training_needs_no_user_dir(corpus: Corpus, tmp_path: Path) -> Non
 
 @pytest.mark.distributed
 def test_spawned_processes_train_and_two_ranks_validate(corpus: Corpus, tmp_path: Path) -> None:
-    result = run_alone(
+    result = run_on_its_own_ranks(
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} --criterion cross_entropy --max-update 4 --save-dir "
         f"{tmp_path} --distributed-world-size 2").ok()

@@ -14,7 +14,6 @@ from tests.hosts.fairseq.conftest import (
     MOE,
     Corpus,
     run,
-    run_alone,
     run_stock,
 )
 
@@ -71,7 +70,7 @@ def test_evaluation_says_it_as_shortly(corpus: Corpus) -> None:
 
 @pytest.mark.distributed
 def test_several_ranks_say_it_once(corpus: Corpus) -> None:
-    result = run_alone("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-fref 2", ranks=2)
+    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-fref 2", ranks=2)
     assert result.log.count("error: unrecognized arguments: --moe-fref; did you mean") == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -14,22 +13,16 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from tests.hosts.megatron.ranks import ROOT
+from tests.hosts.megatron.ranks import ROOT, run_main
 from tests.hosts.megatron.training import MODEL, arguments_of, options, own_loop
 
 pytestmark = pytest.mark.megatron
 
 
-def _launch(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "moe_plugin.hosts.megatron.launch", *argv], cwd=ROOT,
-        capture_output=True, check=False, text=True, timeout=300)
-
-
-def test_launcher_without_a_script_says_what_it_wants() -> None:
-    done = _launch("no_such_script.py")
-    assert done.returncode == 1 and "'no_such_script.py' not found" in done.stderr
-    assert "pretrain_gpt.py" in done.stderr
+def test_launcher_without_a_script_says_what_it_wants(tmp_path: Path) -> None:
+    said = run_main("moe_plugin.hosts.megatron.launch", ["no_such_script.py"], 1, tmp_path,
+                    fails=True)
+    assert "'no_such_script.py' not found" in said and "pretrain_gpt.py" in said
 
 
 def test_spec_attributes_say_what_they_need_outside_a_script() -> None:

@@ -84,9 +84,14 @@ def parsed_defaults() -> dict[str, Any]:
     """By name: the defaults of the script's arguments whose values differ from them, as far as its
     parser says them.
     """
-    values = script_arguments()
-    return {name: default for parser in _parsers for name in values
-            if (default := parser.get_default(name)) != values[name]}
+    values, found = script_arguments(), dict[str, Any]()
+    for parser in _parsers:  # whose `get_default` goes through a thousand arguments for each name
+        first = {action.dest: action.default for action in reversed(parser._actions)
+                 if action.default is not None}
+        defaults = {**parser._defaults, **first}
+        found |= {name: defaults.get(name) for name, value in values.items()
+                  if defaults.get(name) != value}
+    return found
 
 
 def given_settings() -> dict[str, tuple[str, str]]:
