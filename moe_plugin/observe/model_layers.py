@@ -17,7 +17,7 @@ from moe_plugin.routing.replay import inside_backward
 Take = Callable[[str, LayerStats], None]
 
 
-def listen_to(model: nn.Module, take: Take) -> list[str]:
+def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
     """From now on `take` gets the name and the statistics of each training pass of each MoE layer.
 
     Layers: our own, wherever they are in the model, under the name of the block that holds one
@@ -25,7 +25,7 @@ def listen_to(model: nn.Module, take: Take) -> list[str]:
     are known, and neither the router's distribution (`entropy` is NaN) nor its losses. A pass that
     is recomputed counts once.
 
-    Returns: their names.
+    Returns: them by name.
     Raises:
         ValueError: the model has none.
     """
@@ -41,7 +41,7 @@ def listen_to(model: nn.Module, take: Take) -> list[str]:
             experts = module.down_proj.shape[0]  # of all ranks: a DTensor's
             module.register_forward_hook(partial(_of_experts, take, name, experts),
                                          with_kwargs=True)
-    return list(found)
+    return found
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

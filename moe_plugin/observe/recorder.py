@@ -206,14 +206,18 @@ class StatsRecorder:
 
     def add_model(self, model: nn.Module) -> list[str]:
         """From now on `add` is called for each training pass of each MoE layer of a model: made by
-        `replace_ffn` or `swap_moe_blocks`, built by hand, or with experts of `transformers`.
+        `replace_ffn` or `swap_moe_blocks`, built by hand, or with experts of `transformers`. Writes
+        the settings that our own layers were given.
 
         Returns: the layers' names. Of `transformers`' own routers loads alone are known; ranks of
         its TP group, which hold the same tokens, count them once each.
         Raises:
             ValueError: the model has no such layer.
         """
-        return listen_to(model, self.add)
+        found = listen_to(model, self.add)
+        if ours := {name: one for name, one in found.items() if isinstance(one, MoELayer)}:
+            self.write_settings(ours)
+        return list(found)
 
     def mark(self) -> Callable[[], None]:
         """What undoes all later calls of `add`, as often as it is called before a record."""

@@ -111,5 +111,9 @@ def test_files_have_the_records(tmp_path: Path) -> None:
     recorder.close()
     rows = [json.loads(line)
             for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
+    settings = rows.pop(0)  # those that our own layers were given
+    assert settings["settings"]["num_experts"] == "4, 2"
+    assert settings["changed"]["model_dim"] == ["8", "0"] and "router.name" not in settings[
+        "changed"]
     assert {row["layer"]: row["entropy"] is None for row in rows} == {
         "first": False, "second": False, "mlp": True}
