@@ -79,10 +79,10 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
     Raises: ValueError: two of the three flags that exclude each other.
     """
     role = "fairseq --optimizer adam"
-    if torch_fused and (old or fp16_stats):
-        other = "--use-old-adam" if old else "--fp16-adam-stats"
-        raise ValueError(f"--moe-fused-adam and {other} ask for different optimizers: torch's "
-                         "fused Adam has fp32 statistics; leave one of the two flags out")
+    if old and (torch_fused or fp16_stats):
+        other = "--moe-fused-adam" if torch_fused else "--fp16-adam-stats"
+        raise ValueError(f"{other} and --use-old-adam ask for different optimizers: fairseq's own "
+                         "is not fused and has fp32 statistics; leave one of the two flags out")
     if torch_fused:
         return Choice(role, "torch", "--moe-fused-adam")
     if old:
@@ -90,8 +90,10 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
     legacy, current = apex(ADAM_16_BIT), apex(ADAM)
     if legacy.value is not None:
         return Choice(role, "apex", legacy.reason)
-    if current.value is None or fp16_stats:  # fairseq refuses the statistics itself
-        return Choice(role, "fairseq", (legacy if fp16_stats else current).reason)
+    if fp16_stats:
+        return Choice(role, "torch", f"--fp16-adam-stats; {legacy.reason}")
+    if current.value is None:
+        return Choice(role, "fairseq", current.reason)
     if torch.bfloat16 in dtypes:
         return Choice(role, "torch", "fairseq's use of apex.optimizers.FusedAdam takes no bfloat16 "
                       "parameters (--memory-efficient-bf16)")
@@ -110,7 +112,7 @@ def choices() -> list[Choice]:
     return [
         Choice(fairseq.role, names[fairseq.active], fairseq.reason
                + "; --moe-fused-adam: torch's fused Adam" * (fairseq.active == "fairseq")),
-        Choice("fairseq --fp16-adam-stats", *_or("refused", ADAM_16_BIT)),
+        Choice("fairseq --fp16-adam-stats", *_or("torch's fused Adam", ADAM_16_BIT)),
         _megatron_adam(engine == "it imports"),
         Choice("layer norm", *_or("torch.nn.LayerNorm", LAYER_NORM)),
         Choice("RMS norm", *_or("torch.nn.RMSNorm", RMS_NORM)),

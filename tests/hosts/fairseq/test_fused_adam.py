@@ -15,11 +15,13 @@ import torch
 from fairseq import optim, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim.adam import Adam
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.gradients.replicas import mark_replicas
-from moe_plugin.hosts.fairseq.adam import FusedAdam
+from moe_plugin.hosts.fairseq.adam import FusedAdam, encoded
 from moe_plugin.hosts.fairseq.trainer import norm_squared
 from tests.hosts.fairseq import small
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
@@ -60,9 +62,9 @@ def _same(seen: list[nn.Parameter], wanted: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_equals_fairseqs_adam(decay: float) -> None:
-    settings: Any = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": decay}
+    options_: Any = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": decay}
     wanted, seen = _parameters(), _parameters()
-    native, ours = Adam(wanted, **settings), FusedAdam(seen, **settings)
+    native, ours = Adam(wanted, **options_), FusedAdam(seen, **options_)
     for step in range(20):
         _step(native, wanted, step)
         _step(ours, seen, step)
@@ -88,6 +90,46 @@ def test_each_continues_the_others_state(kinds: tuple[type, type]) -> None:
         _step(second, seen, step)
     # of half-precision parameters torch loads moments in half precision (fairseq puts them back)
     torch.testing.assert_close(seen[:2] + seen[4:], wanted[:2] + wanted[4:])
+
+
+@given(st.integers(0, 10**6), st.integers(-30, 30), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_halves_are_near_and_are_encoded_again_without_an_error(seed: int, size: int,
+                                                                spread: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(50, generator=generator) * torch.exp2(
+        size - spread * torch.rand(50, generator=generator))
+    half, unit = encoded(x)
+    again = half.float() * unit
+    assert half.dtype == torch.float16 and torch.frexp(unit)[0] == 0.5
+    assert 32752 <= half.abs().max() <= 65504
+    assert ((again - x).abs() <= 2**-11 * x.abs() + 2**-39 * x.abs().max()).all()
+    for value in (again, again.square().sqrt() * again.sign()):
+        same, other = encoded(value)
+        assert torch.equal(same.float() * other, again)
+    assert not encoded(torch.zeros(3))[0].any() and encoded(torch.zeros(0))[0].numel() == 0
+
+
+def test_halves_take_half_the_memory_and_resume_to_the_same_bits() -> None:
+    wanted, seen, rough = _parameters()[:2], _parameters()[:2], _parameters()[:2]
+    whole, first, floats = (FusedAdam(wanted, half=True), FusedAdam(seen, half=True),
+                            FusedAdam(rough))
+    for step in range(10):
+        for optimizer, parameters in ((whole, wanted), (first, seen), (floats, rough)):
+            _step(optimizer, parameters, step)
+    held = [x for state in whole.state.values() for pair in state["halves"] for x in pair]
+    assert sum(x.numel() * x.element_size() for x in held) == sum(
+        4 * p.numel() + 8 for p in wanted)
+    assert {x.dtype for state in whole.state_dict()["state"].values()
+            for x in (state["exp_avg"], state["exp_avg_sq"])} == {torch.float32}
+    second = FusedAdam(seen, lr=0.5, half=True)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for step in range(10, 20):
+        for optimizer, parameters in ((whole, wanted), (second, seen), (floats, rough)):
+            _step(optimizer, parameters, step)
+    for mine, theirs, float32 in zip(seen, wanted, rough, strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, float32, rtol=2e-3, atol=2e-4)
 
 
 def test_flat_parameters_and_sparse_gradients() -> None:
@@ -130,10 +172,8 @@ def test_a_class_derived_from_fairseqs_fp16_optimizer_is_made_as_itself() -> Non
     assert cfg.common.fp16_no_flatten_grads
 
 
-def _curve(*flags: str) -> tuple[list[float], dict[str, Tensor], Any]:
-    """Losses of 20 steps of a language model with experts, what its expert weights moved, its
-    optimizer.
-    """
+def _curve(*flags: str, steps: int = 20) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Losses of a language model with experts, what its expert weights moved, its optimizer."""
     cfg = _settings(*flags)
     model = small.language_model(moe_dispatch="ragged", moe_capacity_factor="none",
                                  moe_second_expert_policy="all")
@@ -142,7 +182,7 @@ def _curve(*flags: str) -> tuple[list[float], dict[str, Tensor], Any]:
     start = {name: p.detach().clone() for name, p in expert_parameters(model).items()}
     optimizer = _optimizer(cfg, list(model.parameters()))
     tokens, losses = small.tokens(), []
-    for step in range(20):
+    for step in range(steps):
         optimizer.set_lr(0.01 / (1 + step))
         optimizer.zero_grad()
         scores = model(tokens[:, :-1])[0].float()
@@ -173,6 +213,14 @@ def test_losses_and_experts_equal_those_of_fairseqs_adam(precision: str) -> None
     # a rounding of float32 in Adam may move a half-precision weight by one of its own
     _same_run(seen, wanted, *((2e-2, 5e-2) if "bf16" in precision else (
         1e-2, 2e-2) if precision else (1e-4, 1e-4)))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_16_bit_statistics_need_no_apex(precision: str) -> None:
+    flags = precision.split()
+    wanted, seen = _curve(*flags), _curve(*flags, "--fp16-adam-stats")
+    assert seen[2].optimizer.half
+    _same_run(seen, wanted, *((3e-2, 5e-2) if precision else (1e-2, 2e-2)))
 
 
 @pytest.mark.distributed
@@ -250,11 +298,10 @@ def test_apex_with_experts(flags: str, deprecated: bool, adam: str, call: str | 
     _same_run(seen, wanted, *((0.1, 0.1) if rough else (2e-2, 2e-2)))
 
 
-def test_16_bit_statistics_without_their_extension_are_refused(
+def test_16_bit_statistics_without_apexs_extension_are_torchs(
         fairseq_with_apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fused_adam_cuda", None)
-    with pytest.raises(NotImplementedError, match="FusedAdamV1"):
-        _curve("--fp16", "--fp16-adam-stats")
+    assert _curve("--fp16", "--fp16-adam-stats")[2].optimizer.half
 
 
 def test_the_norm_of_experts_is_apexs(apex: list[str]) -> None:

@@ -29,7 +29,7 @@ def test_without_apex_the_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows["gradient norm"].active == "torch._foreach_norm"
     assert rows["Megatron --optimizer adam"].active == "torch.optim.AdamW"
     assert "--moe-fused-adam" in rows["Megatron --optimizer adam"].reason
-    assert rows["fairseq --fp16-adam-stats"].active == "refused"
+    assert rows["fairseq --fp16-adam-stats"].active == "torch's fused Adam"
 
 
 def test_with_apex_all_is_apex(apex: list[str]) -> None:
@@ -38,10 +38,11 @@ def test_with_apex_all_is_apex(apex: list[str]) -> None:
     assert len(rows) == 7 and all(active.startswith("apex ") for active in rows.values())
 
 
-@pytest.mark.parametrize("other", ["old", "fp16_stats"])
+@pytest.mark.parametrize("other", ["torch_fused", "fp16_stats"])
 def test_flags_that_exclude_each_other(other: str) -> None:
     with pytest.raises(ValueError, match=r"leave one of the two flags out"):
-        _active(torch_fused=True, **{other: True})
+        _active(old=True, **{other: True})
+    assert _active(torch_fused=True, fp16_stats=True) == ("torch", "--moe-fused-adam")
 
 
 def test_the_adam_of_fairseq_with_apex(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +52,8 @@ def test_the_adam_of_fairseq_with_apex(apex: list[str], monkeypatch: pytest.Monk
     monkeypatch.setitem(fused._APEX, fused.ADAM_16_BIT, ("no_such", "adam", "no_such"))
     assert _active({torch.float32}) == ("apex", "apex.optimizers.FusedAdam imports")
     assert _active({torch.bfloat16, torch.float32})[0] == "torch"
-    active, reason = _active(fp16_stats=True)  # then fairseq's own refusal follows
-    assert active == "fairseq" and "No module named 'no_such'" in reason
+    active, reason = _active(fp16_stats=True)
+    assert active == "torch" and "No module named 'no_such'" in reason
 
 
 def test_a_broken_apex_is_no_error(apex: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

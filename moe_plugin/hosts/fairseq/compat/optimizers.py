@@ -40,9 +40,10 @@ def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) 
 
     params = list(params)
     # the settings of other projects' tests and of old checkpoints lack fields
+    half = getattr(cfg, "fp16_adam_stats", False)
     choice = fused.fairseq_adam(
         _dtypes(params), torch_fused=getattr(cfg, "moe_fused_adam", False),
-        old=getattr(cfg, "use_old_adam", False), fp16_stats=getattr(cfg, "fp16_adam_stats", False))
+        old=getattr(cfg, "use_old_adam", False), fp16_stats=half)
     logger.info("Adam of %s: %s", choice.active, choice.reason)
     if choice.active != "torch":
         original(self, cfg, params)
@@ -50,7 +51,7 @@ def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) 
     from moe_plugin.hosts.fairseq.adam import FusedAdam
 
     FairseqOptimizer.__init__(self, cfg)
-    self._optimizer = FusedAdam(params, **self.optimizer_config)
+    self._optimizer = FusedAdam(params, half=half, **self.optimizer_config)
 
 
 def _dtypes(params: list[Any]) -> set[torch.dtype]:
