@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 WARN_ABOVE = 0.10
 RULE = "drops"  # the finding of the same, which is left out where this warns
 _NONE = "--moe-capacity-factor none to drop nothing"
-_TRAINING = f"{_NONE}, a larger --moe-capacity-factor, or more balance (--moe-losses)"
+_TRAINING = f"{_NONE}, a larger --moe-capacity-factor, or a larger weight of the balance loss"
 _VALIDATION = (f"{_NONE} (without flags --moe-eval-...), or a larger "
                "--moe-eval-token-fraction or --moe-eval-capacity-factor")
 _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop nothing"
