@@ -324,12 +324,14 @@ LAYER_RULES = (
         lambda found, past: f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, "
                             "and no balance loss is set",
         "Nothing keeps tokens from choosing the same experts.",
-        f"a balance loss ({_WEIGHT}), or a router that balances by itself, --moe-router sigmoid_bias"),
+        f"a balance loss ({_WEIGHT}), or a router that balances by itself, --moe-router "
+        "sigmoid_bias"),
     LayerRule(
         "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
         "With experts on several ranks the others wait for it; with a capacity its tokens are "
         "dropped.",
-        f"raise the balance loss ({_WEIGHT}), or let other ranks compute its rows: --moe-spill least_loaded"),
+        f"raise the balance loss ({_WEIGHT}), or let other ranks compute its rows: --moe-spill "
+        "least_loaded"),
     LayerRule(
         "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "
