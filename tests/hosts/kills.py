@@ -19,7 +19,7 @@ SAVE_EVERY, RANKS = 3, 2
 # the share of each kind of moment
 WHEN = {"starting": 0.2, "training": 0.45, "saving": 0.35}
 START_S = 6.0  # about the time from the start of a process to its first step
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True)

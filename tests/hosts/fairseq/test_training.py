@@ -100,7 +100,7 @@ def test_votes_that_cannot_be_held_are_refused(corpus: Corpus, tmp_path: Path) -
     for more, said in (("", "experts of layer"),
                        ("--moe-expert-parallel-size 1", "copies=3 must be <= 2 workers"),
                        ("--moe-expert-parallel-size 1 --moe-router sigmoid_bias "
-                        "--moe-second-expert-policy all", "these are not voted on"),
+                        "--moe-second-expert-policy all", "this is not voted on"),
                        ("--zero-sharding os", "one rank updates for all"),
                        ("--moe-losses global_batch=0.01", "two ranks compute it alike")):
         run("fairseq-train", f"{flags} {more}", ranks=2).failed_with(said)
