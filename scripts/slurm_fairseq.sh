@@ -6,7 +6,7 @@
 # DATA is what fairseq-preprocess wrote, in a place that all nodes see. The virtual environment (default: .venv in the folder it
 # is submitted from; or submit with VENV=/path/to/it) and --save-dir have to be visible, too. Submitted again with the same
 # arguments, or started again by Slurm (--requeue), it goes on from the last checkpoint. A failed rank is started again by torchrun,
-# RESTARTS times (default 3).
+# RESTARTS times (default 3). The folder of --save-dir gets stats.jsonl and train.log, which `moe-plugin report runs/a` shows.
 #SBATCH --job-name=moe-fairseq
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -33,8 +33,21 @@ export SLURM_KILL_BAD_EXIT=1
 # ranks that start again must not find the addresses of dead ones (docs/faults.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# the folder of --save-dir gets what `moe-plugin report` and `watch` read; flags that are given win
+SAVE="" PREVIOUS=""
+for WORD in "$@"; do
+    [ "$PREVIOUS" != --save-dir ] || SAVE=$WORD
+    case "$WORD" in --save-dir=*) SAVE=${WORD#*=} ;; esac
+    PREVIOUS=$WORD
+done
+RECORDS=()
+if [ -n "$SAVE" ]; then
+    mkdir -p -- "$SAVE"
+    RECORDS=(--moe-stats-jsonl "$SAVE/stats.jsonl" --log-format json --log-file "$SAVE/train.log")
+fi
+
 srun "$VENV/bin/python" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts "${RESTARTS:-3}" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:$PORT" \
     "$VENV/bin/fairseq-train" "$1" --user-dir moe_plugin --task language_modeling --criterion moe_cross_entropy \
-    --ddp-backend legacy_ddp "${@:2}"
+    --ddp-backend legacy_ddp ${RECORDS[@]+"${RECORDS[@]}"} "${@:2}"

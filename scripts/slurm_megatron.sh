@@ -9,7 +9,8 @@
 # folder it is submitted from; or submit with VENV=/path/to/it) and the folder of --save have to be visible, too. With --save and
 # --load it goes on from the last checkpoint where it is submitted again with the same arguments, or started again by Slurm
 # (--requeue). A failed rank is started again by torchrun, RESTARTS times (default 3). It runs the package's short script,
-# pretrain_gpt_moe, or with SCRIPT=/path/to/pretrain_gpt.py a script of Megatron-LM.
+# pretrain_gpt_moe, or with SCRIPT=/path/to/pretrain_gpt.py a script of Megatron-LM. The folder of --save gets
+# stats.jsonl and log.jsonl, which `moe-plugin report runs/a` shows.
 #SBATCH --job-name=moe-megatron
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -37,7 +38,17 @@ export SLURM_KILL_BAD_EXIT=1
 # ranks that start again must not find the addresses of dead ones (docs/faults.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# the folder of --save gets what `moe-plugin report` and `watch` read; flags that are given win
+SAVE="" PREVIOUS=""
+for WORD in "$@"; do
+    [ "$PREVIOUS" != --save ] || SAVE=$WORD
+    case "$WORD" in --save=*) SAVE=${WORD#*=} ;; esac
+    PREVIOUS=$WORD
+done
+RECORDS=()
+[ -z "$SAVE" ] || RECORDS=(--moe-stats-jsonl "$SAVE/stats.jsonl")
+
 srun "$VENV/bin/python" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts "${RESTARTS:-3}" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:$PORT" \
-    -m moe_plugin.hosts.megatron.launch "$SCRIPT" --data-path "$1" "${@:2}"
+    -m moe_plugin.hosts.megatron.launch "$SCRIPT" --data-path "$1" ${RECORDS[@]+"${RECORDS[@]}"} "${@:2}"

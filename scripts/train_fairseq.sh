@@ -4,7 +4,7 @@
 #   bash scripts/train_fairseq.sh DATA SAVE [RANKS] [fairseq flags ...]
 #
 #   DATA   folder written by fairseq-preprocess --only-source
-#   SAVE   folder for checkpoints; a second call resumes from them
+#   SAVE   folder for checkpoints and records (moe-plugin report SAVE); a second call resumes from them
 #   RANKS  processes that share the experts (default 2): one per GPU, else on the CPU
 #
 # Flags given after RANKS win over the ones below, e.g. --max-update 100 --moe-expert-count 16 --arch moe_lm_small.
@@ -29,10 +29,12 @@ if [ "$DEVICES" -lt "$RANKS" ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fi
 
+mkdir -p -- "$SAVE"  # fairseq opens --log-file before it makes it
 exec "$BIN/python" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" "$BIN/fairseq-train" "$DATA" \
     --user-dir moe_plugin --task language_modeling --arch moe_lm_tiny \
     --moe-freq 2 --moe-expert-count 8 --moe-second-expert-policy all --moe-dispatch ragged --moe-capacity-factor none \
     --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 \
     --tokens-per-sample 128 --batch-size 8 --dropout 0 --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 \
     --lr 0.003 --lr-scheduler inverse_sqrt --warmup-updates 20 --max-update 200 --save-interval-updates 50 --keep-interval-updates 1 \
-    --no-epoch-checkpoints --log-format json --log-interval 10 --ddp-backend legacy_ddp --save-dir "$SAVE" ${WHERE[@]+"${WHERE[@]}"} "$@"
+    --no-epoch-checkpoints --log-format json --log-interval 10 \
+    --log-file "$SAVE/train.log" --moe-stats-jsonl "$SAVE/stats.jsonl" --ddp-backend legacy_ddp --save-dir "$SAVE" ${WHERE[@]+"${WHERE[@]}"} "$@"

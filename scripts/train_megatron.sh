@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train a small MoE language model on Megatron's own training loop: text file in, checkpoints and log out. Any further argument is
-# one of Megatron's or of ours (docs/megatron.md).
+# Train a small MoE language model on Megatron's own training loop: text file in, checkpoints, log and records out, which
+# `moe-plugin report OUTPUT_FOLDER` shows. Any further argument is one of Megatron's or of ours (docs/megatron.md).
 #
 #   bash scripts/train_megatron.sh TEXT_FILE OUTPUT_FOLDER [--train-iters 500 --num-experts 16 ...]
 #
@@ -20,7 +20,7 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
     --data-path "$out/data/corpus" --num-workers 0 \
-    --save "$out" --load "$out" --save-interval 100 --log-interval 10 \
+    --save "$out" --load "$out" --save-interval 100 --log-interval 10 --moe-stats-jsonl "$out/stats.jsonl" \
     --position-embedding-type rope --max-position-embeddings 131072 \
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 8 --train-iters 200 --lr 2e-3 \
     --lr-warmup-fraction 0.1 --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear \

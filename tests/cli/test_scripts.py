@@ -121,6 +121,13 @@ def test_slurm_scripts_start_one_torchrun_a_node(name: str, tmp_path: Path) -> N
         assert words in first
     other = bash(str(SCRIPTS / name), "x", env={**env, "RESTARTS": "0", "PORT": "4000"}).stdout
     assert "--max-restarts 0" in other and "127.0.0.1:4000" in other
+    saves = "--save-dir" if "fairseq" in name else "--save"
+    for given in ([saves, "a run"], [f"{saves}=a run"]):
+        words = bash(str(SCRIPTS / name), "x", *given, env=env, cwd=tmp_path).stdout
+        assert "--moe-stats-jsonl a run/stats.jsonl" in words
+        assert ("--log-file a run/train.log" in words) == (tmp_path / "a run").is_dir() == (
+            "fairseq" in name)  # Megatron's log is in --save by itself
+    assert "--moe-stats-jsonl" not in other
 
 
 @pytest.mark.parametrize("name", ["slurm_fairseq.sh", "slurm_megatron.sh"])

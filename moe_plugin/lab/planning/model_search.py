@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.lab.planning.model_cost import PlanCost, lower_bound_s, plan_cost
+from moe_plugin.observe.progress import tracked
 from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.cluster import Cluster
@@ -96,7 +97,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     found: list[PlanCost] = []
     tried = skipped = too_big = 0
     least = float("inf")
-    for outline in order:
+    for outline in tracked(order, "searching", "plan"):
         if len(found) >= keep and lower_bound_s(model, cluster, device,
                                                 outline) > found[keep - 1].seconds:
             skipped += 1
@@ -149,7 +150,7 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
     differ, too. One that does not fit the memory is named where none with another value does.
     """
     found: dict[str, PlanCost] = {}
-    for outline in outlines(model, cluster, space):
+    for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
         for cost in _layouts(model, cluster, device, space, outline):
             for axis in (*PLAN_AXES, *LAYOUT_AXES):
                 if value_of(cost.plan, axis) == value_of(best.plan, axis):
