@@ -21,6 +21,7 @@ from moe_plugin.checkpoint.formats.megatron.common import fitted, optimizer_part
 from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.names import METADATA, NATIVE_EXPERTS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
+from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.names import (
     LocalNonpersistentObject,
@@ -29,7 +30,9 @@ from moe_plugin.hosts.megatron.compat.names import (
     ShardedTensorFactory,
     dict_list_map_outplace,
 )
+from moe_plugin.messages import short
 
+_BY_BUCKET = ".dp_group_idx_"  # in keys of what a distributed optimizer stores by buckets
 _THEIRS = {one: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for one in ours}
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,6 +46,9 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
         original: Megatron's.
         given: its arguments; "optimizer" in the sharded state dict may have other optimizers and
             groups than the checkpoint's common state, which is then fitted to it.
+    Raises:
+        CheckpointError: the experts are in the other layout, and the optimizer's state is asked for
+            by buckets, in which the parameters of another layout lie in other places.
     """
     state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     if not (Path(path) / METADATA).is_file():  # of another backend than torch's
@@ -50,7 +56,23 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     files = DistributedFiles(Path(path), trusted=True)
     shapes = {name: one.entry.shape for name, one in files.tensors().items()}
     known = {*shapes, *files.objects()}
-    state = dict_list_map_outplace(functools.partial(_replaced, known=known, shapes=shapes), state)
+    other, buckets = set[str](), set[str]()
+
+    def replaced(leaf: Any) -> Any:
+        new = _replaced(leaf, known, shapes)
+        if new is not leaf and isinstance(new, ShardedTensorFactory):
+            other.add(leaf.key)
+        if _BY_BUCKET in getattr(leaf, "key", ""):
+            buckets.add(leaf.key)
+        return new
+
+    state = dict_list_map_outplace(replaced, state)
+    if other and buckets:
+        raise CheckpointError(
+            f"the checkpoint's experts are in the other layout ({short(min(other))} is not there), "
+            "and its optimizer state is by buckets (dp_reshardable), which fits one layout alone: "
+            "go on with --no-load-optim, or save with --dist-ckpt-optim-fully-reshardable where "
+            "it was written")
     own = given.get("common_strategy") is not None
     with changed(functools.partial(_with_optimizer, state.get("optimizer")), own) as more:
         return original(**{**given, "sharded_state_dict": state, **more})

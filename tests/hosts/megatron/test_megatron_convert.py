@@ -317,6 +317,18 @@ def test_optimizer_state_that_only_its_ranks_can_read_is_refused_by_name(
         assert on_ranks(1, refusal, [*argv, "--load", str(folder)]) == [""]
 
 
+def test_state_by_buckets_does_not_go_into_the_other_layout_of_experts(
+        data: str, tmp_path: Path) -> None:
+    """Buckets of both layouts have equal sizes here, and would load into wrong places."""
+    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "1", "--use-distributed-optimizer"]
+    load = ["--load", str(tmp_path)]
+    on_ranks(2, _saved_by_rank, [*argv, *NATIVE, "--save", str(tmp_path)])
+    assert on_ranks(2, refusal, [*argv, *NATIVE, *load]) == ["", ""]
+    for said in on_ranks(2, refusal, [*argv, *load]):
+        assert "by buckets" in said and "--no-load-optim" in said
+    assert on_ranks(2, refusal, [*argv, *load, "--no-load-optim"]) == ["", ""]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
 def test_damage_is_named_and_nothing_else_is_raised(name: str, runs: Any, tmp_path: Path) -> None:
     folder = tmp_path / f"iter_{SAVED:07d}"
