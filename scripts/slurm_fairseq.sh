@@ -34,12 +34,7 @@ export SLURM_KILL_BAD_EXIT=1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # the folder of --save-dir gets what `moe-plugin report` and `watch` read; flags that are given win
-SAVE="" PREVIOUS=""
-for WORD in "$@"; do
-    [ "$PREVIOUS" != --save-dir ] || SAVE=$WORD
-    case "$WORD" in --save-dir=*) SAVE=${WORD#*=} ;; esac
-    PREVIOUS=$WORD
-done
+SAVE=$(printf '%s\n' "$@" | sed -n '/^--save-dir$/{n;p;}; s/^--save-dir=//p' | tail -n 1)
 RECORDS=()
 if [ -n "$SAVE" ]; then
     mkdir -p -- "$SAVE"

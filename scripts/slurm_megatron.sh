@@ -39,12 +39,7 @@ export SLURM_KILL_BAD_EXIT=1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # the folder of --save gets what `moe-plugin report` and `watch` read; flags that are given win
-SAVE="" PREVIOUS=""
-for WORD in "$@"; do
-    [ "$PREVIOUS" != --save ] || SAVE=$WORD
-    case "$WORD" in --save=*) SAVE=${WORD#*=} ;; esac
-    PREVIOUS=$WORD
-done
+SAVE=$(printf '%s\n' "$@" | sed -n '/^--save$/{n;p;}; s/^--save=//p' | tail -n 1)
 RECORDS=()
 [ -z "$SAVE" ] || RECORDS=(--moe-stats-jsonl "$SAVE/stats.jsonl")
 

@@ -7,7 +7,7 @@
 #   PYTHON          interpreters (default: those of python3.10 to python3.13 that are there)
 #   --torch SPEC    requirement for torch (default: that of scripts/setup.sh)
 #
-# Environments are made anew in runs/wheels, where the log is, too.
+# Each run makes new environments in runs/wheels, which also has the log.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 

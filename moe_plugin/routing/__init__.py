@@ -42,9 +42,8 @@ routers = registry.routers  # the registry; the package of this name holds its m
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",
     "GroupLimitedRouter", "HasFinishStep", "HashRouter", "NoisyTopKRouter", "PrototypeRouter",
-    "QuantileRouter",
-    "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter", "ScoreFunction",
-    "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
+    "QuantileRouter", "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter",
+    "ScoreFunction", "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
     "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
     "build_router", "finish_step", "finish_step_of_any",
     "layer_router", "losses", "needs_of", "number_layers", "only_read", "router_selections",

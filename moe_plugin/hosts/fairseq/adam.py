@@ -65,30 +65,22 @@ class FusedAdam(torch.optim.Optimizer):
                     continue
                 state = self._counted_state(parameter)
                 weight = local(parameter)
-                if self.half:
-                    self._step_in_halves(parameter, weight, state, group)
-                    continue
                 row = [tensor.to(state["exp_avg"].dtype).contiguous() for tensor in (
                     weight, *map(local, (parameter.grad, state["exp_avg"], state["exp_avg_sq"])))]
-                if row[0] is weight:
+                if row[0] is weight and not self.half:
                     whole.setdefault((weight.device, weight.dtype, state["step"]), []).append(row)
-                else:
-                    _update([row], state["step"], group)
+                    continue
+                # alone, so that the moments of no other are in float32
+                _update([row], state["step"], group)
+                if row[0] is not weight:
                     weight.copy_(row[0])
+                if self.half:
+                    self.state[parameter] = {
+                        "step": state["step"],
+                        "halves": _Halves(encoded(row[2]), encoded(row[3].sqrt()))}
             for (*_, step), rows in whole.items():
                 _update(rows, step, group)
         return loss
-
-    def _step_in_halves(self, parameter: Tensor, weight: Tensor, state: dict[str, Any],
-                        group: dict[str, Any]) -> None:
-        """One parameter after another, so that the moments of one alone are in float32."""
-        row = [x.to(state["exp_avg"].dtype).contiguous() for x in (
-            weight, *map(local, (parameter.grad, state["exp_avg"], state["exp_avg_sq"])))]
-        _update([row], state["step"], group)
-        if row[0] is not weight:
-            weight.copy_(row[0])
-        self.state[parameter] = {"step": state["step"],
-                                 "halves": _Halves(encoded(row[2]), encoded(row[3].sqrt()))}
 
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer`; moments that are kept in halves are given in float32."""

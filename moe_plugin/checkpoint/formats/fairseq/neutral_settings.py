@@ -25,11 +25,11 @@ _HELD_BY_TREE = ("router.top_k", "router.score", "router.normalize", "router.sca
                  "router.groups", "router.group_top_k", "router.group_scores", "router.fp32",
                  "router.noise", "router.input_jitter", "router.second_expert_policy",
                  "router.batch_prioritized", "router.bias_rate", "router.quantile_ema",
-                 "router.selection.",
-                 "router.hash.", "router.sparsity.", "router.links.", "router.cosine_dim",
-                 "router.sinkhorn_rounds", "experts.kind", "experts.hidden_dim",
-                 "experts.activation", "experts.bias", "experts.compute", "experts.recompute",
-                 "experts.precision", "experts.shared_", "experts.dropout", "experts.init_std")
+                 "router.selection.", "router.hash.", "router.sparsity.", "router.links.",
+                 "router.cosine_dim", "router.sinkhorn_rounds", "experts.kind",
+                 "experts.hidden_dim", "experts.activation", "experts.bias", "experts.compute",
+                 "experts.recompute", "experts.precision", "experts.shared_", "experts.dropout",
+                 "experts.init_std")
 _ROUTERS = ("topk", "sigmoid_bias", "group_limited")
 _NO_FINAL_NORM, _XFORMERS = "no_decoder_final_norm", "decoder_xformers_att_config"
 _EPS = 1e-5  # of fairseq's layer norms, which have no setting for it

@@ -158,7 +158,7 @@ class AutoEP:
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base
 
-        # its recorder of router logits, which nobody asks for here, ends in an error with
+        # its recorder of router logits, which is not used here, ends in an error with
         # transformers 5.24: `get` of that registry takes no default any more
         base._retarget_transformers_output_recorders_for_modules = lambda **_: 0
         self.network = transformers.MixtralForCausalLM(mixtral_config()).train()
