@@ -43,6 +43,8 @@ STUDIES = {study.name: study for study in (
           "to them", ("nodes",), stem="all_to_all"),
     Study("collectives", "collectives along trees against gloo and a ring, and training with them",
           ("nodes", "fairseq", "megatron")),
+    Study("headlines", "published results, what the planner predicts of them, what was measured "
+          "(computed)", ("checkout", "igraph")),
     Study("forest", "planning trees: time and memory by number of GPUs", ("igraph",)),
     Study("adaptive", "`parallel: auto` against every fixed layout", ("nodes",)),
     Study("overlap", "exchange and products of a layer, alone and overlapped", ("nodes",)),
