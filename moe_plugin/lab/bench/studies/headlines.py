@@ -267,7 +267,7 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"Measured: {row['what']} ({page})." if row["measured"] else
             f"Not measured: needs {row['what']}.")]
         source, model, how = ("" if a == b else a for a, b in zip(now, before, strict=True))
-        parts = [source, model, f"Off: {row['why']}" if row["why"] else "", how]
+        parts = [source, model, "Off: " * misses(row) + row["why"], how]
         if any(parts) or not made:
             made.append(([], parts))
         made[-1][0].append(str(number))
