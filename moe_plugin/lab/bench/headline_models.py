@@ -113,7 +113,7 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
     where every tensor-parallel rank sends all its rows; share of the backbone's throughput).
 
     A dense layer and one of 64 experts, which makes a model 22 times its backbone, of GPT-3's 6.7B
-    width; 1 to 8 sequences of 2,048 tokens at a time, one or two experts a token.
+    width; 1 to 8 sequences of 2,048 tokens at a time, one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):

@@ -124,11 +124,11 @@ E2E = (f"{DEVICE}; the sizes of the blog's table 1, 24 sequences a GPU, an exper
        "of a step with one-hot over one with sparse dispatch, without the optimizer.")
 PPMOE_MODEL = ("`planner.layer_cost`, `v100_32g`, DGX-1: a dense layer and one of 64 experts of "
                "GPT-3's 6.7B width; experts inside a node over experts on 64 GPUs of 8 nodes; 1 to "
-               "8 sequences, one or two experts a token.")
+               "8 sequences, one or two experts per token.")
 EPS_MODEL = ("`planner.prefill` with the H800's data sheet; published sizes of the model, 1,024 to "
              "16,384 tokens a GPU; all products at the same rate.")
 PRODUCTS = ("In the model overlap gains about a fifth of what is published, or less: the rest "
-            "must come from products, whose kernels before and after are not public.")
+            "must come from matmuls, whose kernels before and after are not public.")
 EPS_MEASURED: Measured = ("overlap", partial(pieces, kinds=("many",)), "one layer's forward and "
                           "backward in one piece over the best pieces, many small experts, 2 "
                           "emulated nodes, no model end to end")
@@ -195,9 +195,9 @@ def rows() -> tuple[Headline, ...]:
             predict=lambda: models.adapted("d"), model="The same, one piece over 1 to 8.",
             measured=("overlap", partial(pieces, kinds=("cpu", "wait")), "one piece over the best "
                       "pieces, layers on 2 emulated nodes, 25 to 100 Mbit/s"),
-            why="2.00 is the most that overlap can gain in this model, where exchange and products "
+            why="2.00 is the most that overlap can gain in this model, where exchange and matmuls "
             "take as long as each other and everything else nothing. In the blog's layer copies "
-            "and small products take their share; the shapes of the paper's best case are "
+            "and small matmuls take their share; the shapes of the paper's best case are "
             f"{NOT_SAID}."),
         Headline(
             system="Tutel", result="running count (cumsum) over fairseq's", said="up to 24 x",
@@ -256,7 +256,7 @@ def rows() -> tuple[Headline, ...]:
                                  over="dense", under="moe-plugin"),
                 "a Megatron model's dense step over ours at equal active width, one expert a "
                 "token, 2 ranks, not PPMoE's layout"),
-            why="The upper end is one expert a token and eight sequences at a time; with one "
+            why="The upper end is one expert per token and eight sequences at a time; with one "
             "sequence, reading the weights of eight experts a GPU takes longer than computing. "
             "The paper's sizes are not in the abstract."),
         Headline(
@@ -312,7 +312,7 @@ def rows() -> tuple[Headline, ...]:
             value=5.0, hardware="384 V100, 48 AWS p3.16xlarge",
             source="Li et al., ICML 2021, arXiv 2102.07988, abstract", predict=models.token_slices,
             model="`planner.pipeline.slices`, `v100_32g` and NVLink's data sheet: 48 stages of "
-            "eight GPUs, 1 to 4 sequences of 2,048 tokens a step.", measured=(
+            "eight GPUs, 1 to 4 sequences of 2,048 tokens per step.", measured=(
                 "pipeline", lambda found: [row["1f1b"]["measured_s"] / row["terapipe"]["measured_s"]
                                            for row in found["slices"]["rows"]],
                 "1F1B over slices, two sequences, 4 emulated stages at 200 and 100 Mbit/s, passes "
