@@ -16,10 +16,11 @@ class GemmBound:
     """
 
     def __init__(self, problem: Problem, data: Data, counts: list[int]) -> None:
-        self.rows_RD = data.x_TD.repeat_interleave(problem.top_k, 0)
-        self.inner_RF = torch.randn(problem.rows, problem.hidden_dim,
+        rows = sum(counts)
+        self.rows_RD = data.x_TD.repeat(-(-rows // problem.tokens), 1)[:rows].clone()
+        self.inner_RF = torch.randn(rows, problem.hidden_dim,
                                     device=problem.device).to(problem.torch_dtype)
-        self.counts = counts if problem.device == "cpu" else [problem.rows]
+        self.counts = counts if problem.device == "cpu" else [rows]
         used = len(self.counts)
         self.first = [w[:used] for w in (data.w_in_LDF, data.w_gate_LDF) if w is not None]
         self.second = data.w_out_LFD[:used]

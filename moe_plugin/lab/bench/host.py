@@ -30,7 +30,7 @@ from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.planner.units import show_time
 
-PEERS = ("megatron", "einsum", "dense")
+PEERS = ("megatron", "transformers_grouped_mm", "torchtitan", "einsum", "dense")
 TINY = Problem(tokens=16, model_dim=32, hidden_dim=64, experts=8, top_k=2)
 CALLS = 10  # in a row, between two looks at the clock
 WARM_UP = 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -20,7 +21,9 @@ from moe_plugin.lab.bench.measure import (
     versions,
 )
 from moe_plugin.lab.bench.peers import Candidate, UnsupportedProblem, ours, peers
+from moe_plugin.lab.bench.peers.base import expert_group
 from moe_plugin.lab.bench.problem import Data, Problem, make_data
+from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.report import table
 from moe_plugin.messages import short
 from moe_plugin.planner.units import show_size, show_time
@@ -56,7 +59,10 @@ class Result:
 class LayerReport:
     """All candidates of one problem; the first result is ours.
 
-    refused: peers that could not run, with the reason.
+    Attributes:
+        refused: peers that could not run, with the reason.
+        threads, ranks: threads of each expert-parallel rank; each rank has the problem's tokens,
+            and numbers are those of rank 0.
     """
 
     problem: Problem
@@ -65,6 +71,7 @@ class LayerReport:
     results: list[Result]
     refused: dict[str, str]
     threads: int
+    ranks: int = 1
 
     @property
     def noise(self) -> float:
@@ -76,7 +83,7 @@ class LayerReport:
         mine = asdict(self.results[0])
         return {
             **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
-            **asdict(self.problem), "threads": self.threads, "peers": [
+            **asdict(self.problem), "threads": self.threads, "ranks": self.ranks, "peers": [
                 asdict(r) for r in self.results[1:]
             ], "refused": self.refused, "versions": versions(self.problem.device)
         }
@@ -89,7 +96,7 @@ class LayerReport:
 
         return cls(part(Problem, values), values["bound_ms"], values["bound_min_ms"],
                    [part(Result, one) for one in (values, *values["peers"])], values["refused"],
-                   values["threads"])
+                   values["threads"], values.get("ranks", 1))
 
     def parts(self) -> list[str]:
         """Of a page: a row per candidate; peers that were not measured."""
@@ -103,7 +110,10 @@ class LayerReport:
                 "" if r.error is None else f"{r.error:.0e}", r.note])
         head = ["forward + backward", "median", "minimum", "ratio", "ratio of min", "peak",
                 "TFLOP/s", "GB/s", "error", "note"]
-        return [f"{problem.label()}, {problem.device}, {self.threads} threads", table(head, lines),
+        ranks = f"{self.ranks} ranks, each " if self.ranks > 1 else ""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return [f"{problem.label()}, {problem.device}, {ranks}{threads}",
+                table(head, lines),
                 not_measured(self.refused)]
 
 
@@ -118,7 +128,10 @@ def _ms(value: float) -> str:
 
 def not_measured(peers: Mapping[str, str]) -> str:
     """A paragraph on peers that could not run."""
-    why = "; ".join(f"{name} ({reason})" for name, reason in peers.items())
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in peers.items():
+        by_reason.setdefault(reason, []).append(name)
+    why = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
     return f"Not measured: {why}." if peers else ""
 
 
@@ -164,7 +177,7 @@ def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Dat
 
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
-    """Measure our layer and the named peers.
+    """Measure our layer and the named peers, over the ranks of `expert_group`.
 
     Raises:
         ValueError: unknown peer, a peer whose output is not ours, or one without balance loss.
@@ -180,14 +193,37 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
         }
         _warm_up(problem, data)
         memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
-        bound = GemmBound(problem, data, loads(problem, data))
-        times = interleaved([bound, *steps.values()], device, rounds, slow=SLOW)
+        group = expert_group()
+        bound = GemmBound(problem, data.local(group.rank, group.size), own_loads(
+            problem, data, group.rank, group.size))
+        # ranks may see different times, and must run the same
+        times = interleaved([bound, *steps.values()], device, rounds,
+                            slow=SLOW if group.size == 1 else math.inf)
     results = [
         _result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
         for name, mine in zip(steps, times[1:], strict=True)
     ]
     return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused,
-                       torch.get_num_threads())
+                       torch.get_num_threads(), group.size)
+
+
+def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
+    """Rows of each expert of a rank, where every rank has the same tokens."""
+    own = problem.experts // ranks
+    return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
+
+
+def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
+             threads: int) -> LayerReport:
+    """`run` on new processes of as many ranks, with as many threads each."""
+    found: LayerReport = on_processes(ranks, _on_this_rank, problem, names, rounds, threads)
+    return found
+
+
+def _on_this_rank(problem: Problem, names: Sequence[str], rounds: int,
+                  threads: int) -> LayerReport:
+    torch.set_num_threads(threads)
+    return run(problem, names, rounds)
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
@@ -224,7 +260,7 @@ def agreement(candidates: dict[str, Candidate], data: Data,
             outputs[name] = candidate.forward(data.x_TD)[0].float()
     mine, errors = outputs["moe-plugin"], {}
     for name, y in outputs.items():
-        errors[name] = None if name == "dense" else float((y - mine).norm() / mine.norm())
+        errors[name] = float((y - mine).norm() / mine.norm()) if candidates[name].compared else None
         if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
             raise ValueError(
                 f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
@@ -242,7 +278,7 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
     if problem.top_k == problem.experts:  # nothing to balance
         return
     for name, candidate in candidates.items():
-        if name == "dense":
+        if not candidate.compared:
             continue
         x_TD = data.x_TD.clone().requires_grad_()
         nothing_TD = torch.zeros_like(data.grad_TD)

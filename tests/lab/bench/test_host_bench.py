@@ -5,7 +5,7 @@ asserted.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -54,13 +54,14 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_rank: Host
     asked = []
     monkeypatch.setattr(host, "run", lambda *args: asked.append(args) or one_rank)
     assert main(["bench", "host", "--rounds", "3", "--out", str(tmp_path)]) == 0
-    assert asked == [(TINY, 1, 3), (TINY, 2, 3)]
+    assert asked == [(replace(TINY, gated=gated), ranks, 3)
+                     for gated in (False, True) for ranks in (1, 2)]
     page = (tmp_path / "host.md").read_text()
     assert capsys.readouterr().out == page
-    assert all(page.count(part) == 2 for part in host.parts(one_rank.as_dict())[:2])
+    assert all(page.count(part) == 4 for part in host.parts(one_rank.as_dict())[:2])
     assert "moe-plugin bench host" in page
     numbers = json.loads((tmp_path / "data" / "host.json").read_text())
-    assert numbers == json.loads(json.dumps([asdict(one_rank)] * 2))
+    assert numbers == json.loads(json.dumps([asdict(one_rank)] * 4))
 
 
 def test_defaults_are_the_tiny_problem() -> None:

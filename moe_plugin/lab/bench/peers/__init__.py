@@ -11,11 +11,13 @@ from moe_plugin.lab.bench.peers import (
     megatron,
     scattermoe,
     sonicmoe,
+    torchtitan,
+    transformers,
 )
 from moe_plugin.lab.bench.peers.base import Candidate, UnsupportedProblem, peers
 from moe_plugin.lab.bench.peers.local import ours
 
 __all__ = [
     "Candidate", "UnsupportedProblem", "deepspeed", "grouped_mm", "local", "megablocks",
-    "megatron", "ours", "peers", "scattermoe", "sonicmoe"
+    "megatron", "ours", "peers", "scattermoe", "sonicmoe", "torchtitan", "transformers"
 ]

@@ -27,11 +27,13 @@ class Candidate:
     Attributes:
         forward: x [T, D] to (y [T, D], losses to add to the objective).
         note: what differs from the other candidates.
+        compared: it computes the function of our layer, and pays for its balance loss.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
     parameters: list[Tensor]
     note: str = ""
+    compared: bool = True
 
 
 class UnsupportedProblem(ValueError):
@@ -59,18 +61,20 @@ def _found(module: str) -> bool:
 
 def register_peer(
     name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
+    alone: bool = False,
 ) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
     """Decorator: a generator of one candidate becomes a peer, available where `modules` are
     installed.
 
     refuses: why it cannot run a problem; None where it can. Building then raises
-        `UnsupportedProblem`.
+        `UnsupportedProblem`. alone: it is written for one rank.
     """
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
         @contextlib.contextmanager
         @functools.wraps(make)
         def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-            if (reason := refuses(problem)) is not None:
+            reason = "compared on one rank alone" if alone and expert_group().size > 1 else None
+            if (reason := reason or refuses(problem)) is not None:
                 raise UnsupportedProblem(reason)
             yield from make(problem, data)
 
@@ -101,10 +105,15 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
     weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
     if top_k > 1:  # one choice keeps its probability, as in our layer
         weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
-    experts = len(router_ED)
+    return weights_TK, ids_TK, switch_loss(probs_TE, ids_TK)
+
+
+def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """The balance loss of the Switch Transformer, over first choices. probs_TE: float32."""
+    tokens, experts = probs_TE.shape
     # not bincount: on a GPU it waits for the device
-    count_E = probs_TE.new_zeros(experts).index_add_(0, ids_TK[:, 0], probs_TE.new_ones(len(x_TD)))
-    return weights_TK, ids_TK, (probs_TE.mean(0) * count_E / len(x_TD)).sum() * experts
+    count_E = probs_TE.new_zeros(experts).index_add_(0, ids_TK[:, 0], probs_TE.new_ones(tokens))
+    return (probs_TE.mean(0) * count_E / tokens).sum() * experts
 
 
 def expert_group() -> Comm:

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.lab.bench.peers.base import Candidate, activation, copy, one_rank, register_peer
+from moe_plugin.lab.bench.peers.base import (
+    Candidate,
+    activation,
+    copy,
+    expert_group,
+    one_rank,
+    register_peer,
+)
 from moe_plugin.lab.bench.problem import Data, Problem
 
 
@@ -32,22 +39,24 @@ class _Expert(nn.Module):
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no drops."""
     with one_rank(problem.device):
+        group = expert_group()
+        own = data.local(group.rank, group.size)
         import deepspeed
         from deepspeed.moe.layer import MoE
 
         deepspeed.init_distributed(dist_backend="nccl" if problem.device == "cuda" else "gloo",
                                    verbose=False)
-        layer = MoE(problem.model_dim, _Expert(problem), problem.experts, ep_size=1,
+        layer = MoE(problem.model_dim, _Expert(problem), problem.experts, ep_size=group.size,
                     k=problem.top_k, drop_tokens=False, use_rts=False,
                     top2_2nd_expert_sampling=False)
         layer.set_deepspeed_parallelism()
         layer.to(problem.device, problem.torch_dtype)
         copy(layer.deepspeed_moe.gate.wg.weight, data.router_ED)
         for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            copy(expert.w_in_DF, data.w_in_LDF[number])
-            copy(expert.w_out_FD, data.w_out_LFD[number])
-            if data.w_gate_LDF is not None:
-                copy(expert.w_gate_DF, data.w_gate_LDF[number])
+            copy(expert.w_in_DF, own.w_in_LDF[number])
+            copy(expert.w_out_FD, own.w_out_LFD[number])
+            if own.w_gate_LDF is not None:
+                copy(expert.w_gate_DF, own.w_gate_LDF[number])
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             y, loss, _ = layer(x)

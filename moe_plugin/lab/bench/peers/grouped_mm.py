@@ -25,7 +25,7 @@ def why_unsupported(problem: Problem) -> str | None:
     return None if (why := grouped_refusal(rows, w)) is None else f"torch's grouped_mm: {why}"
 
 
-@register_peer("grouped_mm", refuses=why_unsupported)
+@register_peer("grouped_mm", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """torch.nn.functional.grouped_mm over sorted rows; nothing is read by the host."""
     p = {name: nn.Parameter(value.clone()) for name, value in data.weights().items()}

@@ -34,7 +34,8 @@ class _Float32Router(nn.Linear):
         return F.linear(x.float(), self.weight.float())
 
 
-@register_peer("megablocks", "megablocks", "grouped_gemm", refuses=why_unsupported)
+@register_peer("megablocks", "megablocks", "grouped_gemm", refuses=why_unsupported,
+               alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """MegaBlocks' dropless layer with grouped GEMM; needs a GPU and bfloat16.
 

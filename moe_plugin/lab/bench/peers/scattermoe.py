@@ -17,7 +17,7 @@ def why_unsupported(problem: Problem) -> str | None:
     return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
 
 
-@register_peer("scattermoe", "scattermoe", refuses=why_unsupported)
+@register_peer("scattermoe", "scattermoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """ScatterMoE's experts behind a plain router; needs a GPU."""
     from scattermoe.mlp import GLUMLP, MLP

@@ -24,7 +24,7 @@ def why_unsupported(problem: Problem) -> str | None:
     return None
 
 
-@register_peer("sonicmoe", "sonicmoe", refuses=why_unsupported)
+@register_peer("sonicmoe", "sonicmoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """SonicMoE's experts behind a plain router; needs a Hopper GPU or a later one.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from moe_plugin.lab.bench import host
@@ -31,7 +32,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     problem, rounds = problem_of(args), 3 if args.quick else args.rounds
-    return [host.run(problem, ranks, rounds).as_dict() for ranks in _ranks(args.ranks)]
+    return [host.run(replace(problem, gated=gated), ranks, rounds).as_dict()
+            for gated in sorted({problem.gated, True}) for ranks in _ranks(args.ranks)]
 
 
 def body(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,11 @@ from moe_plugin.lab.bench.study import Option
 log = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
 MANY = Problem(tokens=4096, model_dim=256, hidden_dim=512, experts=64, top_k=2)
+# gated experts of as much work: two thirds of the inner width, in multiples of 32
+GATED = [replace(FEW, gated=True, hidden_dim=1376), replace(MANY, gated=True, hidden_dim=352)]
 LAYERS = {
-    "cpu": [FEW, MANY, replace(FEW, dtype="bfloat16"), replace(MANY, dtype="bfloat16")],
+    "cpu": [replace(one, dtype=dtype) for kind in (GATED, [FEW, MANY])
+            for dtype in ("float32", "bfloat16") for one in kind],
     "cuda": [
         Problem(tokens=16384, model_dim=4096, hidden_dim=14336, experts=8, top_k=2,
                 dtype="bfloat16", device="cuda"),
@@ -53,16 +57,19 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [replace(every[0], **SMALL)] if args.quick else every
 
 
-def quietest(problem: Problem, args: argparse.Namespace) -> LayerReport:
+def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1) -> LayerReport:
     """Our layer and its peers, by the attempt with the least noise: median and minimum of the bound
-    closest to each other.
+    closest to each other. ranks: that share the experts and the threads.
     """
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
-    names = [n for n in peers.names() if n != "einsum" or slots < TOO_LARGE_FOR_EINSUM]
+    names = [n for n in peers.names()
+             if n != "einsum" or ranks == 1 and slots < TOO_LARGE_FOR_EINSUM]
     log.info("%s: measuring %s", problem.label(), ", ".join(names))
+    measure = partial(layer.on_ranks, ranks=ranks, threads=max(
+        1, args.threads // ranks)) if ranks > 1 else layer.run
     found: list[LayerReport] = []
     while len(found) < args.attempts and not any(one.noise < 1.05 for one in found):
-        found.append(layer.run(problem, names, args.rounds))
+        found.append(measure(problem, names, args.rounds))
     return min(found, key=lambda one: one.noise)
 
 
@@ -78,9 +85,8 @@ class OneLayer:
     def add_arguments(p: argparse.ArgumentParser) -> None:
         add_problem(p)
         p.add_argument("--peers", default="all",
-                       help="all, none, or names with commas: einsum, grouped_mm, megatron, "
-                            "megatron_grouped, megatron_te, deepspeed, megablocks, scattermoe, "
-                            "sonicmoe, dense (default: all)")
+                       help=f"all, none, or names with commas: {', '.join(peers.names())} "
+                            "(default: all)")
         p.add_argument("--plot", metavar="FILE",
                        help="also draw time and memory of each candidate into FILE (.png or .svg)")
 
@@ -100,6 +106,9 @@ class OneLayer:
         return [said(found["versions"]), *layer.parts(found)]
 
 
+DRAWN = 4  # of the problems
+
+
 def _draw(number: int, found: list[dict[str, Any]], path: Path) -> None:
     if number < len(found):
         plots.layer_plot(LayerReport.from_dict(found[number]), str(path))
@@ -115,16 +124,26 @@ class AllLayers:
 
     @staticmethod
     def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-        return [quietest(one, args).as_dict() for one in problems(args)]
+        every = [(one, 1) for one in problems(args)]
+        if args.device == "cpu" and not args.quick:  # gated ones over two ranks, too
+            every += [(one, 2) for one, _ in every[:len(GATED) * 2]]
+        load, found = os.getloadavg()[0], []
+        for problem, ranks in every:
+            one = quietest(problem, args, ranks).as_dict()
+            found.append({**one, "load": [round(load, 1), round(load := os.getloadavg()[0], 1)]})
+        return found
 
     @staticmethod
     def body(found: list[dict[str, Any]]) -> Iterator[str]:
         yield said(found[0]["versions"])
         for number, one in enumerate(found):
-            yield from layer.parts(one)
-            yield f"![Time and memory of every candidate](layer_{number}.svg)"
+            label, *others = layer.parts(one)
+            yield f"{label}. Load average {one['load'][0]:g}, {one['load'][1]:g}."
+            yield from others
+            if number < DRAWN:
+                yield f"![Time and memory of every candidate](layer_{number}.svg)"
 
-    PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(4)}
+    PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(DRAWN)}
 
 
 class OneProblemsOperations:

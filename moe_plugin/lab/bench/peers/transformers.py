@@ -1,0 +1,60 @@
+"""The experts of transformers' Mixtral as candidates, by what computes them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.lab.bench.peers.base import Build, Candidate, copy, register_peer, route
+from moe_plugin.lab.bench.problem import Data, Problem
+from moe_plugin.planner.units import show_size
+
+COPIES = 4 << 30  # bytes of weights that `batched_mm` may copy here
+
+
+def _why_not(problem: Problem, implementation: str) -> str | None:
+    if not problem.gated:
+        return "Mixtral's experts are gated: --gated"
+    copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
+              * problem.torch_dtype.itemsize)
+    if implementation == "batched_mm" and copied > COPIES:
+        return f"it copies the weights for each row, {show_size(copied)} here"
+    return None
+
+
+def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Candidate]:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(
+        hidden_size=problem.model_dim, intermediate_size=problem.hidden_dim, hidden_act="silu",
+        num_local_experts=problem.experts, num_experts_per_tok=problem.top_k)
+    config._experts_implementation = implementation  # what `from_pretrained` sets
+    experts = MixtralExperts(config).to(problem.device, problem.torch_dtype)
+    assert data.w_gate_LDF is not None
+    copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
+    copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
+    router_ED = nn.Parameter(data.router_ED.clone())
+
+    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        weights_TK, ids_TK, loss = route(x, router_ED, problem.top_k)
+        return experts(x, ids_TK, weights_TK.to(x.dtype)), [loss]
+
+    yield Candidate(forward, [router_ED, *experts.parameters()],
+                    "MixtralExperts behind a plain float32 router")
+
+
+def _register(implementation: str) -> Build:
+    @register_peer(f"transformers_{implementation}", "transformers", alone=True,
+                   refuses=partial(_why_not, implementation=implementation))
+    def build(problem: Problem, data: Data) -> Iterator[Candidate]:
+        """MixtralExperts, computed by one of transformers' implementations."""
+        yield from _candidate(problem, data, implementation)
+
+    return build
+
+
+builds = {way: _register(way) for way in ("grouped_mm", "batched_mm", "eager")}

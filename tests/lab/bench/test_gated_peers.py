@@ -1,0 +1,59 @@
+"""The peers whose experts are gated alone: transformers' and torchtitan's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from moe_plugin.lab.bench import layer
+from moe_plugin.lab.bench.peers import UnsupportedProblem, peers, transformers
+from moe_plugin.lab.bench.problem import Problem, make_data
+from tests.lab.bench.peer_checks import same_function
+
+GATED = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=2, gated=True)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_of_transformers(implementation: str) -> None:
+    pytest.importorskip("transformers")
+    build = transformers.builds[implementation]
+    losses, (router, up, gate, down), (their_router, gate_up, their_down) = same_function(
+        SimpleNamespace(build=build), GATED)
+    assert len(losses) == 1
+    for mine, theirs in ((router, their_router), (gate, gate_up[:, :20].transpose(1, 2)),
+                         (up, gate_up[:, 20:].transpose(1, 2)), (down, their_down.transpose(1, 2))):
+        assert float((mine - theirs).norm()) <= 1e-4 * float(mine.norm())
+
+
+@pytest.mark.parametrize(("name", "problem", "reason"), [
+    ("transformers_eager", {"gated": False}, "gated: --gated"),
+    ("transformers_batched_mm", {"tokens": 4096, "model_dim": 4096, "hidden_dim": 4096},
+     "copies the weights for each row, 1,536 GiB here"),
+    ("torchtitan", {"gated": False}, "gated: --gated"),
+    ("torchtitan", {}, "compute in bfloat16, not float32"),
+])
+def test_what_they_do_not_compute(name: str, problem: dict[str, object], reason: str) -> None:
+    problem = Problem(**{**vars(GATED), **problem})
+    with pytest.raises(UnsupportedProblem, match=reason), peers.get(name)(problem, None):
+        pass
+
+
+def test_torchtitan() -> None:
+    pytest.importorskip("torchtitan")
+    problem = Problem(**{**vars(GATED), "tokens": 32, "hidden_dim": 32, "dtype": "bfloat16"})
+    found = layer.run(problem, ["torchtitan"], rounds=1)
+    assert found.results[1].error <= layer.TOLERANCE["bfloat16"]
+
+
+def test_a_layer_over_two_ranks() -> None:
+    """Peers of one rank are refused there; the bound holds the rows that come to this rank."""
+    names = [n for n in ("dense", "einsum", "grouped_mm", "megatron")
+             if peers.entry(n).why_not() is None]
+    found = layer.on_ranks(GATED, names, rounds=1, ranks=2, threads=1)
+    assert [one.name for one in found.results] == ["moe-plugin", *(
+        n for n in names if n != "grouped_mm")]
+    assert "one rank alone" in found.refused["grouped_mm"]
+    assert "2 ranks, each 1 thread" in found.parts()[0]
+    loads = [layer.own_loads(GATED, make_data(GATED), rank, 2) for rank in (0, 1)]
+    assert sum(map(sum, loads)) == 2 * GATED.rows and list(map(len, loads)) == [2, 2]
