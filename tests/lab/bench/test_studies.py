@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 COMMITTED = [study for study in STUDIES.values() if study.name not in (
     "layer", "kernels", "all-to-all") and (BENCHMARKS / study.numbers_name).exists()]
-QUICK = ("offload-plans", "layers", "operations", "scaling", "predicted", "headlines")
+QUICK = ("offload-plans", "layers", "operations", "scaling", "ranks", "predicted", "headlines")
 
 
 def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:

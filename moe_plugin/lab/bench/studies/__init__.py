@@ -24,6 +24,7 @@ STUDIES = {study.name: study for study in (
           stem="kernels", module="layers.AllOperations"),
     Study("scaling", "time and memory of our layer by tokens, experts and choices",
           module="layers.Scaling"),
+    Study("ranks", "what a group of 2 to 4,096 ranks costs the host of one", ("checkout",)),
     Study("gpu", "layers and operations on one GPU, on one page",
           module="layers.OneGPU"),
     Study("resources", "every launch of the layer compiled for seven GPUs, without one: registers, "

@@ -1,0 +1,122 @@
+"""What a group of 2 to 4,096 ranks costs the host of one of them: building a layer, calling it,
+planning a whole model. The code is the real one; the other ranks are none: what they would send is
+at hand, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_plugin.config import from_dict
+from moe_plugin.lab.bench.equal_ranks import EqualRanks
+from moe_plugin.lab.bench.measure import said, versions
+from moe_plugin.lab.bench.report import columns
+from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.layer import MoELayer
+from moe_plugin.planner.units import show_size, show_time
+
+TITLE = "Ranks: what a large group costs the host"
+TOKENS, WIDTH, MOST_SHARDS = 64, 64, 64
+OPTIONS = {
+    "ranks": Option((2, 8, 64, 512, 4096), "of the group", quick=(2, 8)),
+    "experts": Option((64, 512, 4096), "of the layer", quick=(8,)),
+    "calls": Option(20, "timed ones", quick=1),
+}
+# as the settings of a layer: what is compared
+KINDS: dict[str, dict[str, Any]] = {
+    "rows": {}, "ranks": {"dispatch": {"send": "ranks"}}, "nodes": {"dispatch": {"send": "nodes"}},
+}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    layers = [_layer(kind, ranks, experts, args.calls) for kind in KINDS
+              for experts in args.experts for ranks in args.ranks
+              if ranks <= experts * (MOST_SHARDS if kind == "rows" else 1)]
+    return {"versions": versions("cpu"), "layers": layers,
+            "plans": [_search(ranks) for ranks in args.ranks if ranks >= 8]}
+
+
+def _layer(kind: str, ranks: int, experts: int, calls: int) -> dict[str, Any]:
+    """Processor time (s) and Python's memory (bytes, at most) of a build and of a training call."""
+    config = from_dict({"model_dim": WIDTH, "num_experts": experts, "router": {"top_k": 2},
+                        "parallel": {"mode": "fixed"}, "comm": {"all_to_all": "linear"},
+                        "experts": {"hidden_dim": WIDTH}, **KINDS[kind]})
+    comm, x_TD = EqualRanks(ranks), torch.randn(TOKENS, WIDTH, requires_grad=True)
+    built: list[MoELayer] = []
+    build_s = _seconds(lambda: built.append(MoELayer(config, comm)))
+    layer = built[0]
+
+    def call() -> None:
+        out = layer(x_TD)
+        torch.autograd.backward([out.output.sum(), *out.losses.values()])
+
+    first_s = _seconds(call)
+    call()
+    seconds = sorted(_seconds(call) for _ in range(calls))
+    tracemalloc.start()
+    call()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {"kind": kind, "ranks": ranks, "experts": experts, "build_s": build_s,
+            "first_s": first_s, "call_s": seconds[len(seconds) // 2], "bytes": most}
+
+
+def _search(ranks: int) -> dict[str, Any]:
+    """A search over all plans of a model of 24 layers for nodes of eight H100."""
+    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.lab.planning.model_search import search
+    from moe_plugin.planner.cluster import load_cluster
+    from moe_plugin.planner.device import load_device
+
+    configs = ROOT / "configs"
+    model = load_model(configs / "plans" / "gpt_64_experts.yaml")
+    model = replace(model, global_batch=max(model.global_batch, ranks))
+    cluster = load_cluster(configs / "clusters" / "h100_ib.yaml").resized(ranks // 8, 8)
+    device = load_device(configs / "devices" / "h100.yaml")
+    found: list[Any] = []
+    seconds = _seconds(lambda: found.append(search(model, cluster, device)))
+    return {"ranks": ranks, "seconds": seconds, "tried": found[0].tried,
+            "best": found[0].plans[0].plan.label}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Processor time of this process."""
+    gc.collect()
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def body(found: dict[str, Any]) -> Iterator[str]:
+    yield said(found["versions"])
+    yield (f"Processor time of one rank, {TOKENS} tokens of width {WIDTH}, k = 2, float32: of "
+           "building a layer (with the agreement on its settings), of the first call, and of a "
+           "later one, forward and backward, the median. `memory`: the most that Python holds "
+           "beyond the layer during a call. What grows with experts alone is the arithmetic of "
+           "the router and of the experts that the rank has; what grows down a block of rows is "
+           "what ranks cost. Where ranks are more than experts, an expert is cut over several.")
+    for kind, about in (("rows", "A row to each expert"), ("ranks", "A token once to each rank"),
+                        ("nodes", "A token once to each node")):
+        yield f"## {about}"
+        yield columns([one for one in found["layers"] if one["kind"] == kind], {
+            "experts": "{experts:,}", "ranks": "{ranks:,}",
+            "build": lambda one: show_time(one["build_s"]),
+            "first call": lambda one: show_time(one["first_s"]),
+            "call": lambda one: show_time(one["call_s"]),
+            "memory": lambda one: show_size(one["bytes"])})
+    yield "## Planning a whole model"
+    yield ("`moe-plugin plan` of `configs/plans/gpt_64_experts.yaml` (at least a sequence a rank) "
+           "on nodes of eight H100: every plan of the space is bounded, and tried where its bound "
+           "is below the best.")
+    yield columns(found["plans"], {
+        "ranks": "{ranks:,}", "time": lambda one: show_time(one["seconds"]),
+        "layouts tried": "{tried:,}", "best": "{best}"})
