@@ -125,3 +125,45 @@ def simulate_all_to_all(args: argparse.Namespace) -> int:
     if args.plot:
         plot_model(rows, args.plot)
     return 0
+
+
+def simulate_routing_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin simulate routing`."""
+    p.description = ("Replays routing traces (observe.trace, or Megatron's "
+                     "--moe-routing-trace-path) through the planner: what each policy for "
+                     "overloaded experts would take on a cluster, beside forced balance.")
+    p.add_argument("trace", metavar="FOLDER", help="with router_trace_rank0.jsonl, ...")
+    p.add_argument("--model", required=True, metavar="FILE", help="model file (configs/plans)")
+    p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
+    p.add_argument("--device", required=True, metavar="FILE", help="device file")
+    p.add_argument("--nodes", type=int, default=None, metavar="N",
+                   help="nodes whose ranks share the experts (default: one, of the trace's ranks)")
+    p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
+                   help="their ranks per node (default: the cluster file's)")
+    p.add_argument("--tokens", type=int, default=None, metavar="N",
+                   help="tokens of a rank, for which those of the trace stand (default: as many)")
+    p.add_argument("--guests", type=int, default=2, metavar="N",
+                   help="experts that a rank may borrow, parallel.guests (default: %(default)s)")
+    p.add_argument("--replan", type=int, default=10, metavar="N",
+                   help="steps of a placement that stands, parallel.replan (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def simulate_routing(args: argparse.Namespace) -> int:
+    """Replay and print."""
+    from moe_plugin.cli.plan import check_counts
+    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.lab.planning.routing_replay import as_dict, explain, replay
+    from moe_plugin.observe.traces import read_traces
+    from moe_plugin.planner.cluster import load_cluster
+    from moe_plugin.planner.device import load_device
+
+    check_counts(args, "nodes", "ranks_per_node", "tokens", "guests", "replan")
+    cluster, ranks = load_cluster(args.cluster), None
+    if args.nodes or args.ranks_per_node:
+        cluster = cluster.resized(args.nodes or 1, args.ranks_per_node)
+        ranks = cluster.ranks
+    found = replay(read_traces(args.trace), load_model(args.model), cluster,
+                   load_device(args.device), args.guests, args.replan, ranks, args.tokens)
+    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
+    return 0

@@ -54,6 +54,8 @@ COMMANDS = {
     "simulate": Command("predict times on clusters that you do not have", parts={
         "all-to-all": Command("time of each all-to-all algorithm by ranks and size",
                               "clusters"),
+        "routing": Command("time of each policy for overloaded experts, by a run's routing traces",
+                           "clusters"),
     }),
     "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "
                     "cluster, and explain why", "plan"),

@@ -67,6 +67,19 @@ def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
     return {key: [found[key][step] for step in sorted(found[key])] for key in in_order}
 
 
+def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
+    """`read_trace` of every rank of a folder, in their order.
+
+    Raises: ValueError: there is none, or one cannot be read.
+    """
+    files = sorted(Path(folder).glob("router_trace_rank*.jsonl"),
+                   key=lambda path: (len(path.name), path.name))
+    if not files:
+        raise ValueError(f"{short(str(folder))} holds no router_trace_rank*.jsonl; write a trace "
+                         "with observe.trace, or Megatron's --moe-routing-trace-path")
+    return [read_trace(path) for path in files]
+
+
 class RoutingTrace:
     """Writes what layers choose in training, and has them choose what another trace says.
 

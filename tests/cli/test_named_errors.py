@@ -84,6 +84,10 @@ WRONG = {
                             f"simulate all-to-all {CLUSTER} --sizes 1e400",
                             f"simulate all-to-all {CLUSTER} --plot PIPE",
                             f"simulate all-to-all {CLUSTER} --plot x.pdf"],
+    "simulate routing": ["simulate routing", *(
+        f"simulate routing {folder} {PLAN[5:]}" for folder in ("NONE", "FILE", "DIR", "BAD")), *(
+        f"simulate routing DIR {PLAN[5:]} {rest}" for rest in (
+            "--tokens 0", "--guests -1", "--replan 0", f"--nodes {HUGE}", "--ranks-per-node 0"))],
     "plan": ["plan", f"{PLAN} --nodes 0", f"{PLAN} --nodes -1", f"{PLAN} --nodes 1000000000000",
              f"{PLAN} --ranks-per-node 0", f"{SMALL_PLAN} --top 0", f"{PLAN} --scale 0",
              f"{PLAN} --scale many", f"{PLAN} --scale 1 --experts-per-rank nan",
