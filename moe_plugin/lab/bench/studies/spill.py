@@ -166,7 +166,16 @@ def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
 
 CELLS = {"ms": lambda c: f"{1e3 * c['seconds']:.1f}",
          "plain / this (quartiles)": "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
+         "of the even load": "{share}",
          "rows of the busiest rank": "{rows:.0f}"}
+
+
+def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """All cells, each with its throughput over that of the even load without a policy."""
+    even = found["times"]["even"]["never"]["seconds"]
+    return [{"load": load, "policy": policy, **one,
+             "share": f"{even / one['seconds']:.0%}" if LOADS[load][0] == LOADS["even"][0] else ""}
+            for load, by_policy in found["times"].items() for policy, one in by_policy.items()]
 
 
 def others_part(found: dict[str, Any]) -> Iterator[str]:
@@ -177,10 +186,11 @@ def others_part(found: dict[str, Any]) -> Iterator[str]:
         f"{NODES} emulated nodes of one rank, {found['rate'] / 1e6:.0f} Mbit/s; {EXPERTS} "
         f"experts, width {WIDTH}, inner width {HIDDEN}, k = 1, float32; median of "
         f"{found['rounds']} rounds. Whether a call spills is decided from its own load by "
-        f"`{CLUSTER}` and `{DEVICE}`.")
-    for load, by_policy in found["times"].items():
+        f"`{CLUSTER}` and `{DEVICE}`. `of the even load`: throughput over that of as many rows "
+        "that are spread evenly; above it where rows of the hot expert need not travel.")
+    for load in found["times"]:
         yield f"## {load[0].upper()}{load[1:]}, {LOADS[load][0]} tokens on each rank"
-        yield columns([{"policy": policy, **one} for policy, one in by_policy.items()],
+        yield columns([row for row in _rows(found) if row["load"] == load],
                       {"spill": "`{policy}`", **CELLS})
     yield "## Memory"
     yield ("What a step under the first load adds to the memory of the busiest rank, at most. An "
@@ -190,8 +200,7 @@ def others_part(found: dict[str, Any]) -> Iterator[str]:
 
 
 def standing_part(found: dict[str, Any]) -> Iterator[str]:
-    rows = [{"load": load, "policy": policy, **one} for load, by_policy in found["times"].items()
-            for policy, one in by_policy.items()]
+    rows = _rows(found)
     yield "## Replicas that stand"
     yield (
         f"`standing` places replicas every {REPLAN} steps here, by the loads of these steps. "
