@@ -24,7 +24,7 @@ SETTINGS: dict[str, list[Any]] = {
     "expert_kind": ["ffn", "gated_ffn"], "expert_bias": [False, True],
     "expert_compute": ["auto", "loop", "batched", "grouped"],
     "capacity_factor": [1.0, 2.0], "dispatch": ["ragged", "padded"], "overlap": [1, 2],
-    "expert_store": ["device", "host"], "stats_jsonl": ["run.jsonl"], "votes": [3]}
+    "experts_on": ["device", "host"], "stats_jsonl": ["run.jsonl"], "votes": [3]}
 RUNS_ONLY = ("stats_jsonl", "votes")
 
 

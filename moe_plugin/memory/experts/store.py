@@ -32,9 +32,17 @@ class HostWeights:
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
-                source = self.parameters[name].detach()[expert]
+                source = self._plain(name).detach()[expert]
                 wanted.append((target, TierTensor(tuple(source.shape), source.dtype, source)))
         return self.tier.fetch(copier, wanted)
+
+    def _plain(self, name: str) -> nn.Parameter:
+        parameter = self.parameters.get(name)
+        if parameter is None:  # a parametrization or an adapter took its place
+            raise ValueError(f"experts' {name} is wrapped by another module: must be a plain "
+                             "parameter where experts.store=host; merge or remove what wraps it, "
+                             "or use experts.store=device")
+        return parameter
 
     @property
     def version(self) -> object:
