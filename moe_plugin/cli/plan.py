@@ -17,7 +17,7 @@ from moe_plugin.regular_files import check_output, make_folder, write_regular
 
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
 STREAMS = {"forward": "tab:blue", "backward": "tab:purple", "recompute": "tab:orange"}
-OF_SIZES = ("model", "cluster", "device", "scale", "write")  # what other uses do not take
+OF_SIZES = ("model", "device", "cluster", "scale", "write")  # what other uses do not take
 
 
 def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
@@ -72,8 +72,9 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                    help="with --scale: experts grow with the ranks (default: %(default)s)")
     group = p.add_argument_group("memory of one device, in place of parallel sizes")
     group.add_argument("--memory", default=None, metavar="SIZE",
-                       help="the device's memory, e.g. 8GiB: choose which blocks keep, recompute "
-                            "or swap their activations, and explain why")
+                       help="the device's memory, e.g. 8GiB. With --profile: choose which blocks "
+                            "keep, recompute or swap their activations, and explain why. With "
+                            "--model and --device: where experts lie while text is generated")
     group.add_argument("--profile", type=Path, default=None, metavar="FILE",
                        help="with --memory: measured times and sizes of the model's blocks "
                             "(see docs/activations.md)")
@@ -83,6 +84,12 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("--accumulate", type=int, default=None, metavar="N",
                        help="with --weights-on host: micro-batches of a step (default: the fewest "
                             "that hide all copies)")
+    group.add_argument("--link", default=None, metavar="SIZE",
+                       help="with --memory and --model: bytes a second from where experts lie, the "
+                            "host's memory or a disk, to the device (default: 25GB, PCIe 4)")
+    group.add_argument("--tokens", type=int, default=None, metavar="N",
+                       help="with --memory and --model: sequences that get a token in a pass "
+                            "(default: 1)")
     group.add_argument("--trace", type=Path, default=None, metavar="FILE",
                        help="with --memory: write the timeline for Perfetto or chrome://tracing")
     group = p.add_argument_group("places of experts, in place of parallel sizes")
@@ -260,19 +267,44 @@ def _plan_memory(args: argparse.Namespace) -> None:
     from moe_plugin.planner.offload.profile import load_profile
     from moe_plugin.planner.units import parse_size
 
-    if args.profile is None or args.memory is None:
-        raise ValueError("--memory and --profile go together: a size and the file of a profile")
-    if given := _given(args, OF_SIZES):
+    experts = args.profile is None and None not in (args.memory, args.model, args.device)
+    if not experts and (args.profile is None or args.memory is None):
+        raise ValueError("--memory and --profile go together: a size and the file of a profile; "
+                         "for where experts lie --memory, --model and --device")
+    if given := _given(args, OF_SIZES[2 * experts:]):
         raise ValueError(f"--{given[0]} plans parallel sizes, --memory a single device; leave one "
                          "of them out")
+    if not experts and (given := _given(args, ("link", "tokens"))):
+        raise ValueError(f"--{given[0]} goes with --memory, --model and --device; leave it out")
     if args.accumulate is not None and args.weights_on == "device":
         raise ValueError(f"--accumulate {short(args.accumulate)} needs --weights-on host")
-    limit, profile = parse_size(args.memory), load_profile(args.profile)
-    outcome = (_activations if args.weights_on == "device" else _weights)(args, profile, limit)
+    limit = parse_size(args.memory)
+    if experts:
+        outcome = _experts(args, limit)
+    else:
+        made = _activations if args.weights_on == "device" else _weights
+        outcome = made(args, load_profile(args.profile), limit)
     if args.trace:
         write_regular(args.trace, json.dumps(outcome.trace()))
     if args.plot:
         _plot_streams(args.plot, outcome, limit)
+
+
+def _experts(args: argparse.Namespace, limit: int) -> Any:
+    """Where experts lie while text is generated."""
+    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.lab.planning.offload import pregate
+    from moe_plugin.planner.device import load_device
+    from moe_plugin.planner.units import parse_size
+
+    model = load_model(args.model).in_host(args.host)
+    link = parse_size("25GB" if args.link is None else args.link)
+    shape, active = pregate.expert_model(model, load_device(args.device), link,
+                                         1 if args.tokens is None else args.tokens)
+    costs = pregate.compare(shape, [active])
+    print(json.dumps(pregate.as_dict(costs, limit), indent=1) if args.json
+          else pregate.explain(costs, limit))
+    return pregate.best(costs, limit).outcome
 
 
 def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:

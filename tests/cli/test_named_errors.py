@@ -20,6 +20,7 @@ PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/gpt_64_experts.yaml --device "
         f"{CONFIGS}/devices/a100_80g.yaml")
 SMALL_PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/small.yaml --device "
               f"{CONFIGS}/devices/a100_80g.yaml --nodes 1 --ranks-per-node 2")
+EXPERTS = (f"--model {CONFIGS}/plans/small.yaml --device {CONFIGS}/devices/cpu_core.yaml")
 HUGE = "9" * 5000
 _OWN_CASES = {"layer", "kernels", "host", "all-to-all", "train", "forest", "overlap", "ensembles",
               "spill", "plan"}  # the other studies have options of one kind
@@ -98,7 +99,10 @@ WRONG = {
              "plan --memory 1GiB", "plan --profile FILE", "plan --memory lots --profile FILE",
              *(f"plan --memory 1GiB --profile {rest}" for rest in (
                  "NONE", "DIR", "FILE", "PIPE", "BOMB", "FILE --accumulate 1", "FILE --plot x.pdf",
-                 "FILE --trace DIR", "FILE --weights-on disk", f"FILE {PLAN[5:]}"))],
+                 "FILE --trace DIR", "FILE --weights-on disk", f"FILE {PLAN[5:]}",
+                 "FILE --tokens 2")),
+             *(f"plan --memory {rest}" for rest in (
+                 f"1B {EXPERTS}", f"1GB --tokens 0 {EXPERTS}", f"1GB --link fast {EXPERTS}"))],
     "recommend": ["recommend", *(f"recommend --model {what}" for what in (
         "NONE", "FILE", "DIR", "EMPTY", "PIPE", "BOMB")), *(
         f"recommend --device cpu --model {CONFIGS}/plans/small.yaml {rest}" for rest in (

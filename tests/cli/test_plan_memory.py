@@ -70,6 +70,51 @@ def test_weights_that_stream(profile: str, capsys: pytest.CaptureFixture[str]) -
     assert found["peak_bytes"] <= 600 * MIB
 
 
+EXPERTS = ["plan", "--model", "configs/plans/gpt_64_experts.yaml", "--device",
+           "configs/devices/a100_80g.yaml"]
+
+
+@pytest.mark.parametrize(("memory", "design", "setting"), [
+    ("80GB", "resident", "experts.store: device\n"),
+    ("20GB", "pre_gated", "experts.store: host, router.pre_gate: 1 (trained so), experts.cache up"),
+    ("2300MiB", "on_demand", "experts.store: host, experts.cache up to 1"),
+])
+def test_where_experts_lie(memory: str, design: str, setting: str, tmp_path: Path,
+                           capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main([*EXPERTS, "--memory", memory, "--trace", str(trace)]) == 0
+    text = capsys.readouterr().out
+    assert f"{design} is the fastest within" in text and setting in text
+    assert text.count("does not fit") == {"resident": 0, "pre_gated": 1, "on_demand": 3}[design]
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    assert ("copy 0.11 expert 1" in names) == (design != "resident")
+    assert main([*EXPERTS, "--memory", memory, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"] == design and found["limit_bytes"] >= next(
+        d["peak_bytes"] for d in found["designs"] if d["design"] == design)
+
+
+def test_a_faster_link_and_more_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    def on_demand(*words: str) -> float:
+        assert main([*EXPERTS, "--memory", "80GB", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["designs"][1]["seconds"]
+
+    assert on_demand("--link", "50GB") < on_demand() == on_demand("--link", "25GB")
+    assert on_demand() < on_demand("--tokens", "8")
+
+
+@pytest.mark.parametrize(("words", "match"), [
+    (["--memory", "1GB"], "the least, on_demand, needs 2356674560"),
+    (["--memory", "80GB", "--tokens", "0"], "12 layers with experts and 0 tokens"),
+    (["--memory", "80GB", "--link", "0"], "bytes_s=0 must be from 1"),
+    (["--memory", "80GB", "--cluster", "x"], "--cluster plans parallel sizes"),
+])
+def test_places_of_experts_are_refused_by_name(words: list[str], match: str,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXPERTS, *words]) == 2
+    assert match in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "match"), [
     (("--memory", "100MiB"), "a limit of 104857600 bytes is too little"),
     (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too little"),
@@ -79,6 +124,7 @@ def test_weights_that_stream(profile: str, capsys: pytest.CaptureFixture[str]) -
     (("--memory", "lots"), "'lots' is not a size"),
     ((), "--memory and --profile go together"),
     (("--memory", "1GiB", "--scale", "1"), "--scale plans parallel sizes"),
+    (("--memory", "1GiB", "--tokens", "2"), "--tokens goes with --memory, --model and --device"),
 ])
 def test_bad_input_is_refused_by_name(profile: str, words: tuple[str, ...], match: str,
                                       capsys: pytest.CaptureFixture[str]) -> None:

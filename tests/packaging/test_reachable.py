@@ -30,7 +30,7 @@ NO_DOOR_YET = {
 ONLY_FROM_PYTHON = (
     "checkpoint.resize.change_expert_parallel", "checkpoint.resize.reorder_experts",
     "hosts.plain.binding.bind",
-    "lab.planning.offload.peers.versus_pipeline", "lab.planning.offload.pregate.compare",
+    "lab.planning.offload.peers.versus_pipeline",
     "planner.pipeline.slices.cut_batch", "planner.prefill.crossovers",
     "planner.replicas.place_replicas", "resilience.averaging_peers.StreamedPeer",
 )

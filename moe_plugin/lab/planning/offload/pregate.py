@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+from moe_plugin.lab.planning.model import ModelShape
 from moe_plugin.messages import short
+from moe_plugin.planner.device import Device
 from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
 from moe_plugin.planner.units import show_size, show_time
 
-DESIGNS = ("resident", "on_demand", "prefetch_all", "pre_gated")
+# with the settings of a run; there are none for prefetch_all
+DESIGNS = {"resident": "experts.store: device", "on_demand": "experts.store: host",
+           "prefetch_all": "",
+           "pre_gated": "experts.store: host, router.pre_gate: 1 (trained so)"}
 Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 
@@ -51,14 +57,38 @@ class ExpertModel:
         return experts * self.expert_bytes / self.bytes_s
 
 
-# Decoders of Switch Transformers in fp32 over 25 GB/s (PCIe 4), one token at a time. The times of
-# attention and experts are assumptions, not measurements: their sums, 0.72 and 0.97 ms a layer,
-# give 4.32 and 11.64 ms a token where all is resident. How a sum is divided changes only
-# prefetch_all, by less than a layer.
-SWITCH_BASE = ExpertModel(layers=6, experts=128, expert_bytes=18_874_368, attention_s=5e-5,
-                          expert_s=67e-5)
-SWITCH_LARGE = ExpertModel(layers=12, experts=128, expert_bytes=33_554_432, attention_s=5e-5,
-                           expert_s=92e-5)
+def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
+                 tokens: int) -> tuple[ExpertModel, Pass]:
+    """A pass that generates one token in each of `tokens` sequences, and its active experts.
+
+    A roofline: every matrix is one launch and is read once. `base_bytes` has the dense weights, and
+    keys and values of whole sequences. Active are as many experts of a layer as tokens choose on
+    average where all experts are equally likely.
+
+    Args:
+        link_bytes_s: from where experts lie to the device.
+    Raises: ValueError: no layer has experts, or tokens are below 1.
+    """
+    layers, dense = model.moe_layers, model.dense_parameters
+    if not layers or tokens < 1:
+        raise ValueError(f"{layers} layers with experts and {tokens} tokens must both be >= 1; "
+                         "see moe_every in the model file, and --tokens")
+    rest = 1 - min(model.top_k, model.experts) / model.experts
+    active = max(1, round(model.experts * (1 - rest**tokens)))
+    rows = tokens * model.top_k / active
+    cached = 2 * tokens * model.layers * model.sequence * model.model_dim
+    matrices = 4 * model.layers + (model.layers - layers) * model.matrices + layers
+    size = model.expert_parameters / layers / model.experts
+
+    def seconds(weights: float, launches: float, rows: float, cached: float = 0.0) -> float:
+        read = (weights + cached) * model.element_bytes / device.memory_bytes_s
+        return launches * device.launch_s + max(2 * (rows * weights + cached) / device.flops, read)
+
+    return ExpertModel(
+        layers=layers, experts=model.experts, expert_bytes=round(size * model.element_bytes),
+        attention_s=seconds(dense / layers, matrices / layers, tokens, cached / layers),
+        expert_s=seconds(size, model.matrices, rows), bytes_s=link_bytes_s,
+        base_bytes=round((dense + cached) * model.element_bytes)), [list(range(active))] * layers
 
 
 @dataclass(frozen=True)
@@ -74,11 +104,6 @@ class DesignCost:
     seconds: float
     buffer_bytes: int
     outcome: Outcome
-
-
-def one_token(model: ExpertModel, passes: int = 1) -> list[Pass]:
-    """Passes in which one expert of each layer is active."""
-    return [[[0]] * model.layers] * passes
 
 
 def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
@@ -113,12 +138,35 @@ def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
     return costs
 
 
-def compare_text(costs: Sequence[DesignCost]) -> str:
-    """A table of `compare`."""
-    lines = [f"{'design':14}{'a pass':>12}{'stalls':>12}{'experts':>13}"]
+def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
+    """The fastest design that a run can have and that fits; `ValueError` where none does."""
+    able = [c for c in costs if DESIGNS[c.design]]
+    fits = [c for c in able if c.outcome.peak <= limit]
+    if not fits:
+        raise ValueError(f"a limit of {limit} bytes is too little: the least, "
+                         f"{min(able, key=lambda c: c.outcome.peak).design}, needs "
+                         f"{min(c.outcome.peak for c in able)}; distribute the experts over ranks")
+    return min(fits, key=lambda c: (c.seconds, c.outcome.peak))
+
+
+def explain(costs: Sequence[DesignCost], limit: int) -> str:
+    """A table of `compare`, and what to set in a run."""
+    taken = best(costs, limit)
+    lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
-              f"{show_size(c.buffer_bytes):>13}" for c in costs]
-    return "\n".join(lines)
+              f"{show_size(c.buffer_bytes):>13}{show_size(c.outcome.peak):>13}"
+              f"{'' if c.outcome.peak <= limit else '  does not fit'}" for c in costs]
+    left = limit - taken.outcome.peak + taken.buffer_bytes
+    cache = "" if taken.design == "resident" else f", experts.cache up to {show_size(left)}"
+    return "\n".join([*lines, "", f"{taken.design} is the fastest within {show_size(limit)}: "
+                      f"{DESIGNS[taken.design]}{cache}"])
+
+
+def as_dict(costs: Sequence[DesignCost], limit: int) -> dict[str, Any]:
+    """The same as plain values for JSON."""
+    return {"best": best(costs, limit).design, "limit_bytes": limit, "designs": [
+        {"design": c.design, "seconds": c.seconds, "stall_s": c.outcome.stall_s,
+         "buffer_bytes": c.buffer_bytes, "peak_bytes": c.outcome.peak} for c in costs]}
 
 
 def _check(model: ExpertModel, number: int, active: Pass) -> None:
