@@ -14,8 +14,9 @@ the mean and this load.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 Loads = Sequence[float]
 
@@ -163,11 +164,38 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
             rank = min(free, key=lambda w: (load[w] + each[expert] / pace[w], w))
             hosted[rank].append(expert)
             load[rank] += each[expert] / pace[rank]
+    return hosting(hosted, local, guests)
+
+
+def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> ReplicaMap:
+    """The map in which rank i stores experts [i L, (i+1) L) and hosts some of others'."""
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
         own = range(rank * local, (rank + 1) * local)
         slots += [*own, *sorted(guest), *[own[0]] * (guests - len(guest))]
-    return ReplicaMap(tuple(slots), ranks)
+    return ReplicaMap(tuple(slots), len(hosted))
+
+
+def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
+    """As `host_replicas`, what comes nearest to the map of `place_replicas`.
+
+    Its packs go to the ranks that store most of their load. Of what a rank does not store it hosts
+    the experts with most load for each replica. So whole experts may leave a full rank, too.
+    """
+    local = len(loads) // ranks
+    placed = place_replicas(loads, len(loads) + ranks * guests, ranks)
+    each = {e: loads[e] / len(slots) for e, slots in placed.physical.items()}
+    packs = [set(placed.logical[i:i + placed.slots])
+             for i in range(0, len(placed.logical), placed.slots)]
+    stored = [[sum(each[e] for e in pack if e // local == rank) for pack in packs]
+              for rank in range(ranks)]
+    pack_of: dict[int, int] = {}
+    for rank, pack in sorted(product(range(ranks), repeat=2), key=lambda o: -stored[o[0]][o[1]]):
+        if rank not in pack_of and pack not in pack_of.values():
+            pack_of[rank] = pack
+    return hosting([sorted((e for e in packs[pack_of[rank]] if e // local != rank and each[e] > 0),
+                           key=lambda e: (-each[e], e))[:guests] for rank in range(ranks)],
+                   local, guests)
 
 
 def _place(experts: Sequence[int], loads: Loads, slots: int, ranks: int) -> list[int]:

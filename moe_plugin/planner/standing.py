@@ -1,10 +1,12 @@
 """Replicas of hot experts that stand for several steps, and the rows that they get.
 
-Every n steps the loads of these steps say which experts have replicas on which ranks (EPLB's greedy
-placement, `replicas.host_replicas`), and interleaved weighted round robin over the ranks'
-throughputs (`peer_choice.Wiring`) which share of an expert's rows each of its ranks computes. Until
-the next time every call's rows are split into these shares. A call follows them as it follows any
-plan of `spill`: owners lend weights, and get the gradients back.
+Every n steps the loads of these steps say which experts have replicas on which ranks: the best of
+three placements, EPLB's with experts that stay (`replicas.host_replicas`) or go anywhere
+(`replicas.host_placed`), and what `least_loaded` would lend (`spill.plan_spill`). SWARM's
+interleaved weighted round robin over the ranks' throughputs (`peer_choice.Wiring`, here with the
+lower of equal ranks) says which share of an expert's rows each of its ranks computes. Until the
+next time every call's rows are split into these shares. A call follows them as it follows any plan
+of `spill`: owners lend weights, and get the gradients back.
 """
 
 from __future__ import annotations
@@ -14,9 +16,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_plugin.planner.peer_choice import Wiring
-from moe_plugin.planner.replicas import Loads, ReplicaMap, host_replicas
-from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan, round_shares, saves
+from moe_plugin.planner.replicas import Loads, ReplicaMap, host_placed, host_replicas, hosting
+from moe_plugin.planner.spill import (
+    Counts,
+    SpillCosts,
+    SpillPlan,
+    plan_spill,
+    round_shares,
+    saves,
+)
 
 TASKS = 32  # of a rank: its share of all rows, in so many parts
 SLACK = 0.02  # of the busiest rank's time: less is not worth a replica
@@ -35,7 +43,7 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     Args:
         loads: rows by expert, not all zero. speeds: rows per second of the ranks, any unit.
     """
-    holders = {e: frozenset(placed.holders(e)) for e in range(len(loads))}
+    holders = _holders(placed)
     several = sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (loads[e], e))
     best = _wired(loads, holders, speeds)
     most = _busiest(best, loads, speeds) * (1 + SLACK)
@@ -52,25 +60,27 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     return best
 
 
+def _holders(placed: ReplicaMap) -> dict[int, frozenset[int]]:
+    return {e: frozenset(placed.holders(e)) for e in placed.physical}
+
+
 def _local(loads: Loads, speeds: Sequence[float]) -> int:
     """Experts that a rank stores."""
     return len(loads) // len(speeds)
 
 
 def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence[float]) -> Shares:
-    wiring, everyone = Wiring(), frozenset(range(len(speeds)))
-    for rank, speed in enumerate(speeds):
-        wiring.announce(rank, speed)
-    fixed, task = Counter(), sum(loads) / (len(speeds) * TASKS)
+    busy, task = [0.0] * len(speeds), sum(loads) / (len(speeds) * TASKS)
     for expert, ranks in holders.items():
         if len(ranks) == 1:
-            fixed[min(ranks)] += loads[expert]
-    for rank, load in fixed.items():
-        wiring.choose(load, but=everyone - {rank})
+            busy[min(ranks)] += loads[expert] / speeds[min(ranks)]
     shares: dict[int, dict[int, float]] = {}
     for expert in sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (-loads[e], e)):
-        tasks, others = max(1, math.ceil(loads[expert] / task)), everyone - holders[expert]
-        given = Counter(wiring.choose(loads[expert] / tasks, but=others) for _ in range(tasks))
+        tasks, given = max(1, math.ceil(loads[expert] / task)), Counter[int]()
+        for _ in range(tasks):
+            rank = min(holders[expert], key=lambda w: (busy[w], w))
+            busy[rank] += loads[expert] / tasks / speeds[rank]
+            given[rank] += 1
         shares[expert] = {rank: given[rank] / tasks for rank in sorted(given)}
     return shares
 
@@ -82,6 +92,15 @@ def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
             rows[rank] += share * load
     return max(n / speed for n, speed in zip(rows, speeds, strict=True))
+
+
+def evenest(maps: Sequence[ReplicaMap], loads: Loads,
+            speeds: Sequence[float]) -> tuple[ReplicaMap, Shares]:
+    """The map whose busiest rank takes least, the first of those within `SLACK`; its shares."""
+    shares = [wired_shares(loads, placed, speeds) for placed in maps]
+    times = [_busiest(one, loads, speeds) for one in shares]
+    return next((placed, one) for placed, one, seconds in zip(maps, shares, times, strict=True)
+                if seconds <= min(times) * (1 + SLACK))
 
 
 class StandingReplicas:
@@ -137,13 +156,20 @@ class StandingReplicas:
         if not any(loads):
             return
         pace = [1.0] * self.ranks if speeds is None else [s / max(speeds) for s in speeds]
-        placed = host_replicas(loads, self.ranks, self.guests, pace)
-        shares = wired_shares(loads, placed, pace)
         local = len(loads) // self.ranks
+        # of a mean call, as if every rank had the same tokens
+        mean_WV = [[round(load / calls / self.ranks) for load in loads]] * self.ranks
+        lent = plan_spill(mean_WV, self.costs, "least_loaded", self.guests,
+                          None if speeds is None else pace)
+        placed, shares = evenest(
+            [host_replicas(loads, self.ranks, self.guests, pace),
+             host_placed(loads, self.ranks, self.guests),
+             *([] if lent is None else [hosting(
+                 [lent.guests(rank) for rank in range(self.ranks)], local, self.guests)])],
+            loads, pace)
         self.shares = {e: given for e, given in shares.items()
                        if any(rank != e // local for rank in given)}
-        # of a mean call, as if every rank had the same tokens
-        plan = self.plan([[round(load / calls / self.ranks) for load in loads]] * self.ranks)
+        plan = self.plan(mean_WV)
         if plan is not None and saves(plan.counts_WV, plan.amounts, self.costs,
                                       None if speeds is None else pace):
             self.placed = placed

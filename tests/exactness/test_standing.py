@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.planner import standing
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.planner.spill import SpillCosts
 from moe_plugin.routing import finish_step
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.fast
 CELLS = all_pairs({
     "size": [(2, 4, None), (4, 4, None), (4, 8, None), (4, 2, None), (4, 4, 2)], "k": [1, 2],
     "factor": [None, 0.6], "pieces": [1, 2], "kind": ["ffn", "gated_ffn"],
-    "speeds": [None, "given", "measured"], "tokens": [[9, 6, 0, 4], [5] * 4], "send": SENDS
+    "speeds": [None, "given", "measured"], "tokens": [[9, 6, 0, 4], [5] * 4], "send": SENDS,
+    "placement": ["evenest", "hosted", "placed", "lent"]
 })
 
 
@@ -55,8 +57,13 @@ def settings(case: Case, world: int, speeds: str | None, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_every_step_is_exact(cell: dict[str, Any]) -> None:
+def test_every_step_is_exact(cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps: without replicas, then with those of the first two steps, then placed again."""
+    if cell["placement"] != "evenest":
+        which = ["hosted", "placed", "lent"].index(cell["placement"])
+        evenest = standing.evenest
+        monkeypatch.setattr(standing, "evenest", lambda maps, *more: evenest(
+            [maps[min(which, len(maps) - 1)]], *more))
     world, experts, shards = cell["size"]
     case = Case(world, experts, min(cell["k"], experts), cell["tokens"][:world], None,
                 cell["factor"], cell["kind"], skew=3.0, seed=7, shards=shards)

@@ -22,6 +22,7 @@ LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
 NO_DOOR_YET = {
     "lab.planning.multicast": "AlpaComm's order of multicasts, for resharding between stages",
     "lab.planning.preemption": "SWARM's preempted peers: a run over peers that come and go",
+    "planner.peer_choice.Wiring": "SWARM's choice of a peer for each task",
     "planner.peer_choice.butterfly_weights": "SWARM's averaging between peers",
     "planner.peer_choice.speed_shares": "SWARM's shares of a peer's throughput",
     "planner.shared_token_schedules.simulated_s": "Parm's simulated schedule",
@@ -32,7 +33,7 @@ ONLY_FROM_PYTHON = (
     "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline",
     "planner.pipeline.slices.cut_batch", "planner.prefill.crossovers",
-    "planner.replicas.place_replicas", "resilience.averaging_peers.StreamedPeer",
+    "resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
 ASKED_BY_BENCHMARKS = {

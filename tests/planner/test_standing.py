@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.planner.peer_choice import Throughput
-from moe_plugin.planner.replicas import host_replicas
+from moe_plugin.planner.replicas import ReplicaMap, host_placed, host_replicas
 from moe_plugin.planner.spill import SpillCosts, round_shares
-from moe_plugin.planner.standing import TASKS, StandingReplicas, wired_shares
+from moe_plugin.planner.standing import SLACK, TASKS, StandingReplicas, evenest, wired_shares
 
 pytestmark = pytest.mark.fast
 
@@ -18,11 +20,12 @@ FREE = SpillCosts(row_s=1.0)  # lending costs nothing
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=3), st.integers(1, 5),
-       st.integers(1, 3))
-def test_experts_stay_and_guests_are_others(loads: list[int], ranks: int, guests: int) -> None:
+       st.integers(1, 3), st.sampled_from([host_replicas, host_placed]))
+def test_experts_stay_and_guests_are_others(loads: list[int], ranks: int, guests: int,
+                                            place: Callable[..., ReplicaMap]) -> None:
     loads = [load * (i + 1) for i in range(ranks) for load in loads]
     local = len(loads) // ranks
-    placed = host_replicas(loads, ranks, guests)
+    placed = place(loads, ranks, guests)
     assert placed.slots == local + guests
     for rank in range(ranks):
         slots = placed.logical[rank * placed.slots:(rank + 1) * placed.slots]
@@ -35,9 +38,10 @@ def test_experts_stay_and_guests_are_others(loads: list[int], ranks: int, guests
         assert expert // local in placed.holders(expert)
 
 
-def rows(loads: list[int], ranks: int, guests: int, speeds: list[float]) -> list[float]:
+def rows(loads: list[int], ranks: int, guests: int, speeds: list[float],
+         placed: ReplicaMap | None = None) -> list[float]:
     """Of each rank, as the shares give them out."""
-    placed = host_replicas(loads, ranks, guests, speeds)
+    placed = placed or host_replicas(loads, ranks, guests, speeds)
     shares, local = wired_shares(loads, placed, speeds), len(loads) // ranks
     found = [0.0] * ranks
     for expert, load in enumerate(loads):
@@ -63,6 +67,31 @@ def test_rows_go_by_throughput(speeds: list[float]) -> None:
 def test_a_hot_expert_and_its_neighbours() -> None:
     assert max(rows([900, 100, 100, 100], 2, 1, [1.0, 1.0])) < 640
     assert max(rows([900, 100, 100, 100], 4, 1, [1.0] * 4)) < 380
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 1000), min_size=8, max_size=8), st.integers(1, 2))
+def test_the_evenest_of_several(loads: list[int], guests: int) -> None:
+    speeds, maps = [1.0] * 4, [make(loads, 4, guests) for make in (host_replicas, host_placed)]
+    placed, _ = evenest(maps, loads, speeds)
+    most = [max(rows(loads, 4, guests, speeds, m)) for m in (placed, *maps)]
+    assert most[0] <= min(most[1:]) * (1 + SLACK)
+
+
+@pytest.mark.parametrize(("loads", "before", "after"), [
+    # 3's 800 leave whole; replicas of the largest experts alone leave 100 beside them
+    ([200, 0, 200, 0, 400, 800, 0, 800], 1.2, 1.05),
+    # a rank whose experts are all busy, none the busiest
+    ([50, 50, 50, 50, 80, 0, 0, 0, 80, 0, 0, 0, 80, 0, 0, 0], 1.3, 1.12),
+])
+def test_what_hosted_replicas_alone_leave(loads: list[int], before: float, after: float) -> None:
+    mean = sum(loads) / 4
+    assert max(rows(loads, 4, 1, [1.0] * 4)) > before * mean
+    replicas = standing()
+    replicas.add([loads] * 4)
+    replicas.place()
+    assert replicas.placed is not None
+    assert max(rows(loads, 4, 1, [1.0] * 4, replicas.placed)) < after * mean
 
 
 def standing(costs: SpillCosts = FREE, every: int = 2) -> StandingReplicas:
