@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,39 @@ def test_long_sequences_and_few_micro_batches_are_cut(tmp_path: Path,
     assert max(best["micro_batches_kept"]) <= 2
 
 
+def test_batch_and_slices_are_cut_together(tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """As the best of plans for each size of a micro-batch."""
+    sizes = [(8, 0), (16, 0), (32, 0), (64, 0), (8, 56), (16, 48), (32, 32)]
+    samples = {b: [[n, c, 0.2 + 0.01 * max(b * n, 256) + 1e-4 * b * n * c] for n, c in sizes]
+               for b in (1, 2, 4, 8)}
+    common = {"activation_bytes": [1000] * 4, "sequence": 64}
+    together = StageProfile(
+        **common, micro_batches=4, batch=8, forward_s=[2.8] * 4, backward_s=[5.6] * 4,
+        transfer_s=0.01, memory_bytes=8000,
+        slice_samples=[[b, *one] for b, rows in samples.items() for one in rows])
+    (tmp_path / "batch.json").write_text(json.dumps(asdict(together)))
+    assert plan(str(tmp_path / "batch.json"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    apart = {b: next(one for one in predict(StageProfile(
+        **common, micro_batches=8 // b, forward_s=[b * 1.4] * 4, backward_s=[b * 2.8] * 4,
+        transfer_s=0.005 * b, slice_samples=rows)) if one.slices) for b, rows in samples.items()}
+    size = min(apart, key=lambda b: apart[b].seconds)
+    best = found["schedules"][0]
+    assert best["sequences"] == size > 1 and best["slices"] == list(apart[size].slices)
+    assert best["seconds"] == pytest.approx(apart[size].seconds)
+    assert best["micro_batches_kept"] == pytest.approx([n * size / 2 for n in apart[size].alive])
+    assert sum(count for count, _ in found["groups"]) == 8
+    assert all(sum(slices) == 64 for _, slices in found["groups"])
+    assert plan(str(tmp_path / "batch.json")) == 0
+    text = capsys.readouterr().out
+    assert f"best: terapipe, micro-batches of {size} sequences, slices " in text
+    assert "TeraPipe's own cut): " in text
+    # where activations of so many do not fit, smaller ones are taken
+    less = replace(together, memory_bytes=3000)
+    assert choose(less).fits and choose(less).sequences < size
+
+
 def test_equal_schedules_are_megatrons() -> None:
     profile = StageProfile(micro_batches=4, forward_s=[1.0, 1.0], backward_s=[2.0, 2.0])
     assert [one.seconds for one in predict(profile)] == [15, 15]
@@ -81,6 +115,9 @@ def test_equal_schedules_are_megatrons() -> None:
     ("forward_s: [1.0]\nbackward_s: [1.0]\nsequence: 64", "slice_samples of three numbers"),
     ("forward_s: [1.0]\nbackward_s: [1.0]\nsequence: 9\nslice_samples: [[1, 0, 1.0]]",
      "granularity=8 must be"),
+    ("forward_s: [1.0]\nbackward_s: [1.0]\nbatch: 2", "batch=2 must be a multiple of"),
+    ("forward_s: [1.0]\nbackward_s: [1.0]\nbatch: 2\nsequence: 8\nslice_samples: [[8, 0, 1.0]]",
+     "slice_samples of four numbers"),
     ("forward_s: [-1.0]\nbackward_s: [1.0]", "must be seconds"), ("slow: 1", "unknown key 'slow'"),
 ])
 def test_bad_files_are_named(text: str, words: str, tmp_path: Path,

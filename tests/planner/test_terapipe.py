@@ -18,6 +18,7 @@ from moe_plugin.planner.pipeline.slices import (
     cut,
     cut_batch,
     fit,
+    fit_batches,
     latency,
     slice_seconds,
 )
@@ -80,6 +81,12 @@ def test_batches_and_slices_together(batch: int, length: int, stages: int, fixed
     assert found.seconds == pytest.approx(best, rel=1e-12)
     assert sum(size for size, _ in found.groups) == batch
     assert found.seconds == pytest.approx(sum(group.seconds for _, group in found.groups))
+
+
+def test_times_of_other_numbers_of_sequences() -> None:
+    times = fit_batches([(2, 8, 0, 1.0), (2, 8, 8, 1.5), (4, 8, 0, 3.0), (4, 8, 8, 3.5)])
+    assert [times(b, 8, 0) for b in (1, 2, 3, 4, 8)] == [1, 1, 2, 3, 7]
+    assert [times(b, 8, 8) for b in (2, 3)] == pytest.approx([1.5, 2.5])
 
 
 def test_granularity_and_bad_input() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_plugin.planner.events import Timeline
-from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
+from moe_plugin.planner.pipeline.choice import StageProfile, choose, groups, predict
 from moe_plugin.planner.units import show_size, show_time
 
 COLUMNS = 88  # of a lane
@@ -25,6 +25,13 @@ def explain(profile: StageProfile) -> str:
         kept += "" if one.fits else "  does not fit"
         lines.append(f"{one.schedule:<14}{show_time(one.seconds):>10}{one.bubble:>8.1%}  {kept}")
     cut = f", slices {','.join(map(str, best.slices))}" if best.slices else ""
+    if best.sequences:
+        cut = f", micro-batches of {best.sequences} sequences{cut}"
+    if profile.batch:
+        found = groups(profile)
+        lines += ["", "groups that do not overlap, of any sizes (TeraPipe's own cut): " + "; ".join(
+            f"{size} in {','.join(map(str, one.slices))}" for size, one in found.groups)
+            + f": {show_time(found.seconds)}"]
     return "\n".join([*lines, "", f"best: {best.schedule}{cut}", "",
                       *lanes(best.timeline, stages), "",
                       "digits: forward of this micro-batch (last digit), letters: backward (a is "
@@ -50,8 +57,10 @@ def as_dict(profile: StageProfile) -> dict[str, object]:
     """The same as JSON values."""
     return {"best": choose(profile).schedule, "schedules": [{
         "schedule": one.schedule, "seconds": one.seconds, "bubble": one.bubble,
-        "micro_batches_kept": list(one.alive), "fits": one.fits, "slices": list(one.slices)
-    } for one in predict(profile)]}
+        "micro_batches_kept": list(one.alive), "fits": one.fits, "slices": list(one.slices),
+        **({"sequences": one.sequences} if one.sequences else {})
+    } for one in predict(profile)], **({} if not profile.batch else {
+        "groups": [[size, list(one.slices)] for size, one in groups(profile).groups]})}
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:

@@ -9,16 +9,23 @@ from typing import Any
 from moe_plugin.planner.events import Timeline
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.pipeline.schedules import Pipeline, idle
-from moe_plugin.planner.pipeline.slices import cut, fit, slice_seconds
+from moe_plugin.planner.pipeline.slices import (
+    BatchCut,
+    BatchTimes,
+    cut,
+    cut_batch,
+    fit_batches,
+    slice_seconds,
+)
 
 SCHEDULES = ("1f1b", "eager-1f1b", "terapipe")
-MOST_TOKENS, MOST_PIECES = 1 << 24, 512
+MOST_TOKENS, MOST_PIECES, MOST_BATCH = 1 << 24, 512, 64
 GAPS = 1000  # of bounds that are tried between no time and that of a whole sequence
 TRANSPORTS = {"nccl": "blocking", "gloo": "paired"}  # by what Megatron's 1F1B sends
 
 
-def _is_sample(value: Any) -> bool:
-    return (isinstance(value, list) and len(value) == 3
+def _is_sample(value: Any, numbers: int) -> bool:
+    return (isinstance(value, list) and len(value) == numbers
             and all(isinstance(number, int | float) for number in value))
 
 
@@ -35,7 +42,10 @@ class StageProfile:
         transport: nccl, or gloo, which sends what crosses between two stages in turn.
         sequence: tokens of a sequence, where slices of it are to be compared, too; 0: they are not.
         slice_samples: [tokens, earlier tokens of the sequence, seconds] of forward passes of
-            slices on the slowest stage, measured; some with no earlier tokens.
+            slices on the slowest stage, measured; some with no earlier tokens. With `batch` each
+            begins with its number of sequences.
+        batch: sequences of a step in one pipeline, where the size of a micro-batch is to be chosen
+            with its slices; 0: it is given.
         granularity: tokens that are not cut apart; a divisor of `sequence`.
         slices: lengths that are given, in tokens; empty: the best by the samples.
     """
@@ -50,6 +60,7 @@ class StageProfile:
     transport: str = "nccl"
     sequence: int = 0
     slice_samples: list[Any] = field(default_factory=list)
+    batch: int = 0
     granularity: int = 8
     slices: list[int] = field(default_factory=list)
 
@@ -67,10 +78,17 @@ class StageProfile:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r} must be one of "
                              f"{', '.join(TRANSPORTS)}")
+        if not 0 <= self.batch <= MOST_BATCH or self.batch % max(1, self.micro_batches) or (
+                self.batch and (not self.sequence or self.slices)):
+            raise ValueError(f"batch={self.batch} must be a multiple of micro_batches="
+                             f"{self.micro_batches}, at most {MOST_BATCH}, with sequence and "
+                             "without slices; leave it out where a micro-batch's size is given")
         if not 0 <= self.sequence <= MOST_TOKENS or bool(self.sequence) != bool(
-                self.slice_samples) or not all(map(_is_sample, self.slice_samples)):
+                self.slice_samples) or not all(_is_sample(one, 4 if self.batch else 3)
+                                               for one in self.slice_samples):
             raise ValueError(f"sequence={self.sequence} must be 1 to {MOST_TOKENS} tokens with "
-                             "slice_samples of three numbers each, and 0 without; give both")
+                             f"slice_samples of {'four' if self.batch else 'three'} numbers each, "
+                             "and 0 without; give both")
         if self.granularity < 1 or self.sequence % self.granularity:
             raise ValueError(f"granularity={self.granularity} must be >= 1 and a divisor of "
                              f"sequence={self.sequence}")
@@ -97,6 +115,7 @@ class Predicted:
         alive: by stage, the most micro-batches whose activations are kept, with parts of them.
         fits: the memory.
         slices: of a sequence, in tokens; empty: it is not cut.
+        sequences: of a micro-batch; 0: as given.
     """
 
     schedule: str
@@ -104,6 +123,7 @@ class Predicted:
     alive: tuple[float, ...]
     fits: bool
     slices: tuple[int, ...] = ()
+    sequences: int = 0
 
     @property
     def seconds(self) -> float:
@@ -124,7 +144,10 @@ def predict(profile: StageProfile) -> list[Predicted]:
         alive = tuple(map(float, line.peak_activations(mode)))
         found.append(Predicted(schedule, line.simulate(mode), alive, _fits(profile, alive)))
     if profile.sequence:
-        found.append(_sliced(profile))
+        times, batch = _slice_times(profile), profile.batch
+        sizes = [n for n in range(1, batch + 1) if batch % n == 0] or [0]
+        found.append(min((_sliced(profile, times, size) for size in sizes),
+                         key=lambda one: (not one.fits, one.seconds)))
     return sorted(found, key=lambda one: one.seconds)
 
 
@@ -134,23 +157,50 @@ def _fits(profile: StageProfile, alive: tuple[float, ...]) -> bool:
         for size, count in zip(profile.activation_bytes, alive, strict=True))
 
 
-def _sliced(profile: StageProfile) -> Predicted:
+def _slice_times(profile: StageProfile) -> BatchTimes:
+    return fit_batches((int(size), int(tokens), int(context), s) for size, tokens, context, s in (
+        one if profile.batch else [1, *one] for one in profile.slice_samples))
+
+
+def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predicted:
     """Slices by the dynamic program. A slice's backward takes the share of its forward that whole
     micro-batches' do, and its transfer the share of its tokens.
+
+    sequences: of a micro-batch; 0: as given.
     """
     stages, length = len(profile.forward_s), profile.sequence
-    times = fit((int(tokens), int(context), s) for tokens, context, s in profile.slice_samples)
+    count, share = profile.micro_batches, 1.0
+    if sequences:
+        count = profile.batch // sequences
+        share = profile.micro_batches / count  # of a given micro-batch
+
+    def seconds(tokens: int, context: int) -> float:
+        return times(sequences or 1, tokens, context)
+
     # of each of m sequences in a row, the filling of the pipeline is an m-th
     slices = tuple(profile.slices) or cut(
-        times, length, 1 + (stages - 1) / profile.micro_batches, granularity=profile.granularity,
-        gap_s=times(length, 0) / GAPS).slices
-    forward = slice_seconds(times, slices)
-    ratio = max(profile.backward_s) / max(profile.forward_s)
-    line = Pipeline(stages=stages, micro_batches=profile.micro_batches, slices=len(slices),
+        seconds, length, 1 + (stages - 1) / count, granularity=profile.granularity,
+        gap_s=seconds(length, 0) / GAPS).slices
+    forward, ratio = slice_seconds(seconds, slices), _backward_share(profile)
+    line = Pipeline(stages=stages, micro_batches=count, slices=len(slices),
                     forward_s=forward, backward_s=tuple(ratio * s for s in forward),
-                    send_s=tuple(profile.transfer_s * part / length for part in slices))
-    alive = tuple(tokens / length for tokens in line.peak_activations(sizes=slices))
-    return Predicted("terapipe", line.simulate(), alive, _fits(profile, alive), slices)
+                    send_s=tuple(profile.transfer_s * share * part / length for part in slices))
+    alive = tuple(share * tokens / length for tokens in line.peak_activations(sizes=slices))
+    return Predicted("terapipe", line.simulate(), alive, _fits(profile, alive), slices, sequences)
+
+
+def _backward_share(profile: StageProfile) -> float:
+    return max(profile.backward_s) / max(profile.forward_s)
+
+
+def groups(profile: StageProfile) -> BatchCut:
+    """The batch in groups of any sizes with their slices, one group after another, as TeraPipe cuts
+    it: forward and backward, without transfers. For a profile with `batch`.
+    """
+    times, both = _slice_times(profile), 1 + _backward_share(profile)
+    return cut_batch(lambda b, l, c: both * times(b, l, c), profile.batch,  # noqa: E741
+                     profile.sequence, len(profile.forward_s), granularity=profile.granularity,
+                     gap_s=both * times(1, profile.sequence, 0) / GAPS)
 
 
 def choose(profile: StageProfile) -> Predicted:

@@ -242,6 +242,18 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
     return SliceTimes(base, (a0, a1, a2, a3))
 
 
+def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
+    """`fit` for each number of sequences: samples begin with it. Linear between measured numbers
+    and beyond the most; fewer are not faster than the fewest.
+    """
+    found: dict[int, list[Sample]] = defaultdict(list)
+    for size, length, context, seconds in samples:
+        found[size].append((length, context, seconds))
+    fitted = [(size, fit(found[size])) for size in sorted(found)]
+    return lambda size, length, context: SliceTimes(
+        tuple((known, times(length, context)) for known, times in fitted))(size, 0)
+
+
 # -- cuts compared in the simulator, with transfers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.planner.pipeline.choice import predict
+from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.test_megatron_pipeline import DENSE, SGD, begun, logs_dense, steps
 from tests.hosts.megatron.training import EP2, MODEL, PP2, RECOMPUTE, TP2, Run, ran, refusal
@@ -250,14 +251,15 @@ def test_a_batch_of_another_length_than_the_slices_is_refused() -> None:
 
 
 def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
-    """(slices of the trials and after them, profile, losses, most slices alive by step) of a run
-    without given slices.
+    """(slices of the trials and after them, profile, losses, most slices alive by step, what was
+    logged) of a run without given slices.
     """
     from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
 
     taken: list[tuple[int, ...]] = []
     profiles: list[Any] = []
     alive: list[int] = []
+    said: list[str] = []
     run, after = slice_step.SliceStep.run, slice_trials.SliceTrials.after
 
     def noted(self: Any) -> Any:
@@ -272,16 +274,22 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
 
     slice_step.SliceStep.run = noted  # type: ignore[method-assign]
     slice_trials.SliceTrials.after = after_noted  # type: ignore[method-assign]
+    slice_trials.logger.info = lambda text, *values: said.append(text % values)
     losses = steps(argv)["losses"].tolist()
-    return taken, profiles[-1], losses, alive
+    return taken, profiles[-1], losses, alive, said
 
 
 @pytest.mark.distributed
 def test_the_first_steps_measure_slices_and_all_ranks_choose_the_same(data: str) -> None:
     argv = [*MOE, *PP2, "--data-path", data, "--train-iters", "11"]
     ranks = on_ranks(2, _chosen, [*argv, "--pipeline-schedule", "terapipe"])
-    (taken, profile, losses, alive), (*other, alive_there) = ranks
-    assert [taken, profile, losses] == other
+    (taken, profile, losses, alive, said), (*other, alive_there, silent) = ranks
+    assert [taken, profile, losses] == other and not silent
+    samples = json.loads(said[1].split(": ")[1])  # what a plan of batch and slices takes
+    assert len(samples) == 1 + 2 + 4 + 8 and {sample[0] for sample in samples} == {2}
+    plan = choose(StageProfile(micro_batches=2, batch=4, forward_s=[1.0, 1.0], sequence=32,
+                               backward_s=[2.0, 2.0], slice_samples=samples, granularity=4))
+    assert plan.seconds > 0
     for stage, most in enumerate((alive, alive_there)):  # n - i + S - 1
         assert most[:5] == [2 - stage + slices - 1 for slices in (8, 1, 2, 4, 8)]
     assert [len(slices) for slices in taken[:9]] == [8, 1, 2, 4, 8, 1, 2, 4, 8]

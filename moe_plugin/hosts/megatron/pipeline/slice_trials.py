@@ -83,11 +83,13 @@ class SliceTrials:
             send_s=max(0.0, few_s - token_s * few), token_s=token_s)
         self.chosen, best_s = self.profile.best()
         whole_s = self.profile.pipeline((self.length,)).simulate().seconds
+        self.samples = [[length, context, s] for (kind, length, context), s in
+                        zip(keys, slowest, strict=True) if kind == "forward"]
         if dist.get_rank() == 0:
             logger.info("pipeline slices %s: %.3g s a step predicted, %.3g s without slices",
                         ",".join(map(str, self.chosen)), best_s, whole_s)
-        self.samples = [[length, context, s] for (kind, length, context), s in
-                        zip(keys, slowest, strict=True) if kind == "forward"]
+            logger.info("slice_samples with batch (moe-plugin plan --pipeline): %s", [
+                [received[1], *sizes, float(f"{s:.3g}")] for *sizes, s in self.samples])
         self._best[self.length] = self.chosen
         self._seconds.clear()
 
