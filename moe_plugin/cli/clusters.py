@@ -70,6 +70,11 @@ def profile_device_options(p: argparse.ArgumentParser) -> None:
                    help="inner width of an expert (default: %(default)s)")
     p.add_argument("--out", type=Path, default=Path("device.yaml"), metavar="FILE",
                    help="file to write (default: %(default)s)")
+    p.add_argument("--kernels", type=Path, default=None, metavar="FILE",
+                   help="also time the ways to compute experts by their rows, for `moe-plugin plan "
+                        "--prefill`")
+    p.add_argument("--experts", type=int, default=8, metavar="N",
+                   help="with --kernels: experts of a rank (default: %(default)s)")
 
 
 def profile_device(args: argparse.Namespace) -> int:
@@ -77,11 +82,14 @@ def profile_device(args: argparse.Namespace) -> int:
     import torch
     import yaml
 
-    from moe_plugin.lab.bench.device import measure_device
+    from moe_plugin.lab.bench.device import measure_device, measure_kernels
     from moe_plugin.planner.units import show_time
 
-    check_output(args.out)
-    found = measure_device(args.device, getattr(torch, args.dtype), args.model_dim, args.hidden_dim)
+    for path in (args.out, args.kernels):
+        if path:
+            check_output(path)
+    sizes = args.device, getattr(torch, args.dtype), args.model_dim, args.hidden_dim
+    found = measure_device(*sizes)
     values = {
         k: v if isinstance(v, str) else float(f"{v:.4g}")
         for k, v in dataclasses.asdict(found).items()
@@ -91,6 +99,11 @@ def profile_device(args: argparse.Namespace) -> int:
     write_regular(args.out, text + yaml.safe_dump(values, sort_keys=False))
     print(f"{args.out}: {found.flops / 1e9:.1f} GFLOP/s, half of it at {found.half_rows:.0f} rows, "
           f"{found.memory_bytes_s / 1e9:.1f} GB/s, {show_time(found.launch_s)} per operation")
+    if args.kernels:
+        kernels = measure_kernels(*sizes, args.experts)
+        text = text.replace("`:", f" --kernels`: {args.experts} experts,")
+        write_regular(args.kernels, text + yaml.safe_dump({"kernels": kernels}, sort_keys=False))
+        print(f"{args.kernels}: {', '.join(kernels)}")
     return 0
 
 

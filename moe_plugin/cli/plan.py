@@ -103,6 +103,14 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                             "may be (default: 0)")
     group.add_argument("--order", type=Path, default=None, metavar="FILE",
                        help="with --choices: write the order, for `moe-plugin reshard --order`")
+    group = p.add_argument_group("pieces of prompts, in place of parallel sizes")
+    group.add_argument("--prefill", default=None, metavar="LIST",
+                       help="prompt tokens on each rank (e.g. 256,4096): pieces and kernel of an "
+                            "MoE layer's forward pass for each (EPS-MoE), with --model, --cluster "
+                            "and --kernels")
+    group.add_argument("--kernels", type=Path, default=None, metavar="FILE",
+                       help="with --prefill: what `moe-plugin profile-device --kernels` measured "
+                            "for the model's widths")
     group = p.add_argument_group("pipeline schedules, in place of parallel sizes")
     group.add_argument("--pipeline", type=Path, default=None, metavar="FILE",
                        help="times and sizes of a model's pipeline stages (see docs/pipeline.md): "
@@ -127,6 +135,8 @@ def plan(args: argparse.Namespace) -> int:
         _plan_pipeline(args)
     elif args.choices is not None:
         _plan_places(args)
+    elif args.prefill is not None or args.kernels is not None:
+        _plan_prefill(args)
     elif args.memory is not None or args.profile is not None:
         _plan_memory(args)
     else:
@@ -379,6 +389,29 @@ def _plan_places(args: argparse.Namespace) -> None:
         if not args.json:
             print(f"wrote {args.order}; for a checkpoint: moe-plugin reshard IN OUT --order "
                   f"{args.order}")
+
+
+def _plan_prefill(args: argparse.Namespace) -> None:
+    """Pieces and kernel by prompt length."""
+    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.lab.planning.prefill import as_dict, explain, prefill_table
+    from moe_plugin.planner.cluster import load_cluster
+    from moe_plugin.planner.prefill import load_kernels
+    from moe_plugin.planner.units import parse_counts
+
+    if None in (args.prefill, args.kernels, args.model, args.cluster):
+        raise ValueError("--prefill LIST, --kernels FILE, --model FILE and --cluster FILE go "
+                         "together")
+    if given := _given(args, ("device", "scale", "write", "plot", "memory", "profile")):
+        raise ValueError(f"--{given[0]} is of another use of plan than --prefill; leave one of "
+                         "them out")
+    check_counts(args, "nodes", "ranks_per_node")
+    cluster = load_cluster(args.cluster)
+    found = prefill_table(load_model(args.model).in_host(args.host),
+                          cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
+                          load_kernels(args.kernels),
+                          parse_counts("--prefill", args.prefill, "256,4096"))
+    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
 
 
 def _plan_pipeline(args: argparse.Namespace) -> None:

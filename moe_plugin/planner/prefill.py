@@ -12,9 +12,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from moe_plugin.messages import short
 from moe_plugin.planner.events import Task, Timeline, simulate_ready
+from moe_plugin.planner.files import load_record
 
 PIECES = (1, 2, 5, 8, 20)
 CUTS = ("experts", "rows")
@@ -55,6 +58,26 @@ class Kernel:
 
 
 Profile = Mapping[str, Kernel]
+
+
+@dataclass(kw_only=True)
+class KernelFile:
+    """What `moe-plugin profile-device --kernels` writes: by kernel `points` and `launch_s`."""
+
+    kernels: dict[str, Any]
+
+
+def load_kernels(path: str | Path) -> Profile:
+    """Read a file of kernels; `ValueError` if it does not hold such ones."""
+    remedy = "make one with moe-plugin profile-device --kernels"
+    found = load_record(KernelFile, path, "kernel file", remedy)
+    try:
+        return {name: Kernel(tuple((int(n), float(s)) for n, s in one["points"]),
+                             float(one.get("launch_s", 0.0))) for name, one in
+                found.kernels.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"kernel file {short(str(path))} must give each kernel points of [rows, "
+                         f"seconds] and launch_s; {remedy}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,9 @@ WRONG = {
                  "NONE", "DIR", "FILE", "PIPE", "BOMB", "FILE --accumulate 1", "FILE --plot x.pdf",
                  "FILE --trace DIR", "FILE --weights-on disk", f"FILE {PLAN[5:]}",
                  "FILE --tokens 2")),
+             *(f"plan --prefill {rest}" for rest in (
+                 "64", f"64 --kernels FILE {EXPERTS}", f"x --kernels FILE {EXPERTS[:-9]}",
+                 f"64 --kernels NONE {PLAN[5:]}", f"64 --kernels FILE {PLAN[5:]}")),
              *(f"plan --memory {rest}" for rest in (
                  f"1B {EXPERTS}", f"1GB --tokens 0 {EXPERTS}", f"1GB --link fast {EXPERTS}"))],
     "recommend": ["recommend", *(f"recommend --model {what}" for what in (
@@ -121,7 +124,8 @@ WRONG = {
     "profile-device": ["profile-device --device nowhere", "profile-device --device meta",
                        "profile-device --device cuda:77", "profile-device --model-dim 0",
                        "profile-device --model-dim 1000000000000", "profile-device --out DIR",
-                       "profile-device --out NONE/device.yaml"],
+                       "profile-device --out NONE/device.yaml", "profile-device --kernels DIR",
+                       "profile-device --model-dim 8 --hidden-dim 8 --kernels k --experts 0"],
     "emulate": ["emulate", "emulate 2 -- true", "emulate 0x1 -- true", "emulate 2x2 -- NONE",
                 "emulate 1x999999 -- true", "emulate 2x1 --max-restarts -1 -- true",
                 "emulate 2x1 --delay fast -- true"],

@@ -32,7 +32,6 @@ ONLY_FROM_PYTHON = (
     "checkpoint.resize.change_expert_parallel", "checkpoint.resize.reorder_experts",
     "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline",
-    "planner.prefill.crossovers",
     "resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.

@@ -12,6 +12,7 @@ from moe_plugin.cli.main import main
 from moe_plugin.lab.bench.device import ROWS, fit_products
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.prefill import load_kernels
 
 pytestmark = pytest.mark.fast
 
@@ -30,6 +31,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
                  str(out)]) == 0
     found = load_device(out)
     assert found.flops > 1e6 and found.memory_bytes_s > 1e6 and "GFLOP/s" in capsys.readouterr().out
+    kernels = tmp_path / "k.yaml"
+    assert main(["profile-device", "--model-dim", "64", "--hidden-dim", "64", "--out", str(out),
+                 "--kernels", str(kernels), "--experts", "2"]) == 0
+    profile = load_kernels(kernels)
+    assert set(profile) == {"fused", "grouped"}
+    assert all(k.points[0][0] == 1 and k.points[-1][0] >= 16 and k.seconds(2, 16) > 0
+               for k in profile.values())
     assert main(["profile-device", "--device", "cuda:7", "--out", str(out)]) == 2
 
 

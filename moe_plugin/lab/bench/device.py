@@ -7,16 +7,26 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from moe_plugin.kernels.expert_ffn import FFNParameters
+from moe_plugin.kernels.groups import SCHEDULES
+from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.lab.planning.fit import nonnegative_least_squares
 from moe_plugin.machine import memory_bytes, wait_for_device
 from moe_plugin.messages import short
 from moe_plugin.planner.device import Device
+from moe_plugin.row_counts import RowCounts
+from moe_plugin.tuning.compute_tuner import ComputeLoad, candidates, computed
 
 ROWS = (8, 32, 128, 512, 2048)
+KERNEL_ROWS = (1, 16, 64, 256, 1024, 4096)
+LONGEST_S = 0.3
+KERNELS = {"cpu": {"fused", "grouped"},
+           "cuda": {f"kernels {schedule}".strip() for schedule in SCHEDULES} | {"grouped", "loop"}}
 SHORTEST_S = 1e-5  # a call is taken to last at least so long when calls are counted
 
 
@@ -81,6 +91,52 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
     big = torch.randn(1 << 24, device=where)
     copy = _seconds(lambda: big.clone(), where, repeats, least_s)
     return Samples(width, inner, products, launch, copy, 2 * big.numel() * 4)
+
+
+def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, experts: int,
+                    repeats: int = 3) -> dict[str, dict[str, Any]]:
+    """What `planner.prefill.load_kernels` reads: seconds of one of so many plain experts by its
+    rows, forward, for each strategy that `compute: auto` considers here.
+
+    A call of one expert and one of all tell what is fixed about a call. Rows end where a call takes
+    longer than `LONGEST_S`.
+    """
+    where = _device(device)
+    if experts < 1:
+        raise ValueError(f"--experts {short(experts)} must be >= 1; use the experts of a rank")
+
+    def call(name: str, count: int, rows: int) -> float:
+        p = FFNParameters(w_LDF[:count], None, None, None, w_LFD[:count], None, "gelu",
+                          Workspace())
+        x_RD = torch.randn(count * rows, width, dtype=dtype, device=where)
+        counts = RowCounts([rows] * count)
+        return statistics.median(_seconds(lambda: computed(name, x_RD, counts, p), where, repeats,
+                                          0.0))
+
+    with torch.no_grad():
+        w_LDF = torch.randn(experts, width, inner, dtype=dtype, device=where) / width**0.5
+        w_LFD = torch.randn(experts, inner, width, dtype=dtype, device=where) / inner**0.5
+        found: dict[str, dict[str, Any]] = {}
+        for name in _kernels(where, dtype, width, inner, experts):
+            seconds: dict[int, float] = {}
+            for rows in KERNEL_ROWS:
+                seconds[rows] = call(name, experts, rows)
+                if seconds[rows] > LONGEST_S and len(seconds) > 1:
+                    break
+            one, all_, most = call(name, 1, 1), seconds[1], max(1, experts - 1)
+            launch = min(max(0.0, (experts * one - all_) / most), *seconds.values())
+            found[name] = {"launch_s": float(f"{launch:.4g}"), "points": [
+                [rows, float(f"{(s - launch) / experts:.4g}")] for rows, s in seconds.items()]}
+    return found
+
+
+def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
+             experts: int) -> list[str]:
+    """Candidates of few rows, then those of many."""
+    made = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
+                                   rows * experts, False, False), KERNELS[where.type])
+            for rows in (1, KERNEL_ROWS[-1])]
+    return list(dict.fromkeys([*made[0], *made[1]]))
 
 
 def _device(name: str) -> torch.device:

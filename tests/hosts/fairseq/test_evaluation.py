@@ -15,6 +15,7 @@ from moe_plugin.hosts.fairseq.groups import Evaluation, Turns, evaluating
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from tests.hosts.fairseq.conftest import Corpus, Result, run, run_alone, run_on_its_own_ranks
 from tests.hosts.fairseq.small import language_model
+from tests.hosts.slow_hardware import slow_hardware
 
 EXPERTS = "decoder.layers.1.moe_layer.moe.experts."
 
@@ -160,6 +161,20 @@ def test_validation_by_several_processes_is_that_of_one(corpus: Corpus, override
     assert len(wanted) == 2 and "inner_loss" in wanted[0]
     found = validated(run("fairseq-validate", arguments, ranks=2))
     assert found == [pytest.approx(one, abs=2.1e-3) for one in wanted for _ in range(2)]
+
+
+@pytest.mark.distributed
+def test_pieces_follow_the_load(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
+    """On slow hardware (EPS-MoE); the numbers stay."""
+    device, cluster = slow_hardware(tmp_path)
+    arguments = f"{evaluation(corpus, ep2[0])} --task language_modeling --batch-size 6"
+    wanted = validated(run("fairseq-validate", arguments, ranks=2))
+    cut = (f"{{'moe_prefill_pieces':True,'moe_parallel':'fixed','moe_parallel_device':'{device}',"
+           f"'moe_cluster':'{cluster}'}}")
+    found = run("fairseq-validate", f"{arguments} --model-overrides {cut}", ranks=2)
+    assert validated(found) == [pytest.approx(one, abs=2.1e-3) for one in wanted]
+    assert re.search(r"evaluation of about \d+ tokens on each rank: .*\d pieces.*; predicted",
+                     found.log), found.log
 
 
 @pytest.mark.distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("megatron.core",
 
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, refusal, trained
+from tests.hosts.slow_hardware import slow_hardware
 
 pytestmark = pytest.mark.megatron
 # in one layout, where bits are equal: training may leave another one to the resident model
@@ -92,6 +94,32 @@ def test_text_and_loss_are_those_of_the_resident_model(flags: list[str], data: s
         for stores in (in_memory[2], in_file[2]):
             assert stores and all(store["misses"] + store["prefetched"] > 0 for store in stores)
         assert (kept[1] is None) == (flags is PP2)
+
+
+def _cut(argv: list[str]) -> tuple[float, list[str]]:
+    """(validation loss, pieces in the log)"""
+    said: list[str] = []
+    log = logging.getLogger("moe_plugin.tuning.predicted")
+    log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    [*_, record] = [row for row in ran(argv).records if "valid_loss" in row]
+    return record["valid_loss"], said
+
+
+@pytest.mark.distributed
+def test_pieces_follow_the_load(data: str, tmp_path: Path) -> None:
+    """On slow hardware (EPS-MoE); the loss stays."""
+    argv = [*MODEL, "--data-path", data, "--train-iters", "2", *EP2, *EVALUATION]
+    folder = str(tmp_path / "run")
+    on_ranks(2, trained, [*argv, "--save", folder])
+    device, cluster = slow_hardware(tmp_path)
+    evaluation = [*argv, "--skip-train", "--load", folder]
+    whole, pieces = (on_ranks(2, _cut, [*evaluation, *more]) for more in ([], [
+        "--moe-prefill-pieces", "true", "--moe-parallel-device", device, "--moe-cluster",
+        cluster]))
+    for (loss, none), (other, _) in zip(whole, pieces, strict=True):
+        assert other == pytest.approx(loss, rel=1e-5) and none == []
+    assert re.search(r"evaluation of about \d+ tokens on each rank: .*\d pieces.*; predicted",
+                     "".join(pieces[0][1])), pieces[0][1]
 
 
 @pytest.mark.parametrize(("flags", "message"), [
