@@ -7,6 +7,7 @@
 # is submitted from; or submit with VENV=/path/to/it) and --save-dir have to be visible, too. Submitted again with the same
 # arguments, or started again by Slurm (--requeue), it goes on from the last checkpoint. A failed rank is started again by torchrun,
 # RESTARTS times (default 3). The folder of --save-dir gets stats.jsonl and train.log, which `moe-plugin report runs/a` shows.
+# NUMA=/sys before sbatch binds each rank to the processors next to its GPU (docs/clusters.md).
 #SBATCH --job-name=moe-fairseq
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -41,8 +42,11 @@ if [ -n "$SAVE" ]; then
     RECORDS=(--moe-stats-jsonl "$SAVE/stats.jsonl" --log-format json --log-file "$SAVE/train.log")
 fi
 
+BIND=()
+[ -z "${NUMA:-}" ] || BIND=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" "$VENV/bin/python" -u)
 srun "$VENV/bin/python" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts "${RESTARTS:-3}" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:$PORT" \
+    ${BIND[@]+"${BIND[@]}"} \
     "$VENV/bin/fairseq-train" "$1" --user-dir moe_plugin --task language_modeling --criterion moe_cross_entropy \
     --ddp-backend legacy_ddp ${RECORDS[@]+"${RECORDS[@]}"} "${@:2}"

@@ -11,6 +11,7 @@
 # (--requeue). A failed rank is started again by torchrun, RESTARTS times (default 3). It runs the package's short script,
 # pretrain_gpt_moe, or with SCRIPT=/path/to/pretrain_gpt.py a script of Megatron-LM. The folder of --save gets
 # stats.jsonl and log.jsonl, which `moe-plugin report runs/a` shows.
+# NUMA=/sys before sbatch binds each rank to the processors next to its GPU (docs/clusters.md).
 #SBATCH --job-name=moe-megatron
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -43,7 +44,9 @@ SAVE=$(printf '%s\n' "$@" | sed -n '/^--save$/{n;p;}; s/^--save=//p' | tail -n 1
 RECORDS=()
 [ -z "$SAVE" ] || RECORDS=(--moe-stats-jsonl "$SAVE/stats.jsonl")
 
+BIND=()
+[ -z "${NUMA:-}" ] || BIND=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" "$VENV/bin/python" -u)
 srun "$VENV/bin/python" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts "${RESTARTS:-3}" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$HEAD_NODE:$PORT" \
-    -m moe_plugin.hosts.megatron.launch "$SCRIPT" --data-path "$1" ${RECORDS[@]+"${RECORDS[@]}"} "${@:2}"
+    ${BIND[@]+"${BIND[@]}"} -m moe_plugin.hosts.megatron.launch "$SCRIPT" --data-path "$1" ${RECORDS[@]+"${RECORDS[@]}"} "${@:2}"

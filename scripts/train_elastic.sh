@@ -18,6 +18,7 @@
 #   --restarts N       how often a replica, or the lighthouse, is started again (default 10)
 #   --seed N           replica N reads its data in the order of seed + N (default 1)
 #
+# NUMA=/sys before the command binds each rank to the processors next to its GPU (docs/clusters.md).
 # RUST_LOG=info before the command shows what torchft does in each step, in many lines.
 # Where there are GPUs enough, each replica has its own. Example, 2 replicas of 2 processes on one machine; the same on two:
 #
@@ -72,8 +73,10 @@ trap stop EXIT
 trap 'exit 130' INT TERM
 
 replica() { # N ARGUMENTS...: one replica under a torchrun of its own
-    local n=$1 folder="$OUT/replica-$1" program
+    local n=$1 folder="$OUT/replica-$1" program bind=()
     shift
+    [ -z "${NUMA:-}" ] || bind=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" --first $(((n - FIRST) * RANKS))
+        --total $((REPLICAS * RANKS)) "$BIN/python" -u)
     case "$HOST" in
         plain) program=("$ROOT/scripts/train_plain.py" "$folder" --lighthouse "$LIGHTHOUSE" --replica "$n"
             --timeout "$TIMEOUT") ;;
@@ -84,7 +87,7 @@ replica() { # N ARGUMENTS...: one replica under a torchrun of its own
         set -- "$@" --seed $((SEED + n)) --moe-lighthouse "$LIGHTHOUSE" --moe-replica "$n" --moe-timeout "$TIMEOUT"
     fi
     exec "$BIN/python" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" --max-restarts "$RESTARTS" \
-        "${program[@]}" "$@"
+        ${bind[@]+"${bind[@]}"} "${program[@]}" "$@"
 }
 
 lighthouse() { # BIND: until this script ends it, RESTARTS times at most

@@ -7,11 +7,12 @@
 #   SAVE   folder for checkpoints and records (moe-plugin report SAVE); a second call resumes from them
 #   RANKS  processes that share the experts (default 2): one per GPU, else on the CPU
 #
+# NUMA=/sys before the command binds each rank to the processors next to its GPU (docs/clusters.md).
 # Flags given after RANKS win over the ones below, e.g. --max-update 100 --moe-expert-count 16 --arch moe_lm_small.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-    sed -n '2,11s/^# \{0,1\}//p' "$0"
+    sed -n '2,12s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 DATA="$1" SAVE="$2" RANKS="${3:-2}"
@@ -29,8 +30,10 @@ if [ "$DEVICES" -lt "$RANKS" ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fi
 
+BIND=()
+[ -z "${NUMA:-}" ] || BIND=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" "$BIN/python" -u)
 mkdir -p -- "$SAVE"  # fairseq opens --log-file before it makes it
-exec "$BIN/python" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" "$BIN/fairseq-train" "$DATA" \
+exec "$BIN/python" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" ${BIND[@]+"${BIND[@]}"} "$BIN/fairseq-train" "$DATA" \
     --user-dir moe_plugin --task language_modeling --arch moe_lm_tiny \
     --moe-freq 2 --moe-expert-count 8 --moe-second-expert-policy all --moe-dispatch ragged --moe-capacity-factor none \
     --criterion moe_cross_entropy --moe-gate-loss-wt 0.01 \

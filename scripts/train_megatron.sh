@@ -4,10 +4,11 @@
 #
 #   bash scripts/train_megatron.sh TEXT_FILE OUTPUT_FOLDER [--train-iters 500 --num-experts 16 ...]
 #
-# RANKS=2 (processes on this machine) may be set before the command. Experts are spread over all ranks.
+# RANKS=2 (processes on this machine) may be set before the command. Experts are spread over all ranks. NUMA=/sys binds each rank
+# to the processors next to its GPU (docs/clusters.md).
 set -euo pipefail
 if [ $# -lt 2 ]; then
-    sed -n '2,7p' "$0" >&2
+    sed -n '2,8p' "$0" >&2
     exit 2
 fi
 text=$1 out=$2
@@ -17,8 +18,11 @@ python=${PYTHON:-python}
 if [ ! -e "$out/data/corpus.idx" ]; then
     "$python" -m moe_plugin.hosts.megatron.data --input "$text" --output-prefix "$out/data/corpus"
 fi
+BIND=()
+[ -z "${NUMA:-}" ] || BIND=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" "$python" -u)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" ${BIND[@]+"${BIND[@]}"} \
+    -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
     --data-path "$out/data/corpus" --num-workers 0 \
     --save "$out" --load "$out" --save-interval 100 --log-interval 10 --moe-stats-jsonl "$out/stats.jsonl" \
     --position-embedding-type rope --max-position-embeddings 131072 \

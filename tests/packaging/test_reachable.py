@@ -30,7 +30,6 @@ NO_DOOR_YET = {
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
     "checkpoint.resize.change_expert_parallel", "checkpoint.resize.reorder_experts",
-    "hosts.plain.binding.bind",
     "lab.planning.offload.peers.versus_pipeline",
     "resilience.averaging_peers.StreamedPeer",
 )

@@ -1,21 +1,23 @@
 """Bind a rank to the processors of its GPU's NUMA node: copies between host and GPU, and NCCL's own
 threads, then cross no socket.
 
-    torchrun --nproc-per-node 8 --no-python python -m moe_plugin.hosts.plain.binding python train.py
-    ...
+    torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-says what it bound and why, and then becomes the command. Memory follows: Linux gives a page on the
+says what it bound and why, and then becomes the command; `NUMA=/sys` does so in the launch scripts.
+Memory follows: Linux gives a page on the
 node that touches it first.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 # how launchers tell a process its place on the node, and how many there are: torchrun, Slurm, Open
@@ -124,28 +126,47 @@ def gpu_bus_ids() -> list[str]:
     return found
 
 
-def bind(place: int, count: int) -> Binding:
-    """Bind this process, and say what was bound and why."""
-    made = plan(place, count, gpu_bus_ids()[:count])
+def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
+         total: int = 0) -> Binding:
+    """Bind this process, and say what was bound and why.
+
+    Args:
+        sysfs: what tells of the machine.
+        first, total: where several launchers share the machine, ranks of those before this one and
+            ranks of all; they count where this one's ranks have no GPU each. total 0: it is alone.
+    Raises: ValueError: no such folder; see `plan`.
+    """
+    if not (sysfs / "devices/system").is_dir():
+        raise ValueError(f"{sysfs} has no devices/system, which tells of processors; use /sys")
+    bus_ids = gpu_bus_ids()[:count]
+    if total and len(bus_ids) < count:
+        place, count = first + place, total
+    made = plan(place, count, bus_ids, sysfs=sysfs)
     os.sched_setaffinity(0, made.cpus)
     log.info("rank %d of %d on this machine: processors %s (%s)", place, count,
              ",".join(map(str, made.cpus)), made.why)
     return made
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> NoReturn:
     """Bind, then become the command."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if not argv:
-        log.error(
-            "usage: torchrun --nproc-per-node N --no-python python -m "
-            "moe_plugin.hosts.plain.binding COMMAND..."
-        )
-        return 2
-    bind(*local_place(os.environ))
-    os.execvp(argv[0], list(argv))
-    return 1
+    p = argparse.ArgumentParser(
+        usage="torchrun --nproc-per-node N -m moe_plugin.hosts.plain.binding [--sysfs DIR] "
+              "[--first N --total N] COMMAND...")
+    p.add_argument("--sysfs", type=Path, default=Path("/sys"))
+    p.add_argument("--first", type=int, default=0)
+    p.add_argument("--total", type=int, default=0)
+    p.add_argument("command", nargs=argparse.REMAINDER)
+    args = p.parse_args(argv)
+    if not args.command:
+        p.error("COMMAND is missing")
+    try:
+        bind(*local_place(os.environ), args.sysfs, args.first, args.total)
+    except ValueError as error:
+        p.error(str(error))
+    os.execvp(args.command[0], args.command)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from moe_plugin.hosts.plain.binding import gpu_node, local_place, numa_nodes, parse_cpu_list, plan
+from moe_plugin.hosts.plain import binding
+from moe_plugin.hosts.plain.binding import (
+    bind,
+    gpu_node,
+    local_place,
+    numa_nodes,
+    parse_cpu_list,
+    plan,
+)
 
 
 def machine(folder: Path, nodes: dict[int, str], gpus: dict[str, int] | None = None) -> Path:
@@ -79,3 +88,73 @@ def test_it_becomes_the_command_bound() -> None:
         capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == str(sorted(
         os.sched_getaffinity(0))[:1]) and "rank 0 of" in done.stderr
+
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+PRINTS = "import os; print('bound', os.environ['LOCAL_RANK'], sorted(os.sched_getaffinity(0)))"
+LAUNCHES = {"train_fairseq.sh": ["{data}", "{out}", "2"], "train_megatron.sh": ["text", "{out}"],
+            "slurm_fairseq.sh": ["{data}"], "slurm_megatron.sh": ["{data}"],
+            "train_elastic.sh": ["--ranks", "2", "--replicas", "1", "--restarts", "0", "plain",
+                                 "{out}"]}
+
+
+def _environment(tmp_path: Path) -> Path:
+    """A virtual environment whose programs say where they may run: torchrun and binding are real.
+    """
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    tells = venv / "fairseq-train"
+    tells.write_text(PRINTS)
+    (venv / "torchft_lighthouse").write_text("#!/bin/sh\nexec sleep 60\n")
+    python = venv / "python"
+    # what runs behind the binding is `python -u ...`
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -u ] && [ "$2" != -m -o "$3" != '
+                      f'moe_plugin.hosts.plain.binding ]\nthen exec {sys.executable} {tells}\nfi\n'
+                      f'exec {sys.executable} "$@"\n')
+    for path in venv.iterdir():
+        path.chmod(0o755)
+    return venv
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [
+    name if name == "train_megatron.sh" else pytest.param(name, marks=pytest.mark.slow)
+    for name in LAUNCHES])
+def test_every_launch_script_binds_its_ranks(name: str, tmp_path: Path) -> None:
+    """On a machine of two NUMA nodes, made of files."""
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    sysfs = machine(tmp_path / "sys", dict(enumerate(map(str, cpus))))
+    venv, data, out = _environment(tmp_path), tmp_path / "data", tmp_path / "out"
+    (out / "data").mkdir(parents=True)
+    (out / "data" / "corpus.idx").touch()
+    data.mkdir()
+    (data / "dict.txt").touch()
+    for command, text in (("scontrol", "echo 127.0.0.1"), ("srun", 'exec "$@"')):
+        (venv / command).write_text(f"#!/bin/sh\n{text}\n")
+        (venv / command).chmod(0o755)
+    shutil.copytree(SCRIPTS, tmp_path / "repository" / "scripts")  # whose .venv is not the real one
+    words = [word.format(data=data, out=out) for word in LAUNCHES[name]]
+    done = subprocess.run(
+        ["bash", str(tmp_path / "repository" / "scripts" / name), *words], capture_output=True,
+        text=True, check=False, timeout=120, env={
+            **os.environ, "NUMA": str(sysfs), "VENV": str(venv.parent), "PYTHON": f"{venv}/python",
+            "PATH": f"{venv}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1",
+            "SLURM_JOB_ID": "11", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(SCRIPTS.parent)})
+    log = done.stdout + done.stderr + "".join(p.read_text() for p in out.glob("*.log"))
+    assert {f"bound {rank} [{cpus[rank % len(cpus)]}]" for rank in (0, 1)} <= set(
+        log.splitlines()), log
+
+
+def test_several_launchers_share_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sysfs = machine(tmp_path, {0: "0-3", 1: "4-7"})
+    bound: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(tuple(cpus)))
+    monkeypatch.setattr(binding, "gpu_bus_ids", list)
+    for first in (0, 2):
+        for rank in range(2):
+            bind(rank, 2, sysfs, first, 4)
+    assert bound == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    with pytest.raises(ValueError, match="has no devices/system.*use /sys"):
+        bind(0, 1, tmp_path / "none")
