@@ -107,6 +107,8 @@ def test_a_faster_link_and_more_tokens(capsys: pytest.CaptureFixture[str]) -> No
     (["--memory", "1GB"], "the least, on_demand, needs 2356674560"),
     (["--memory", "80GB", "--tokens", "0"], "12 layers with experts and 0 tokens"),
     (["--memory", "80GB", "--link", "0"], "bytes_s=0 must be from 1"),
+    (["--tokens", "2"], "--tokens goes with --memory, --model and --device"),
+    (["--memory", "80GB", "--weights-on", "host"], "needs --profile FILE in the place of --model"),
     (["--memory", "80GB", "--cluster", "x"], "--cluster plans parallel sizes"),
 ])
 def test_places_of_experts_are_refused_by_name(words: list[str], match: str,
