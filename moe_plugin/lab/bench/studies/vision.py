@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.lab.bench.images import spread, train_images
@@ -121,6 +120,8 @@ def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[s
     torch counts those of the dense model; with experts the tokens without a slot leave out an MLP,
     and each token's scores are added: a projection and a cosine with every expert's direction.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # loads Triton, which speaks at exit
+
     # torch does not see the experts' grouped products
     with FlopCounterMode(display=False) as counter:
         forward_of(models["dense"], x_BCSS)()
