@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -25,6 +26,7 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 FAST_MARK = "pytest.mark.fast"
+ALL_FAST = re.compile(rf"^pytestmark = .*{re.escape(FAST_MARK)}\b", re.M)
 LONGER = Path(__file__).with_name("longer.txt")
 
 # A forked rank must not collect what is garbage in the process of the tests: the end of a process
@@ -43,10 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Importing all files takes longer than the fast tests."""
-    if config.getoption("--fast") and collection_path.name.startswith("test_"):
-        return FAST_MARK not in collection_path.read_text(encoding="utf-8") or None
-    return None
+    """A lane imports no file without tests of its own: to import all takes every worker 20 s."""
+    fast, rest = config.getoption("--fast"), "not fast" in config.option.markexpr
+    if not (fast or rest) or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return (FAST_MARK not in text if fast else bool(ALL_FAST.search(text))) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks

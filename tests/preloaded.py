@@ -1,19 +1,24 @@
 """Processes forked from a server that has imported a host framework once.
 
 A framework takes 3 to 6 s of CPU time to import, on every rank of every run; a forked rank takes
-milliseconds. `Server` is the test's side. `python -m tests.preloaded MODULE` is the server: it
-imports MODULE and runs jobs, one after the other.
+milliseconds. `Server` is the test's side. `python -m tests.preloaded MODULE ADDRESS OWNER` is the
+server: it imports MODULE and runs the jobs that arrive at ADDRESS, a socket.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
 import pickle
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +29,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.collectives import first_difference, noted
 
@@ -47,13 +52,11 @@ class Finished:
 
 class Server:
     """Runs functions in processes forked from one that has imported `preload`; the first job starts
-    it.
+    it, and all workers of a run of the tests share it.
     """
 
     def __init__(self, preload: str) -> None:
         self.preload = preload
-        self._process: subprocess.Popen[str] | None = None
-        self._errors = tempfile.TemporaryFile("w+")
 
     def run(self, world: int, function: Callable[..., Any], *args: Any,
             environment: Mapping[str, str] | None = None, cwd: str | Path | None = None,
@@ -84,37 +87,64 @@ class Server:
             return Finished(answer["code"], answer["late"], log, left("result"), difference)
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start(self.preload, self._errors)
-            atexit.register(self._end)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        with _connected(self.preload) as connection, connection.makefile("rw") as stream:
+            stream.write(json.dumps(job) + "\n")
+            stream.flush()
+            answer = stream.readline()
         if not answer:
-            self._errors.seek(0)
-            raise RuntimeError(f"the server of {self.preload} ended with {self._process.wait()}:\n"
-                               f"{self._errors.read()}")
+            raise RuntimeError(f"the server of {self.preload} ended:\n"
+                               + _log_of(_address(self.preload)).read_text(errors="replace"))
         return json.loads(answer)
 
-    def _end(self) -> None:
-        self._process.stdin.close()  # it reads no more jobs
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+
+def _address(preload: str) -> Path:
+    """The server's socket: of this run of the tests, this tree and what Python finds first."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    key = "\n".join([run, ROOT, os.environ.get("PYTHONPATH", ""), preload])
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir(), f"moe_plugin_{os.getuid()}_{name}")
 
 
-def _start(preload: str, errors: IO[str]) -> subprocess.Popen[str]:
+def _log_of(address: Path) -> Path:
+    return address.with_suffix(".log")
+
+
+def _connected(preload: str) -> socket.socket:
+    """A connection to the server, which is started where there is none."""
+    address = _address(preload)
+    with open(address.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file's closing
+        process = None
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(address))
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()
+            if process is None:
+                address.unlink(missing_ok=True)
+                process = _start(preload, address)
+            assert process.poll() is None, _log_of(address).read_text(errors="replace")
+            time.sleep(0.01)
+
+
+def _start(preload: str, address: Path) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen([sys.executable, "-m", "tests.preloaded", preload], text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    # with pytest-xdist, whoever started this worker and the others
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    with open(_log_of(address), "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.preloaded", preload, str(address), str(owner)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 
 
-def _serve(preload: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import prints is not an answer
+def _serve(preload: str, address: Path, owner: int) -> None:
+    """Import the module and run jobs, until the process `owner` is gone."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen(64)  # jobs wait for the imports
     importlib.import_module(preload)
     gc.collect()
     gc.freeze()  # a collection over what was imported takes 0.2 s, in every rank
@@ -122,11 +152,38 @@ def _serve(preload: str) -> None:
         imported.atexit = False
     if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
         atexit.unregister(dynamo.dump_compile_times)
-    for line in sys.stdin:
-        job = json.loads(line)
-        ranks = {_fork(job, rank): rank for rank in range(job["world"])}
-        answers.write(json.dumps(_wait(ranks, job)) + "\n")
-        answers.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes of jobs ended
+    while _lives(owner):
+        if select.select([listener], [], [], 0.5)[0]:
+            connection, _ = listener.accept()
+            if not os.fork():
+                _run_job(connection)
+            connection.close()
+    for path in (address, _log_of(address), address.with_suffix(".lock")):
+        path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _run_job(connection: socket.socket) -> None:
+    """The job of a connection, in a process of its own, which ends here."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with connection.makefile("rw") as stream:
+            job = json.loads(stream.readline())
+            ranks = {_fork(job, rank): rank for rank in range(job["world"])}
+            stream.write(json.dumps(_wait(ranks, job)) + "\n")
+    except BaseException:  # noqa: BLE001 - the log is the report
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _wait(ranks: dict[int, int], job: dict[str, Any]) -> dict[str, Any]:
@@ -195,4 +252,4 @@ def _become_rank(job: dict[str, Any], rank: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

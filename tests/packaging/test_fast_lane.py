@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import FAST_MARK, LONGER
+from tests.conftest import ALL_FAST, FAST_MARK, LONGER
 
 pytestmark = pytest.mark.fast
 
 TESTS = Path(__file__).resolve().parents[1]
 GROUPS = ("hosts", "lab")  # folders of rooms
-WHOLE_FILE = re.compile(rf"^pytestmark = \[?{re.escape(FAST_MARK)}", re.M)
 STARTS_PROCESSES = re.compile(
     "run_gloo|on_ranks|run_main|subprocess|multiprocessing|Server\\(|os\\.fork"
     "|mark\\.(?:distributed|slow)")
@@ -38,7 +37,7 @@ def test_they_start_no_processes() -> None:
     files = {path: path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")
              if path != Path(__file__)}
     found = {str(path.relative_to(TESTS)): STARTS_PROCESSES.findall(text)
-             for path, text in files.items() if WHOLE_FILE.search(text)}
+             for path, text in files.items() if ALL_FAST.search(text)}
     assert found and not {path: words for path, words in found.items() if words}
 
 
