@@ -17,7 +17,6 @@ import json
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -110,7 +109,7 @@ def _log_of(address: Path) -> Path:
 
 
 def _connected(preload: str) -> socket.socket:
-    """A connection to the server, which is started where there is none."""
+    """A connection to the server, which is started if absent."""
     address = _address(preload)
     with open(address.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file's closing
@@ -152,13 +151,15 @@ def _serve(preload: str, address: Path, owner: int) -> None:
         imported.atexit = False
     if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
         atexit.unregister(dynamo.dump_compile_times)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the processes of jobs ended
     while _lives(owner):
         if select.select([listener], [], [], 0.5)[0]:
             connection, _ = listener.accept()
             if not os.fork():
                 _run_job(connection)
             connection.close()
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while os.waitpid(-1, os.WNOHANG)[0]:  # jobs that ended
+                pass
     for path in (address, _log_of(address), address.with_suffix(".lock")):
         path.unlink(missing_ok=True)
 
@@ -174,7 +175,6 @@ def _lives(pid: int) -> bool:
 def _run_job(connection: socket.socket) -> None:
     """The job of a connection, in a process of its own, which ends here."""
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with connection.makefile("rw") as stream:
             job = json.loads(stream.readline())
             ranks = {_fork(job, rank): rank for rank in range(job["world"])}

@@ -5,6 +5,7 @@ in output, losses and all gradients; exchanges are well-formed operations of tor
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ BREAKS: list[Cell] = [
     {"dispatch": "padded", "experts": 4, "factor": 0.0, "d": 2, "all_to_all": "native", "r": None},
     {"dispatch": "ragged", "experts": 4, "factor": None, "d": 2, "all_to_all": "linear", "r": None},
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler_is_imported() -> None:
+    """600 modules, which every forked rank would import for its first graph: 1.3 s of its core."""
+    for name in ("functorch.compile", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
 
 
 def case_of(cell: Cell) -> Case:
