@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Set up and pass the tests.
 #
-#   bash scripts/test.sh [--fast | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
+#   bash scripts/test.sh [--fast | --rest | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
 #
 #   --fast    only the fast tests: some of every room, in 2 to 4 minutes on two cores
+#   --rest    the others, without the slow ones
 #   --all     also the slow tests (minutes each)
 # Without pytest arguments the fast tests run first, and the others only where these pass.
 # Anything else goes to pytest: bash scripts/test.sh tests/observe -k jsonl
@@ -14,6 +15,7 @@ VENV="$ROOT/.venv" SETUP=() LANE=most ARGS=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --fast) LANE=fast; shift ;;
+        --rest) LANE=rest; shift ;;
         --all) LANE=all; shift ;;
         --venv) VENV=$2; SETUP+=(--venv "$2"); shift 2 ;;
         --torch) SETUP+=(--torch "$2"); shift 2 ;;
@@ -36,6 +38,8 @@ NOT_SLOW="not slow" REST="not fast and not slow"
 if [ "$LANE" = all ]; then NOT_SLOW="" REST="not fast"; fi
 if [ "$LANE" = fast ]; then
     tests --fast ${ARGS[@]+"${ARGS[@]}"}
+elif [ "$LANE" = rest ]; then
+    tests -m "$REST" ${ARGS[@]+"${ARGS[@]}"}
 elif [ ${#ARGS[@]} -gt 0 ]; then
     tests -m "$NOT_SLOW" "${ARGS[@]}"
 else
