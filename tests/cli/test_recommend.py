@@ -19,6 +19,8 @@ from moe_plugin.cli.recommend import CONFIG, LINE, NETWORK, PROCESSOR
 from moe_plugin.config import both_from_yaml, from_yaml
 from moe_plugin.planner.units import parse_size
 from tests.cli.examples import ROOT, Shell, commands
+from tests.distributed import free_port
+from tests.preloaded import Server
 
 MODEL = """
 layers: 2
@@ -160,11 +162,13 @@ def test_files_that_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.distributed
 def test_two_ranks(folder: Path) -> None:
-    done = on_two_ranks(*TRUST, "--host", "fairseq")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("predicted step: ") == 1, done.stdout  # rank 0 alone
-    assert "network: 1 x 2 ranks, gloo, " in done.stdout
-    text = done.stdout[done.stdout.index("OMP_NUM_THREADS"):]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    done = Server("tests.faults.preload").run(2, recommend, *TRUST, "--host", "fairseq", cwd=folder,
+                                              environment={**os.environ, **place})
+    assert (done.code, done.results) == (0, [0, 0]), done.log
+    assert done.log.count("predicted step: ") == 1, done.log  # rank 0 alone
+    assert "network: 1 x 2 ranks, gloo, " in done.log
+    text = re.search(r"OMP_NUM_THREADS(?:.*\\\n)*.*", done.log)[0]
     check_line(text, folder)
     assert "--nproc_per_node 2" in text and "fairseq-train" in text
 

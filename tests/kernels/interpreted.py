@@ -25,7 +25,8 @@ from tests.kernels.problems import SHAPES, arguments, fresh, words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # of the most lists, every so manieth of the shapes and dtypes: three lists differ in one argument
-PARTS = {"expert_weight_grad_add": 18, "route_top_k_backward": 9, "expert_matmul_fp8": 5}
+PARTS = {"expert_weight_grad_add": 18, "expert_weight_grad": 9, "expert_weight_grad_pair": 9,
+         "route_top_k_backward": 9, "expert_matmul_fp8": 5}
 TWICE = ("plain", "dropped choices")
 AS_THEY_ARE = ("dequantize_fp8", "expert_matmul_fp8")  # their result's dtype is an argument
 # the interpreter truncates when it rounds to bfloat16, so a value may be one step off

@@ -361,7 +361,7 @@ def _pages(s: Shape, draw: Callable[..., Tensor],
     """(elements, record, pages, host), records with runs that have no slot and runs on the host.
     """
     for size, host in ((100, 0), (33, 7)):
-        x_N = draw(min(s.tokens * s.width, 2000))  # 60 runs (the interpreter is slow)
+        x_N = draw(min(s.tokens * s.width, 500))  # 15 runs (the interpreter is slow)
         number = -(-x_N.shape[0] // size)
         slots = torch.randperm(number + host, generator=g)[:number]
         record_M = torch.where(torch.rand(number, generator=g) < 0.3, -1, slots)

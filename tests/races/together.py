@@ -44,18 +44,19 @@ def exchange_cells(world: int) -> list[Cell]:
     return all_pairs({"dispatch": names, "all_to_all": ALGORITHMS[world], "pieces": pieces})
 
 
-def exchanges(cell: Cell, comm: StreamComm) -> None:
+def exchanges(cell: Cell, comm: StreamComm, steps: int = 2) -> None:
     """Training steps of a cell."""
     name, (forward, backward) = cell["dispatch"], cell["pieces"]
     factor = {"capacity_factor": 1.25} if traits_of(name).fixed_slots else {}
     train(layer_of(comm, dispatch={"name": name, **factor},
                    comm={"all_to_all": cell["all_to_all"]},
-                   parallel={"d": forward, "d_backward": backward}), tokens=6 + 2 * comm.rank)
+                   parallel={"d": forward, "d_backward": backward}), steps=steps,
+          tokens=6 + 2 * comm.rank)
 
 
 def pieces(comm: StreamComm) -> None:
     """Exchanges of rows beside the experts, for mutants."""
-    exchanges({"dispatch": "ragged", "all_to_all": "linear", "pieces": (3, 2)}, comm)
+    exchanges({"dispatch": "ragged", "all_to_all": "linear", "pieces": (3, 2)}, comm, steps=1)
 
 
 def spilled(comm: StreamComm) -> None:

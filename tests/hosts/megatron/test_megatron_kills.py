@@ -16,7 +16,7 @@ from tests.hosts import kills
 from tests.hosts.megatron.ranks import ROOT, run_main
 from tests.hosts.megatron.training import EP2, MODEL, QUICK, TRAIN
 
-pytestmark = [pytest.mark.distributed, pytest.mark.megatron]
+pytestmark = [pytest.mark.distributed, pytest.mark.megatron, pytest.mark.slow]
 
 
 def logged(path: Path) -> list[tuple[int, float]]:
@@ -25,9 +25,7 @@ def logged(path: Path) -> list[tuple[int, float]]:
     return [(record["iteration"], record["lm_loss"]) for record in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize(("count", "seed", "steps"), [
-    (1, 10, 10), pytest.param(10, 1, 80, marks=pytest.mark.slow),
-    pytest.param(10, 2, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "seed", "steps"), [(1, 10, 10), (10, 1, 80), (10, 2, 80)])
 def test_killed_ranks_resume_to_the_same_losses(data: str, tmp_path: Path, count: int, seed: int,
                                                 steps: int) -> None:
     """Dropout, so that random states matter."""

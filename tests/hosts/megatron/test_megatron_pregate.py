@@ -43,7 +43,8 @@ def test_recomputation_changes_nothing(world: int, layers: int, sizes: list[str]
                                        data: str, tmp_path: Path) -> None:
     """From the same checkpoint of ordinary gates."""
     argv = [*MODEL, "--data-path", data, "--train-iters", "3", "--optimizer", "sgd",
-            "--num-layers", str(layers), "--clip-grad", "1.0", *sizes]
+            "--num-layers", str(layers), "--clip-grad", "1.0", "--global-batch-size", "4",
+            *sizes]
     saved = str(tmp_path)
     on_ranks(world, _curve, [*argv, "--save", saved, "--exit-interval", "1"])
     argv += ["--load", saved]
