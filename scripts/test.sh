@@ -25,8 +25,8 @@ while [ $# -gt 0 ]; do
 done
 bash "$ROOT/scripts/setup.sh" ${SETUP[@]+"${SETUP[@]}"}
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
-# one worker more than cores, since many tests wait for a timeout; at most four
-WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1))
+# two workers more than cores, since many tests wait for other processes; at most four
+WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 2))
 [ "$WORKERS" -le 4 ] || WORKERS=4
 cd "$ROOT"
 # distributed tests start several processes each: one thread per process, so that they share the cores

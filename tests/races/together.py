@@ -44,7 +44,7 @@ def exchange_cells(world: int) -> list[Cell]:
     return all_pairs({"dispatch": names, "all_to_all": ALGORITHMS[world], "pieces": pieces})
 
 
-def exchanges(cell: Cell, comm: StreamComm, steps: int = 2) -> None:
+def exchanges(cell: Cell, comm: StreamComm, steps: int = 1) -> None:
     """Training steps of a cell."""
     name, (forward, backward) = cell["dispatch"], cell["pieces"]
     factor = {"capacity_factor": 1.25} if traits_of(name).fixed_slots else {}
@@ -56,7 +56,7 @@ def exchanges(cell: Cell, comm: StreamComm, steps: int = 2) -> None:
 
 def pieces(comm: StreamComm) -> None:
     """Exchanges of rows beside the experts, for mutants."""
-    exchanges({"dispatch": "ragged", "all_to_all": "linear", "pieces": (3, 2)}, comm, steps=1)
+    exchanges({"dispatch": "ragged", "all_to_all": "linear", "pieces": (3, 2)}, comm)
 
 
 def spilled(comm: StreamComm) -> None:
@@ -140,7 +140,8 @@ PROGRAMS: dict[str, Program] = {
 
 def programs(world: int) -> dict[str, Program]:
     """What so many ranks run; `pieces` is among the cells."""
-    made: dict[str, Program] = {name_of(cell): partial(exchanges, cell)
+    steps = 2 if world == 2 else 1  # what one step leaves to the next, two ranks show
+    made: dict[str, Program] = {name_of(cell): partial(exchanges, cell, steps=steps)
                                 for cell in exchange_cells(world)}
     nodes = "once to nodes"
     if world == 2:  # one node
