@@ -48,6 +48,8 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
         losses[:] = [switch_loss(scores_TE, scores_TE.argmax(1, keepdim=True))]
 
     layer.router.register_forward_hook(balance)
+    if problem.device == "cpu":  # where its autocast to float32 does nothing
+        layer.router.gate.float().register_forward_pre_hook(lambda gate, given: given[0].float())
 
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         return layer(x[None])[0], list(losses)

@@ -97,7 +97,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def body(found: dict[str, Any]) -> Iterator[str]:
-    yield said(found["versions"])
+    yield f"{said(found['versions'])}."
     yield (f"Processor time of one rank, {TOKENS} tokens of width {WIDTH}, k = 2, float32: of "
            "building a layer (with the agreement on its settings), of the first call, and of a "
            "later one, forward and backward, the median. `memory`: the most that Python holds "
