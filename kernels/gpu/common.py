@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_plugin.kernels.gpu.tilings import SUM_REGISTERS, Chip
 from moe_plugin.kernels.registry import Op
 
 
@@ -45,6 +46,11 @@ def bounded_registers(most: int) -> dict[str, int]:
     Without a bound their assembler may spill a few bytes so that more programs run at once.
     """
     return {} if torch.version.hip is not None else {"maxnreg": most}
+
+
+def bounded_sums(chip: Chip) -> dict[str, int]:
+    """`bounded_registers` of a weight gradient or of a product in fp8."""
+    return {} if chip.kind == "hopper" else bounded_registers(SUM_REGISTERS)
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

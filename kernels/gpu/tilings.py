@@ -16,6 +16,9 @@ LEAST_PART = 1024  # rows: fewer are not worth the way of a part's sums through 
 ROUTER_VALUES, ROUTER_VALUES_BACKWARD = 1024, 512
 # more than backward needs, but without a bound NVIDIA's assembler takes so few that some spill
 ROUTER_REGISTERS_BACKWARD = 128
+# the same of weight gradients and of products in fp8, except on Hopper, where none spill; two
+# programs of four warps, or one of eight, find no more than 255
+SUM_REGISTERS = 240
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Chip:
     """What a choice of tiles depends on.
 
     Attributes:
-        kind: "hopper" (compute capability 9 and 10: wgmma or its successor, and TMA), "ampere"
-            (other NVIDIA GPUs), "amd".
+        kind: "hopper" (compute capability 9: wgmma and TMA), "blackwell" (10: tcgen05 and TMA),
+            "ampere" (other NVIDIA GPUs), "amd".
         processors: multiprocessors.
     """
 
@@ -56,7 +59,7 @@ class Chip:
     @property
     def copies_tiles(self) -> bool:
         """Whether it copies a tile into shared memory by one instruction (TMA)."""
-        return self.kind == "hopper"
+        return self.kind in ("hopper", "blackwell")
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -68,7 +71,7 @@ def chip_of(device: torch.device) -> Chip:
         return Chip("amd", processors)
     major = torch.cuda.get_device_capability(device)[0]
     # 12 has TMA, but neither wgmma's successor nor its shared memory
-    return Chip("hopper" if major in (9, 10) else "ampere", processors)
+    return Chip({9: "hopper", 10: "blackwell"}.get(major, "ampere"), processors)
 
 
 # rows of 16 bits that begin at odd addresses are loaded value by value: larger tiles spill

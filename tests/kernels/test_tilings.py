@@ -21,7 +21,7 @@ from moe_plugin.kernels.gpu.tilings import (
 pytestmark = pytest.mark.fast
 
 HOPPER = Chip("hopper", 132)
-CHIPS = (HOPPER, Chip("ampere", 108), Chip("amd", 304))
+CHIPS = (HOPPER, Chip("blackwell", 148), Chip("ampere", 108), Chip("amd", 304))
 BF16 = torch.bfloat16
 
 

@@ -86,6 +86,22 @@ def test_other_targets(target: str) -> None:
     check(launches(target, "product_kernel")[0], target)
 
 
+def test_sums_spill_nothing_because_their_registers_are_bounded() -> None:
+    """A small float32 weight gradient, added to another, does without the bound: for the sake of
+    one more program at once.
+    """
+    groups = RowGroups(RowCounts([4096] * 8), META)
+    x, grad = (torch.empty(groups.total, width, device=META) for width in (256, 384))
+    kernel = kernels.get("expert_weight_grad_add").implementation("triton")
+    into = torch.empty(8, 256, 384, device=META)
+    calls = recorded(lambda: kernel(x, grad, groups, None, None, "ieee", into),
+                     GPUS["sm_100"].chip).calls
+    [launch] = [call.launch for call in calls if call.launch.kernel == "weight_kernel"]
+    check(launch, "sm_100")
+    bare = replace(launch, options=tuple(one for one in launch.options if one[0] != "maxnreg"))
+    assert bare != launch and compile_for(bare, "sm_100").spilled > 0
+
+
 def machine_code(launch: Launch, target: str) -> str:
     """The instructions of a compiled kernel, by the disassembler that comes with Triton.
 
