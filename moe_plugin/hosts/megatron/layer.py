@@ -72,6 +72,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the
             arguments of Megatron's training script, which has them when the launcher started it,
             else defaults.
+        in_hybrid: in the stack of a `HybridModel`.
     Raises:
         ValueError: settings that neither side can honour; it names value, bound and remedy.
     """
@@ -79,9 +80,14 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     @settings_errors()
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
-                 **extra: Any) -> None:
+                 in_hybrid: bool = False, **extra: Any) -> None:
         core.check_version()
         refuse_arguments()
+        if in_hybrid and not config.is_hybrid_model:
+            raise ValueError(
+                "is_hybrid_model=False in the stack of a HybridModel: must be True, else its "
+                "layers are numbered, and its weights drawn, as those of a GPT model; build "
+                "TransformerConfig(is_hybrid_model=True, ...)")
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (

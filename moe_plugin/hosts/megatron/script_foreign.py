@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron.common import refuse_other_optimizers
@@ -21,7 +22,8 @@ from moe_plugin.hosts.megatron.compat.optimizer import checkpoint_metadata
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 
 logger = logging.getLogger("moe_plugin.megatron")
-_scheduler: list[Any] = []  # of the run that loads
+# (the scheduler of the run,) inside `loading`: what reads a file is called by Megatron's code
+_scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
@@ -47,7 +49,7 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
     if has_optimizer is None:
         yield
         return
-    _scheduler[:] = [scheduler]
+    outer = _scheduler.set((scheduler,))
     if not has_optimizer and not asked and scheduler is not None:
         logger.info("checkpoint %s has no optimizer state: the optimizer starts anew", path)
         arguments["no_load_optim"] = True
@@ -57,14 +59,15 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
             scheduler.step(increment=arguments["consumed_train_samples"])
     finally:
         arguments["no_load_optim"] = asked
-        _scheduler.clear()
+        _scheduler.reset(outer)
 
 
 def completed(state: Any, path: str) -> Any:
     """What Megatron's loop reads, with what it looks for there."""
-    if not isinstance(state, dict) or not _is_foreign(state) or not _scheduler:
+    given = _scheduler.get()
+    if not isinstance(state, dict) or not _is_foreign(state) or not given:
         return state
-    progress, [scheduler] = state["progress"], _scheduler
+    progress, [scheduler] = state["progress"], given
     samples = progress["consumed_samples"]
     # of the run itself, with which Megatron then agrees; without random states
     args = argparse.Namespace(**{

@@ -39,15 +39,7 @@ def _config(pattern: str, case: Case) -> Any:
 
 def _model(pattern: str, case: Case, ours: bool) -> Any:
     """A hybrid model; the same weights on all ranks, ours or not."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    from moe_plugin.hosts.megatron.compat import hybrid
-    from moe_plugin.hosts.megatron.spec import swap_moe
-
-    config = _config(pattern, case)
-    stack = hybrid.stack_spec(config, pattern, False)
-    model = HybridModel(config, swap_moe(stack, {}) if ours else stack, TOKENS, LENGTH,
-                        hybrid_layer_pattern=pattern)
+    model = _build(_config(pattern, case), pattern, ours)
     layers = _layers_of_experts(model)
     drawn = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -57,6 +49,17 @@ def _model(pattern: str, case: Case, ours: bool) -> Any:
     for number, layer in enumerate(layers):
         load(layer, case, draw(case, seed=number))
     return model
+
+
+def _build(config: Any, pattern: str, ours: bool) -> Any:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from moe_plugin.hosts.megatron.compat import hybrid
+    from moe_plugin.hosts.megatron.spec import swap_moe
+
+    stack = hybrid.stack_spec(config, pattern, False)
+    return HybridModel(config, swap_moe(stack, {}) if ours else stack, TOKENS, LENGTH,
+                       hybrid_layer_pattern=pattern)
 
 
 def _layers_of_experts(model: Any) -> list[Any]:
@@ -109,6 +112,21 @@ def test_losses_and_gradients_are_natives(world: int, pattern: str, case: Case,
         assert len(found) > 20 and max(found.values()) < 2e-5, sorted(
             found.items(), key=lambda item: -item[1])[:5]
         assert mine == numbers
+
+
+def _said_of_a_config_without_the_mark() -> str:
+    """Megatron builds such a model; its layers of experts are then numbered wrongly."""
+    initialise_parallel(case := Case())
+    config = _config("*E", case)
+    config.is_hybrid_model = False
+    with pytest.raises(ValueError, match="is_hybrid_model") as error:
+        _build(config, "*E", True)
+    return str(error.value)
+
+
+def test_a_config_that_does_not_say_hybrid_is_refused() -> None:
+    [said] = on_ranks(1, _said_of_a_config_without_the_mark)
+    assert "must be True" in said and "TransformerConfig(is_hybrid_model=True" in said
 
 
 def _native_layers(argv: list[str]) -> tuple[set[str], list[str]]:

@@ -300,7 +300,9 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
     """(a copy of a layer or block spec with every MoELayer replaced, how many were)."""
-    found = []
+    found, (submodules, _) = [], _submodules(spec)
+    if _is_stack(submodules):
+        settings = {**settings, "in_hybrid": True}
 
     def change(name: str, value: Any) -> Any:
         swapped = swap_mlp(value, replacement, settings) if name == "mlp" else value
@@ -317,12 +319,10 @@ def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
         return replace(spec, layer_specs=layers, layer_norm=change("layer_norm", spec.layer_norm))
-    partial = isinstance(spec, functools.partial)  # 0.18 on
-    submodules = spec.keywords.get("submodules") if partial else getattr(spec, "submodules", None)
+    submodules, partial = _submodules(spec)
     if submodules is None:
         return spec
-    inner = copy.copy(submodules)
-    stack = hasattr(inner, "moe_layer")  # of a hybrid model: specs of layers by their kind
+    inner, stack = copy.copy(submodules), _is_stack(submodules)
     for name, value in list(vars(inner).items()):
         setattr(inner, name, changed_spec(value, change) if stack else change(name, value))
     if partial:
@@ -330,6 +330,17 @@ def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
     outer = copy.copy(spec)
     outer.submodules = inner
     return outer
+
+
+def _submodules(spec: Any) -> tuple[Any, bool]:
+    partial = isinstance(spec, functools.partial)  # 0.18 on
+    return (spec.keywords.get("submodules") if partial else getattr(spec, "submodules", None),
+            partial)
+
+
+def _is_stack(submodules: Any) -> bool:
+    """Whether they are a hybrid model's: specs of layers by their kind."""
+    return hasattr(submodules, "moe_layer")
 
 
 def with_engine(wanted: bool | None) -> bool:
