@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ pytest.importorskip("megatron.core",
 from moe_plugin.cli.main import main
 from tests.hosts.megatron.layers import Case, draw, initialise_parallel, load, whole_gradients
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, Run, launched, losses_of, when_built
+from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, launched, losses_of, when_built
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.skipif(
     importlib.util.find_spec("megatron.core.models.hybrid") is None,
@@ -150,6 +151,29 @@ def test_native_layers_where_they_are_asked_for(data: str) -> None:
     assert kinds == {"MoELayer"}
     [line] = said
     assert "--moe-parallel 'fixed'" in line and "timeout" not in line
+
+
+@pytest.mark.parametrize("pattern", ["*E|*-", "*-|*E/*E"], ids=["last without E", "predictions"])
+def test_stages_of_a_pattern_train_as_natives(data: str, tmp_path: Path, pattern: str) -> None:
+    """Two pipeline stages, one of them without experts, from a checkpoint of Megatron's layers."""
+    argv = [*MODEL[2:], *PP2, "--hybrid-layer-pattern", pattern, "--data-path", data,
+            "--untie-embeddings-and-output-weights", "--position-embedding-type", "rope",
+            "--train-iters", "3"]
+    native = ["--native-moe"]
+    launched([*native, "--save", "first", "--save-interval", "1", "--exit-interval", "1"], 2,
+             tmp_path, model=argv)
+    found = []
+    for log, more in (("native", native), ("ours", [])):
+        launched([*more, "--load", "first", "--no-load-optim", "--no-load-rng", "--log-file",
+                  f"{log}.jsonl"], 2, tmp_path, model=argv)
+        rows = map(json.loads, (tmp_path / f"{log}.jsonl").read_text().splitlines())
+        # of a prediction's layer Megatron's own is in another place of the log
+        found.append([{**{name: sorted(values) for name, values in row["aux_losses"].items()},
+                       **{key: row[key] for key in row if key.endswith(("_loss", "grad_norm"))}}
+                      for row in rows if "lm_loss" in row])
+    assert [len(rows) for rows in found] == [2, 2] and found[0][0]["load_balancing_loss"]
+    assert found[1] == [{key: pytest.approx(value, rel=1e-5) for key, value in row.items()}
+                        for row in found[0]]
 
 
 def _reported_mean(pattern: str) -> float:
