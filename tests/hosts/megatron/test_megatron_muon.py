@@ -19,7 +19,7 @@ from moe_plugin.experts.matrices import from_matrices, mark_matrices, part_of, t
 from tests.hosts.megatron.layers import Case, batch, build, initialise_parallel, whole_gradients
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.stand_in_muon import use
-from tests.hosts.megatron.training import EP2, MODEL, own_loop, ran
+from tests.hosts.megatron.training import EP2, MODEL, own_loop, ran, refusal
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop, pytest.mark.skipif(
     importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None,
@@ -207,6 +207,14 @@ def test_what_would_not_see_the_matrices_is_refused() -> None:
     soap, adaptive, shared = on_ranks(2, _refusals)[0]
     assert "optimizer='soap'" in soap and "optimizer='adaptive_muon'" in adaptive
     assert "--no-use-layer-wise-param-layout" in shared
+
+
+@pytest.mark.skipif(importlib.util.find_spec("emerging_optimizers") is not None,
+                    reason="its package is installed")
+def test_muon_without_its_package_is_refused_with_what_helps(data: str) -> None:
+    [said] = on_ranks(1, refusal, [*MODEL, "--data-path", data, "--train-iters", "1",
+                                   "--optimizer", "muon"])
+    assert said.startswith("--optimizer muon needs") and "pip install emerging-opt" in said
 
 
 @pytest.mark.fast

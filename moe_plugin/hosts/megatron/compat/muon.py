@@ -34,7 +34,8 @@ def prepare(experts: nn.Module, shards: int) -> None:
 
     shards: into which each expert is cut.
     Raises:
-        ValueError: the script's `--optimizer` is Muon, and this Megatron's cannot be taught.
+        ValueError: the script's `--optimizer` is Muon, and this Megatron has none, or none that
+            can be taught.
     """
     mark_matrices(experts, shards)
     name = str(script_arguments().get("optimizer", ""))
@@ -45,8 +46,11 @@ def prepare(experts: nn.Module, shards: int) -> None:
             raise ValueError(f"--optimizer {name} with moe-plugin's experts needs {_SINCE}: older "
                              "ones give Adam what is no matrix; use --optimizer adam") from None
         return
-    if module.HAVE_EMERGING_OPTIMIZERS:  # else Megatron says so itself
+    if module.HAVE_EMERGING_OPTIMIZERS:
         _teach(module)
+    elif "muon" in name:
+        raise ValueError(f"--optimizer {name} needs the package emerging-optimizers, of Python "
+                         "3.12 or newer: pip install emerging-optimizers; or use --optimizer adam")
 
 
 @functools.cache
