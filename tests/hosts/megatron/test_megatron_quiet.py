@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from tests.hosts.megatron.ranks import run_main
 from tests.hosts.megatron.training import EP2, MODEL, QUICK, TRAIN
 from tests.hosts.stopped import own_lines, stopped
 
@@ -37,7 +36,7 @@ def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_pa
     arguments = [*MODEL, *EP2, *QUICK, "--data-path", data, "--cpu", "--save", str(save), "--load",
                  str(save), "--save-interval", "5", "--data-cache-path", str(tmp_path),
                  "--train-iters"]
-    first = run_main(SCRIPT, [*arguments, "3"], 2, tmp_path).splitlines()
+    first = _said([*arguments, "3"], tmp_path)
     assert [line.endswith(" left") for line in _steps(first)] == [True, True, False]
     log = stopped([*PROGRAM, *arguments, "100000"], "iteration 12/", tmp_path / "log",
                   environment())
@@ -49,10 +48,16 @@ def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_pa
     assert all(line.startswith(("stopped at", "checkpoint: ")) for line in said), said
     assert f"checkpoint: {save}/iter_0000005" in log and f"checkpoint: {save}/iter_0000010" in log
     before = {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")}
-    lines = run_main(SCRIPT, [*arguments, "7"], 2, tmp_path).splitlines()
+    lines = _said([*arguments, "7"], tmp_path)
     assert f"the run of {save} is finished: it has {saved} of --train-iters 7; a larger number " \
         "goes on" in lines
     assert {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")} == before
+
+
+def _said(arguments: list[str], cwd: Path) -> list[str]:
+    """Lines of a run by command: a rank of the server has Megatron's handler of logs already."""
+    return subprocess.run([*PROGRAM, *arguments], check=True, cwd=cwd, env=environment(), text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout.splitlines()
 
 
 def _steps(lines: list[str]) -> list[str]:

@@ -94,7 +94,7 @@ def test_the_log_has_every_step_and_rows_that_do_not_fit_are_repeated(
     assert set(row["balance"]) == {"layer1", "layer2"} and row["consumed_samples"] == 40
     settings = json.loads((folder / "settings.json").read_text())
     assert settings["settings"]["num_experts"] == 4
-    assert settings["defaults"]["num_experts"] is None
+    assert settings["changed"]["num-experts"][0] == "4"
 
 
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_where_it_stopped(
