@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.tilings import SUM_REGISTERS, Chip
+from moe_plugin.kernels.gpu.tilings import Chip
 from moe_plugin.kernels.registry import Op
 
 
@@ -40,17 +40,14 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
 
 
-def bounded_registers(most: int) -> dict[str, int]:
-    """Launch options of a kernel that takes at most so many registers a thread on NVIDIA GPUs.
+def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
+    """Launch options of a kernel that takes at most so many registers a thread on NVIDIA GPUs; with
+    `chip` on those other than Hopper.
 
     Without a bound their assembler may spill a few bytes so that more programs run at once.
     """
-    return {} if torch.version.hip is not None else {"maxnreg": most}
-
-
-def bounded_sums(chip: Chip) -> dict[str, int]:
-    """`bounded_registers` of a weight gradient or of a product in fp8."""
-    return {} if chip.kind == "hopper" else bounded_registers(SUM_REGISTERS)
+    free = torch.version.hip is not None or (chip is not None and chip.kind == "hopper")
+    return {} if free else {"maxnreg": most}
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

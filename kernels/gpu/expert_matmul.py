@@ -11,10 +11,11 @@ from torch import Tensor
 
 from moe_plugin.kernels.gpu import grouped_gemm as gg
 from moe_plugin.kernels.gpu import weight_grads as wg
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_sums, needs_upcast, pointer
+from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, needs_upcast, pointer
 from moe_plugin.kernels.gpu.descriptors import copies_tiles, row_tiles, weight_tiles
 from moe_plugin.kernels.gpu.tilings import (
     LEAST_PART,
+    WEIGHT_REGISTERS,
     Chip,
     Tiling,
     chip_of,
@@ -243,7 +244,7 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
         X_GATHER=x_token_R is not None, G_GATHER=grad_token_R is not None, PAIR=pair,
         UPCAST=needs_upcast(x.dtype), PRECISION=precision, ADD=add, CUT=height is not None,
         WHILE=INTERPRETED, BI=t.rows, BO=t.columns, BR=t.depth, num_warps=t.warps,
-        num_stages=t.stages, **bounded_sums(chip))
+        num_stages=t.stages, **bounded_registers(WEIGHT_REGISTERS, chip))
     if height is not None:
         # no more groups than this have more than `height` rows
         blocks = groups.total // height * triton.cdiv(inner * outer, JOINED)

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_plugin.kernels.fp8 import BLOCK, LARGEST, SMALLEST_SCALE
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_sums, pointer
+from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, pointer
 from moe_plugin.kernels.gpu.descriptors import row_tiles, weight_tiles
 from moe_plugin.kernels.gpu.expert_matmul import programs
 from moe_plugin.kernels.gpu.grouped_gemm import load_rows, load_weights, rows_at, tile_at, with_bias
-from moe_plugin.kernels.gpu.tilings import FP8_TILING, chip_of
+from moe_plugin.kernels.gpu.tilings import FP8_REGISTERS, FP8_TILING, chip_of
 from moe_plugin.kernels.groups import RowGroups
 
 ROWS = 64 if INTERPRETED else 16
@@ -206,5 +206,6 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
         codes, x_tiles, scales, pointer(token_R, codes), codes_LIO, w_tiles, scales_LHW,
         pointer(b_LO, codes), out_RO, *table, groups.ends_L, wide, *codes_LIO.stride(), K=inner,
         GATHER=token_R is not None, BIAS=b_LO is not None, UPCAST=INTERPRETED, WHILE=INTERPRETED,
-        BM=t.rows, BLOCK=BLOCK, num_warps=t.warps, num_stages=t.stages, **bounded_sums(chip))
+        BM=t.rows, BLOCK=BLOCK, num_warps=t.warps, num_stages=t.stages,
+        **bounded_registers(FP8_REGISTERS, chip))
     return out_RO

@@ -16,9 +16,9 @@ LEAST_PART = 1024  # rows: fewer are not worth the way of a part's sums through 
 ROUTER_VALUES, ROUTER_VALUES_BACKWARD = 1024, 512
 # more than backward needs, but without a bound NVIDIA's assembler takes so few that some spill
 ROUTER_REGISTERS_BACKWARD = 128
-# the same of weight gradients and of products in fp8, except on Hopper, where none spill; two
-# programs of four warps, or one of eight, find no more than 255
-SUM_REGISTERS = 240
+# the same, except on Hopper, where none spill: of weight gradients all that a thread can have, and
+# of fp8 matmuls fewer, because with all of them some spill on compute capability 8.9
+WEIGHT_REGISTERS, FP8_REGISTERS = 255, 240
 
 
 @dataclass(frozen=True)
