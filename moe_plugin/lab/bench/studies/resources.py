@@ -52,9 +52,10 @@ RULES = (
     "wgmma reads both operands from shared memory; a product has as many buffers as stages, or, "
     "where the matrix units read registers (mma.sync, MFMA) or tf32 is turned, one less; rows that "
     "are looked up in the loop take two stages a buffer. In the table: launches compiled, and how "
-    "many break a rule. `code`: a commit, or git's tree of a folder; in brackets, where it is not "
-    "that of the row. Empty: not compiled with this code. Triton brings a linker for AMD's GPUs "
-    "from 3.5 on; with 3.2 and 3.3 the layer takes torch's matmuls above compute capability 8.0."
+    "many break a rule. `code`: git's tree of a folder, whose launches these are; in brackets, if "
+    "it is not that of the row. Empty: not compiled with this code. Triton brings a linker for "
+    "AMD's GPUs from 3.5 on; with 3.2 and 3.3 the layer takes torch's matmuls above compute "
+    "capability 8.0."
 )
 
 
