@@ -98,10 +98,15 @@ def no_products(device: torch.device) -> str | None:
     import triton
 
     major, minor = map(int, triton.__version__.split(".")[:2])
-    if torch.version.hip is not None or (major, minor) >= (3, 4):
+    if torch.version.hip is not None or (major, minor) >= (3, 6):
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability <= (8, 0) or capability == (8, 7):
+        return None
+    if capability[0] == 10:
+        return (f"Triton {triton.__version__} does not compile the weight gradients of gated "
+                "experts for GPUs of compute capability 10: needs 3.6")
+    if (major, minor) >= (3, 4):
         return None
     return ("Triton {} makes products that take more shared memory than a GPU of compute "
             "capability {}.{} has: needs 3.4".format(triton.__version__, *capability))
