@@ -137,11 +137,16 @@ class AllLayers:
     def body(found: list[dict[str, Any]]) -> Iterator[str]:
         yield said(found[0]["versions"])
         for number, one in enumerate(found):
-            label, *others = layer.parts(one)
+            label, shown, _ = layer.parts(one)
             yield f"{label}. Load average {one['load'][0]:g}, {one['load'][1]:g}."
-            yield from others
+            yield shown
             if number < DRAWN:
                 yield f"![Time and memory of every candidate](layer_{number}.svg)"
+        reasons: dict[str, dict[str, None]] = {}
+        for one in found:
+            for name, reason in one["refused"].items():
+                reasons.setdefault(name, {})[reason] = None
+        yield layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()})
 
     PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(DRAWN)}
 
