@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +47,11 @@ def layer_plot(report: LayerReport, path: str) -> None:
 
 
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
-    """Horizontal bars with their texts, the first one ours. One that is much longer than the next
-    ends at the edge, and its text says so.
+    """Horizontal bars with their texts, the first one ours. Those that are much longer than most
+    end at the edge, and their texts say so.
     """
-    second, longest = sorted(values)[-2:] if len(values) > 1 else (values[0], values[0])
-    end = min(longest, 1.6 * second) if longest > 2 * second else longest
+    usual = [value for value in values if value <= 2.5 * statistics.median(values)]
+    end = min(max(values), 1.6 * max(usual)) if len(usual) < len(values) else max(values)
     axis.barh(names, [min(value, end) for value in values],
               color=[OURS] + [OTHERS] * (len(values) - 1))
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):

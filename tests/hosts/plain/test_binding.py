@@ -108,9 +108,12 @@ def _environment(tmp_path: Path) -> Path:
     (venv / "torchft_lighthouse").write_text("#!/bin/sh\nexec sleep 60\n")
     python = venv / "python"
     # what runs behind the binding is `python -u ...`
-    python.write_text(f'#!/bin/sh\nif [ "$1" = -u ] && [ "$2" != -m -o "$3" != '
-                      f'moe_plugin.hosts.plain.binding ]\nthen exec {sys.executable} {tells}\nfi\n'
-                      f'exec {sys.executable} "$@"\n')
+    python.write_text(f'''#!/bin/sh
+if [ "$1" = -u ] && [ "$2" != -m -o "$3" != moe_plugin.hosts.plain.binding ]
+then exec "{sys.executable}" "{tells}"
+fi
+exec "{sys.executable}" "$@"
+''')
     for path in venv.iterdir():
         path.chmod(0o755)
     return venv
