@@ -68,11 +68,16 @@ class _Served(http.server.SimpleHTTPRequestHandler):
     """
 
     searched = False
+    empty = b""  # such an index
 
     def do_GET(self) -> None:
-        if self.path.endswith("search_index.json") and not _Served.searched:
-            self.path = "/empty_index.json"
-        super().do_GET()
+        if not self.path.endswith("search_index.json") or _Served.searched:
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(_Served.empty)))
+        self.end_headers()
+        self.wfile.write(_Served.empty)
+        return None
 
     def end_headers(self) -> None:
         if "index.json" in self.path:
@@ -87,13 +92,12 @@ class _Served(http.server.SimpleHTTPRequestHandler):
 def address(site: Path) -> Iterator[str]:
     """Where the site is served."""
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
-    (site / "empty_index.json").write_text(json.dumps({**index, "docs": []}), "utf-8")
+    _Served.empty = json.dumps({**index, "docs": []}).encode()
     handler = functools.partial(_Served, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-        (site / "empty_index.json").unlink()
 
 
 @pytest.fixture(scope="module")

@@ -40,9 +40,10 @@ def layer_plot(report: LayerReport, path: str) -> None:
     time.invert_yaxis()
     time.get_yticklabels()[0].set_fontweight("bold")
     p = report.problem
+    gated = "gated " * p.gated
     figure.suptitle(
         f"{p.tokens:,} tokens, width {p.model_dim:,}, inner width {p.hidden_dim:,}, {p.experts} "
-        f"experts, k = {p.top_k}, {p.dtype}", x=0.01, ha="left", fontsize="medium")
+        f"{gated}experts, k = {p.top_k}, {p.dtype}", x=0.01, ha="left", fontsize="medium")
     save_figure(figure, path)
 
 
