@@ -144,7 +144,7 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin simulate routing`."""
     p.description = ("Replays routing traces (observe.trace, or Megatron's "
                      "--moe-routing-trace-path) through the planner: what each policy for "
-                     "overloaded experts would take on a cluster, beside forced balance.")
+                     "overloaded experts would take on a cluster, compared with forced balance.")
     p.add_argument("trace", metavar="FOLDER", help="with router_trace_rank0.jsonl, ...")
     p.add_argument("--model", required=True, metavar="FILE", help="model file (configs/plans)")
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")

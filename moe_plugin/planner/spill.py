@@ -145,7 +145,7 @@ class Spread:
     """
 
     rows: float
-    travel: int
+    travel: float
     lending: float
 
 

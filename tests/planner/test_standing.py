@@ -79,7 +79,7 @@ def test_the_evenest_of_several(loads: list[int], guests: int) -> None:
 
 
 @pytest.mark.parametrize(("loads", "before", "after"), [
-    # 3's 800 leave whole; replicas of the largest experts alone leave 100 beside them
+    # 3's 800 leave whole; replicas of the largest experts alone leave 100 with them
     ([200, 0, 200, 0, 400, 800, 0, 800], 1.2, 1.05),
     # a rank whose experts are all busy, none the busiest
     ([50, 50, 50, 50, 80, 0, 0, 0, 80, 0, 0, 0, 80, 0, 0, 0], 1.3, 1.12),

@@ -36,7 +36,7 @@ class EqualRanks(Comm):
         wanted = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
         equal = wanted.count(piece)
         if equal * piece == sum(wanted):  # all of them, and no others
-            return x[:piece].repeat(equal, *[1] * (x.dim() - 1))
+            return _repeated(x[:piece], equal)
         return x.new_zeros(sum(wanted), *x.shape[1:])
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -44,7 +44,7 @@ class EqualRanks(Comm):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Comm`; x: [n, ...] to [size * n, ...]."""
-        return x.repeat(self.size, *[1] * (x.dim() - 1))
+        return _repeated(x, self.size)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """See `Comm`; x: [size * n, ...] to [n, ...]."""
@@ -70,3 +70,8 @@ class EqualRanks(Comm):
 
     def barrier(self) -> None:
         """All are there."""
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """x [n, ...] to [times * n, ...]."""
+    return x.repeat(times, *[1] * (x.dim() - 1))

@@ -132,7 +132,7 @@ PRODUCTS = ("In the model overlap gains about a fifth of what is published, or l
 EPS_MEASURED: Measured = ("overlap", partial(pieces, kinds=("many",)), "one layer's forward and "
                           "backward in one piece over the best pieces, many small experts, 2 "
                           "emulated nodes, no model end to end")
-PREGATE_MODEL = ("not modelled: needs the time of a layer, for which there is no public number. "
+PREGATE_MODEL = ("not modelled: needs the time of a layer, which is not public. "
                  "`lab.planning.offload.pregate` assumes 0.72 ms, and then gives 1.69 x and 82 %.")
 ALPA_NEEDS = ("activations between unequal stages, to each rank over once to each node, emulated "
               "nodes of 200 Mbit/s")
@@ -254,7 +254,7 @@ def rows() -> tuple[Headline, ...]:
             predict=lambda: models.pipeline_moe()[2], model=PPMOE_MODEL, measured=(
                 "train", partial(steps, host="megatron", place="one machine", shape="switch",
                                  over="dense", under="moe-plugin"),
-                "a Megatron model's dense step over ours at equal active width, one expert a "
+                "a Megatron model's dense step over ours at equal active width, one expert per "
                 "token, 2 ranks, not PPMoE's layout"),
             why="The upper end is one expert per token and eight sequences at a time; with one "
             "sequence, reading the weights of eight experts a GPU takes longer than computing. "

@@ -76,7 +76,7 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int) -> Prefil
 
 def explain(found: PrefillTable) -> str:
     """A line for each length; where the kernel changes; what to set."""
-    lines = [f"{'tokens a rank':>13}{'rows an expert':>16}{'one piece':>12}{'best':>12}"
+    lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
              "  pieces, kernel"]
     for row in found.rows:
         best = row.best

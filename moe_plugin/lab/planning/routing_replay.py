@@ -20,7 +20,15 @@ from moe_plugin.observe.progress import tracked
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import spill_costs
-from moe_plugin.planner.spill import LEAST_GAIN, POLICIES, Counts, SpillCosts, SpillPlan, plan_spill
+from moe_plugin.planner.spill import (
+    LEAST_GAIN,
+    POLICIES,
+    Counts,
+    SpillCosts,
+    SpillPlan,
+    Spread,
+    plan_spill,
+)
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.planner.units import show_time
 
@@ -147,7 +155,7 @@ def balanced_s(counts_WV: Counts, costs: SpillCosts) -> float:
     """Seconds of a call whose rows are spread evenly over experts and ranks."""
     ranks = len(counts_WV)
     rows = sum(map(sum, counts_WV)) / ranks
-    return costs.row_s * rows + costs.travel_s * rows * (ranks - 1) / ranks
+    return costs.seconds(Spread(rows, rows * (ranks - 1) / ranks, 0.0))
 
 
 def best(found: Sequence[PolicyTimes]) -> PolicyTimes:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODEL = ModelShape(layers=2, model_dim=64, ffn_dim=64, experts=8, top_k=2)
-# 1 ms a call and 2 us a row, or 3 us a row: alike at 1 ms over 4 experts, 250 rows
+# 1 ms per call and 2 us per row, or 3 us per row: alike at 1 ms over 4 experts, 250 rows
 PROFILE = {"large": Kernel(((0, 0.0), (8192, 8192 * 2e-6)), 1e-3),
            "small": Kernel(((0, 0.0), (8192, 8192 * 3e-6)))}
 CLUSTER = load_cluster(CONFIGS / "clusters/emulated.yaml").resized(2, 1)
@@ -34,7 +34,7 @@ def test_a_row_for_each_length() -> None:
     assert many.whole_s == pytest.approx(2 * exchange + 1e-3 + 4 * 2000 * 2e-6)
     assert many.best.seconds < many.whole_s and many.best.pieces > 1
     assert few.best.seconds <= few.whole_s
-    # from 250 rows an expert on, of 500 tokens on each rank, the first is no slower
+    # from 250 rows per expert on, of 500 tokens on each rank, the first is as fast or faster
     assert found.kernels == ((500, "small", "large"),)
 
 

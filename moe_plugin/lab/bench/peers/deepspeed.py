@@ -39,11 +39,11 @@ class _Expert(nn.Module):
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no drops."""
     with one_rank(problem.device):
-        group = expert_group()
-        own = data.local(group.rank, group.size)
         import deepspeed
         from deepspeed.moe.layer import MoE
 
+        group = expert_group()
+        own = data.local(group.rank, group.size)
         deepspeed.init_distributed(dist_backend="nccl" if problem.device == "cuda" else "gloo",
                                    verbose=False)
         layer = MoE(problem.model_dim, _Expert(problem), problem.experts, ep_size=group.size,
