@@ -4,17 +4,14 @@
   averages of their throughput; a task of a peer that fails is sent again, a peer that answers with
   an error is banned.
 - `butterfly_weights`: how much of a vector each peer of an all-reduce sums.
-- `speed_shares`: rows of an expert over the ranks that hold a replica of it, by their speeds.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-
-from moe_plugin.planner.spill import round_shares
 
 ALPHA = 0.1  # of averages of throughput: the weight of the newest value
 BACKWARD = 2.5  # size of a backward task where a forward task's is 1
@@ -145,9 +142,3 @@ def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
         total += bandwidth
         bound = (count - 2 + used) / total
     return [max(0.0, bound * b - 1) / (count - 2) for b in bandwidths]
-
-
-def speed_shares(rows: int, speeds: Mapping[int, float]) -> dict[int, int]:
-    """Rows of an expert for each rank that holds a replica, in proportion to the ranks' speeds."""
-    ranks = sorted(speeds)
-    return dict(zip(ranks, round_shares([speeds[r] for r in ranks], rows), strict=True))

@@ -21,10 +21,6 @@ LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
 # Parts of published systems that only tests and benchmarks reach: no door yet.
 NO_DOOR_YET = {
     "lab.planning.multicast": "AlpaComm's order of multicasts, for resharding between stages",
-    "lab.planning.preemption": "SWARM's preempted peers: a run over peers that come and go",
-    "planner.peer_choice.Wiring": "SWARM's choice of a peer for each task",
-    "planner.peer_choice.butterfly_weights": "SWARM's averaging between peers",
-    "planner.peer_choice.speed_shares": "SWARM's shares of a peer's throughput",
     "planner.shared_token_schedules.simulated_s": "Parm's simulated schedule",
 }
 # Documented for Python alone: no flag, setting or command yet.

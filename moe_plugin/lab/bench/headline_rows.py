@@ -340,9 +340,8 @@ def rows() -> tuple[Headline, ...]:
             system="SWARM", result="trains 1.01B shared parameters (13B without sharing)",
             said="no ratio", hardware="400 preemptible T4, below 200 Mbit/s",
             source="Ryabinin et al., ICML 2023, arXiv 2301.11913, abstract",
-            model="not modelled: the simulator of preemptions has its lifetimes fitted to the "
-            "paper's own throughput, so that it predicts nothing.",
-            needs="a run over peers that come and go"),
+            model="not modelled: the paper states no ratio that a model could predict.",
+            needs="hundreds of machines; eight peers are [measured](swarm.md)"),
         Headline(
             system="ByzShield", result="fewer corrupted gradients", said="36 % on average",
             value=0.36, percent=True, hardware="none: worst cases are counted", source=BYZ,

@@ -3,7 +3,7 @@ nodes: the exchange alone, and whole steps in Megatron and fairseq, forward and 
 bytes that the planner predicts for larger clusters.
 
 Needs Linux and root. Without `--parts` about 15 minutes on an idle machine with two processors; the
-parts of 8x4 nodes, about half an hour more, are measured where they are named.
+parts of 8x4 nodes and of slower links, about half an hour more, are measured where they are named.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ TITLE = "A token once to each rank or node"
 EXPERTS, RATE = 64, 200e6  # bit/s of a node's link
 GRIDS = ("2x2", "4x2", "8x4")
 AUTO, TODAY = "auto", "rows, auto"
+SLOWER = 4.0  # so that links, not the processors that emulate them, are what 32 ranks wait for
 LONGEST_WARM_UP = 40  # calls in which a tuner may settle
 
 
@@ -116,14 +117,18 @@ def formula(grid: str, k: int) -> tuple[float, float]:
     return rows.ranks / k, rows.nodes / k
 
 
-def measure_exchange(grid: str, args: argparse.Namespace) -> dict[str, Any]:
-    cells = []
-    with EmulatedCluster(*parse_grid(grid), rate_bit_s=args.rate) as cluster:
-        for width, k in itertools.product(args.widths, args.choices):
+def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -> dict[str, Any]:
+    """slower: links than those of the other parts; then only the first width, as bytes are what
+    counts.
+    """
+    cells, rate = [], args.rate / slower
+    widths = args.widths if slower == 1 else args.widths[:1]
+    with EmulatedCluster(*parse_grid(grid), rate_bit_s=rate) as cluster:
+        for width, k in itertools.product(widths, args.choices):
             ranks = cluster.run(run_rank, width, k, args.tokens, args.rounds, timeout_s=900)
             cells.append({"width": width, "k": k, "seconds": medians(ranks),
                           "rows": ranks[0]["rows"], "layout": ranks[0]["layout"]})
-    return {"grid": grid, "tokens": args.tokens, "rounds": args.rounds, "rate": args.rate,
+    return {"grid": grid, "tokens": args.tokens, "rounds": args.rounds, "rate": rate,
             "cells": cells}
 
 
@@ -138,7 +143,8 @@ def over(name: str, base: str) -> Callable[[dict[str, Any]], str]:
 
 def exchange_part(found: dict[str, Any]) -> Iterator[str]:
     grid = found["grid"]
-    yield f"## The exchange alone, {grid}"
+    slow = f", links of {found['rate'] / 1e6:.0f} Mbit/s" * (found["rate"] < RATE)
+    yield f"## The exchange alone, {grid}{slow}"
     yield (
         "Milliseconds of one call of a layer and its backward pass, of the slowest rank, medians "
         f"of {found['rounds']} rounds; all columns are measured alternately in the same processes. "
@@ -263,6 +269,8 @@ def first_part(found: list[str]) -> Iterator[str]:
 PARTS = {
     "about": (lambda args: list(SENDS), first_part),
     **{f"exchange-{grid}": (partial(measure_exchange, grid), exchange_part) for grid in GRIDS},
+    **{f"exchange-{grid}-slow": (partial(measure_exchange, grid, slower=SLOWER), exchange_part)
+       for grid in ("2x2", "8x4")},
     **{f"{host}-{grid}": (partial(measure_steps, host, grid), steps_part)
        for host in ("megatron", "fairseq") for grid in GRIDS},
     "predicted": (lambda args: list(NODES), predicted_part),

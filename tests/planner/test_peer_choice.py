@@ -1,17 +1,15 @@
-"""SWARM: shares of uneven peers, tasks of peers that vanish, throughput under preemption."""
+"""SWARM: shares of uneven peers, and of the sums of gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from moe_plugin.lab.planning.preemption import Preemptions, deliver
-from moe_plugin.planner.peer_choice import Wiring, butterfly_weights, speed_shares
+from moe_plugin.planner.peer_choice import Wiring, butterfly_weights
 
 pytestmark = pytest.mark.fast
 
@@ -73,34 +71,6 @@ def test_a_newcomer_starts_at_the_others_load_and_the_banned_get_nothing() -> No
         wiring.announce("slow", 0.0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 80), st.integers(0, 10**6))
-def test_no_task_is_lost_or_counted_twice(tasks: int, seed: int) -> None:
-    """Half of the peers die, and some are slower than the timeout."""
-    dice = np.random.default_rng(seed)
-    speeds = {peer: float(dice.uniform(0.3, 4)) for peer in range(6)}
-    deaths = {peer: float(dice.uniform(0, 15)) for peer in range(3)}
-    done = deliver(tasks, speeds, deaths, every_s=0.2, timeout_s=2.0, seed=seed)
-    assert sorted(done.peer_of) == list(range(tasks))
-    alone = deliver(tasks, speeds, {}, every_s=0.2, timeout_s=1e9, seed=seed)
-    assert alone.resent == alone.late == 0
-
-
-def test_lost_tasks_are_sent_again() -> None:
-    done = deliver(50, {0: 1.0, 1: 1.0}, {0: 5.0}, every_s=0.5, timeout_s=3.0)
-    assert done.resent > 0 and set(done.peer_of.values()) == {0, 1}
-
-
-def test_rebalancing_under_preemption() -> None:
-    """4 stages of 16 peers: the more often a peer moves, the more of the optimum is reached."""
-    trace, seeds = Preemptions(), range(40)
-    never, rarely, often = (float(np.mean([trace.throughput(every, seed) for seed in seeds]))
-                            for every in (None, 300.0, 60.0))
-    assert never < rarely < often
-    assert (never, rarely, often) == pytest.approx((0.83, 0.96, 0.98), abs=0.015)
-    assert all(trace.throughput(None, seed) < trace.throughput(60.0, seed) for seed in seeds)
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.floats(0.05, 20), min_size=3, max_size=8))
 def test_butterfly_weights_solve_the_linear_program(bandwidths: list[float]) -> None:
@@ -119,7 +89,3 @@ def test_butterfly_weights_of_equal_and_of_few_peers() -> None:
     assert butterfly_weights([1.0, 3.0]) == [0.25, 0.75] and butterfly_weights([2.0]) == [1.0]
     with pytest.raises(ValueError, match="must be > 0"):
         butterfly_weights([1.0, 0.0])
-
-
-def test_rows_follow_the_ranks_speeds() -> None:
-    assert speed_shares(10, {4: 34.0, 7: 16.0, 1: 50.0}) == {1: 5, 4: 4, 7: 1}

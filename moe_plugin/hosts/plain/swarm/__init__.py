@@ -1,0 +1,7 @@
+"""Pipelines of peers that differ in speed, come and go (SWARM)."""
+
+from moe_plugin.hosts.plain.swarm.peer import StagePeer
+from moe_plugin.hosts.plain.swarm.stage import make_stage
+from moe_plugin.hosts.plain.swarm.trainer import Swarm, SwarmStep
+
+__all__ = ["StagePeer", "Swarm", "SwarmStep", "make_stage"]

@@ -1,0 +1,45 @@
+"""A swarm's folder: a file of each stage, and one that names them, which is written last."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from moe_plugin.hosts.plain.swarm.messages import Message
+from moe_plugin.regular_files import make_folder, write_regular
+
+_INDEX = "swarm.json"
+
+
+def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
+    """Write all stages of one step; what was there before is valid until the last file is."""
+    path = make_folder(folder)
+    names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
+    for name, state in zip(names, states, strict=True):
+        made = io.BytesIO()
+        torch.save(state, made)
+        write_regular(path / name, made.getvalue())
+    write_regular(path / _INDEX, json.dumps({"step": step, "stages": names}) + "\n")
+    for old in path.glob("step_*_stage_*.pt"):
+        if old.name not in names:
+            old.unlink()
+    return path
+
+
+def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
+    """(step, states by stage).
+
+    Raises: ValueError: no such folder, or of another number of stages.
+    """
+    path = Path(folder) / _INDEX
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: give a folder that `Swarm.save` wrote")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    if len(index["stages"]) != stages:
+        raise ValueError(f"{path} has {len(index['stages'])} stages, the swarm {stages}")
+    return index["step"], [torch.load(Path(folder) / name, weights_only=True)
+                           for name in index["stages"]]

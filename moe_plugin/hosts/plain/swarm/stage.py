@@ -1,0 +1,152 @@
+"""A stage of a pipeline as one peer holds it: weights, optimizer, and gradients by micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.hosts.plain.swarm.messages import Message
+
+MakeStage = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+@contextlib.contextmanager
+def randomness(device: torch.device, seed: int) -> Iterator[None]:
+    """Random numbers that depend on the seed alone, and leave those outside as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
+               device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
+    """A stage's module with the weights that every run with this seed begins with."""
+    with randomness(device, seed + number):
+        return stages[number]().to(device).train()
+
+
+class ServedStage:
+    """See the module.
+
+    Args:
+        loss: of the last stage; None: of the others.
+        seed: of the whole run.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
+                 step: int) -> None:
+        self.module, self.loss, self.seed, self.step = module, loss, seed, step
+        self.parameters = list(module.parameters())
+        if not self.parameters:
+            raise ValueError("a stage has no parameters: put it together with another one")
+        self.device = self.parameters[0].device
+        self.optimizer = optimizer(self.parameters)
+        self.size = sum(p.numel() for p in self.parameters)
+        self._checked = False
+        self._lock = threading.Lock()
+        self.forget()
+
+    def forward(self, micro_batch: int, x: Tensor) -> Tensor:
+        """The stage's output, without a graph."""
+        with torch.no_grad(), self._pass(micro_batch):
+            return _output(self.module(x.to(self.device)))[0]
+
+    def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
+                 ) -> tuple[Tensor | None, float]:
+        """The gradient of `x` (None: of integers) and the losses of this stage, computed again from
+        `x`. The gradients of the weights wait for `count`.
+
+        Args:
+            grad: of the output; None: the last stage, with `target`.
+        """
+        x = x.to(self.device)
+        if x.is_floating_point():
+            x.requires_grad_()
+        with torch.enable_grad(), self._pass(micro_batch), self._no_state():
+            out, balance = _output(self.module(x))
+            roots = [(out, grad.to(out))] if grad is not None else [
+                (self.loss(out, _moved(target, self.device)), None)]
+            own = [roots[0][0]] if grad is None else []
+            if balance is not None:
+                roots.append((balance, None))
+                own.append(balance)
+            torch.autograd.backward(*zip(*roots, strict=True))
+        grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float().cpu()
+                 for p in self.parameters]
+        self.module.zero_grad(set_to_none=True)
+        with self._lock:
+            self._pending[micro_batch] = torch.cat(grads)
+        return x.grad, float(sum(loss.detach() for loss in own))
+
+    def count(self, micro_batch: int) -> None:
+        """The trainer took the answer of this backward pass: its gradients are in the sum."""
+        with self._lock:
+            if micro_batch in self._pending:
+                self._sum += self._pending.pop(micro_batch)
+                self.counted.add(micro_batch)
+
+    def forget(self) -> None:
+        """Begin the step anew."""
+        with self._lock:
+            self.counted: set[int] = set()
+            self._pending: dict[int, Tensor] = {}
+            self._sum = torch.zeros(self.size)
+
+    @property
+    def gradients(self) -> Tensor:
+        """The sum of what counts, float32 [N]."""
+        return self._sum
+
+    def apply(self, grads_N: Tensor) -> None:
+        """The optimizer's step with the sum over all peers of the stage; the next step begins."""
+        sizes = [p.numel() for p in self.parameters]
+        for p, grad in zip(self.parameters, grads_N.split(sizes), strict=True):
+            p.grad = grad.view_as(p).to(p)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.forget()
+
+    def state(self) -> Message:
+        """What another peer needs to serve this stage."""
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: Message) -> None:
+        """Become as the peer that gave this state."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _pass(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        # of step and micro-batch alone: both passes, on any peer, draw the same numbers
+        return randomness(self.device, hash((self.seed, self.step, micro_batch)) % 2**63)
+
+    @contextlib.contextmanager
+    def _no_state(self) -> Iterator[None]:
+        """The first pass shows whether the module keeps state that only this peer would have."""
+        if self._checked:
+            yield
+            return
+        before = {name: x.clone() for name, x in self.module.named_buffers()}
+        yield
+        for name, x in self.module.named_buffers():
+            if not torch.equal(before[name], x):
+                raise ValueError(
+                    f"buffer {name!r} changes in a training pass, and peers that come and go share "
+                    "weights alone: use layers without running statistics, and a balance loss in "
+                    "place of a router that is moved by counts")
+        self._checked = True
+
+
+def _output(found: Any) -> tuple[Tensor, Tensor | None]:
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _moved(target: Any, device: torch.device) -> Any:
+    return target.to(device) if isinstance(target, Tensor) else target

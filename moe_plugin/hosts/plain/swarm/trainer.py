@@ -1,0 +1,324 @@
+"""`Swarm`: trains a pipeline whose stages are served by peers that differ in speed, come and go
+(SWARM, Ryabinin et al. 2023).
+
+Every micro-batch takes a way of its own: at each stage the peer that is free first
+(`planner.peer_choice.Wiring`). A task that gets no answer is sent again, to another peer. The
+trainer keeps the inputs of every stage until the step ends, so that the others of its stage compute
+again what a lost peer had summed. At a step's end the peers of a stage sum their gradients (a
+butterfly all-reduce, by bandwidth) and step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.hosts.plain.swarm.members import Alarm, Member, SwarmMembers
+from moe_plugin.hosts.plain.swarm.messages import (
+    WIRES,
+    Address,
+    Connections,
+    Message,
+    MessageServer,
+    PeerError,
+    ask,
+    packed,
+)
+from moe_plugin.hosts.plain.swarm.saved import load_swarm, save_swarm
+from moe_plugin.planner.peer_choice import BACKWARD
+
+log = logging.getLogger(__name__)
+_Taken = dict[tuple[int, int], tuple[Address, Message]]
+
+
+@dataclass
+class SwarmStep:
+    """What became of a step.
+
+    Attributes:
+        losses: of each micro-batch, balance losses included.
+        norm: of all gradients, before clipping.
+        resent: tasks that were sent again. redone: backward passes whose gradients were lost with a
+            peer, and computed by another.
+        gone: addresses of peers that were lost. moved: (address, stage it left, stage it serves).
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norm: float = 0.0
+    resent: int = 0
+    redone: int = 0
+    gone: list[Address] = field(default_factory=list)
+    moved: list[tuple[Address, int, int]] = field(default_factory=list)
+
+
+class Swarm:
+    """The trainer of a swarm.
+
+    Args:
+        stages: number of them.
+        host, port: where peers find it; port 0: any, see `address`.
+        wire: how boundaries travel: `none`, `bf16`, `fp16`, `fp8` or `mxfp8`, with the bounds of
+            `dispatch.wire`.
+        dtype: of boundaries in memory.
+        in_flight: micro-batches at a time; 0: two for each peer.
+        clip: the largest norm of all gradients together; None: any.
+        timeout_s: without an answer, after which a task is sent to another peer.
+        rebalance_s: after so many seconds, between two steps, a peer moves to the slowest stage, if
+            the pipeline gets 1.1 times faster by it; None: never.
+        seed: of weights and random numbers.
+        resume: a folder that `save` wrote.
+
+    Attributes:
+        address: for `StagePeer`.
+        members: who serves which stage.
+        steps: done.
+    Raises:
+        ValueError: an argument is out of bounds, or `resume` is no such folder.
+    """
+
+    def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
+                 dtype: torch.dtype = torch.float32, in_flight: int = 0, clip: float | None = None,
+                 timeout_s: float = 60.0, rebalance_s: float | None = 60.0, seed: int = 0,
+                 resume: str | os.PathLike[str] | None = None) -> None:
+        if stages < 1 or in_flight < 0 or timeout_s <= 0:
+            raise ValueError(f"swarm: stages={stages} must be >= 1, in_flight={in_flight} >= 0 and "
+                             f"timeout_s={timeout_s} > 0")
+        if wire not in WIRES:
+            raise ValueError(f"swarm: unknown wire {wire!r}; known: {', '.join(WIRES)}")
+        self.stages, self.in_flight, self.clip, self.timeout_s = stages, in_flight, clip, timeout_s
+        self.steps = 0
+        self._first: list[Message | None] = [None] * stages
+        if resume is not None:
+            self.steps, self._first = load_swarm(resume, stages)
+        self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s}
+        self.members, self._clock = SwarmMembers(stages, seed), Alarm(rebalance_s)
+        self._connections = Connections(timeout_s)
+        self._taken: _Taken = {}  # by (stage, micro-batch): who did the backward pass, what it got
+        self._result, self._whole, self._refused = SwarmStep(), True, ""
+        self._server = MessageServer(host, port, self._answer)
+        self.address = self._server.address
+
+    def wait_for(self, peers: int) -> None:
+        """Wait until so many peers are here, for `timeout_s`.
+
+        Raises: TimeoutError: there are fewer.
+        """
+        if not self.members.wait_for(peers, self.timeout_s):
+            raise TimeoutError(f"{len(self.members)} of {peers} peers have come to {self.address} "
+                               f"within {self.timeout_s} s")
+
+    def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> SwarmStep:
+        """A step with micro-batches (input [B, ...], target).
+
+        Raises: RuntimeError: a stage has no peer, or each one of its peers fails, with the reason.
+        """
+        self._result = result = SwarmStep()
+        self._taken = {}
+        if not self._whole:
+            self._ask_members("forget", lambda stage, me: {})
+        self._whole = False
+        self._place()
+        inputs = [packed(x, self._run["wire"]) for x, _ in micro_batches]
+        with ThreadPoolExecutor(self.in_flight or 2 * len(self.members)) as pool:
+            result.losses = _results([pool.submit(self._journey, number, x, target) for
+                                      number, (x, (_, target)) in enumerate(
+                                          zip(inputs, micro_batches, strict=True))])
+        result.norm = self._reduce()
+        scale = 1.0 if self.clip is None else min(1.0, self.clip / (result.norm + 1e-6))
+        self._ask_members("apply", lambda stage, me: {"step": self.steps, "scale": scale})
+        self.steps, self._whole, self._first = self.steps + 1, True, [None] * self.stages
+        return result
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write every stage's weights and optimizer, for `resume`; a killed save leaves what was
+        there.
+        """
+        return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
+
+    def close(self) -> None:
+        """Tell the peers that training has ended."""
+        waiting = (member.address for member in self.members.newcomers)
+        for address in itertools.chain(*self.members.stages, waiting):
+            try:
+                ask(address, "stop", self.timeout_s)
+            except (OSError, PeerError):
+                log.debug("peer %s does not answer any more", address)
+        self._server.close()
+
+    # -- who serves what
+
+    def _answer(self, request: Message) -> Message:
+        self.members.here(Member(tuple(request["address"]), request["bandwidth"],
+                                 request["throughput"]))
+        return {}
+
+    def _place(self) -> None:
+        """Newcomers go where the throughput is least; then one peer may move there."""
+        for member in self.members.newcomers:
+            self._become(member, self.members.place(member))
+        self._all_served()
+        move = self.members.best_move() if self._clock.rings() else None
+        if move is not None:
+            member, stage, slow = move
+            self.members.leave(stage, member.address)
+            if self._become(member, slow):
+                self._result.moved.append((member.address, stage, slow))
+                log.info("peer %s moves from stage %d to stage %d", member.address, stage, slow)
+
+    def _become(self, member: Member, stage: int) -> bool:
+        others = self.members.stages[stage]
+        if not others and self.steps and self._first[stage] is None:
+            raise self._lost(stage)
+        try:
+            ask(member.address, "become", 2 * self.timeout_s, number=stage, step=self.steps,
+                source=others[0] if others else None,
+                state=None if others else self._first[stage], **self._run)
+        except (OSError, PeerError) as error:
+            log.warning("peer %s did not take stage %d: %s", member.address, stage, error)
+            self._refused = f"; {member.address} did not take it: {error}"
+            self.members.leave(stage, member.address)
+            return False
+        self.members.serve(member, stage)
+        return True
+
+    def _ban(self, stage: int, address: Address, why: object) -> None:
+        if self.members.leave(stage, address) is not None:
+            self._result.gone.append(address)
+            self._connections.close(address)
+            log.warning("peer %s of stage %d is lost: %s", address, stage, why)
+
+    def _all_served(self) -> None:
+        for stage, members in enumerate(self.members.stages):
+            if not members:
+                raise self._lost(stage)
+
+    def _lost(self, stage: int) -> RuntimeError:
+        return RuntimeError(f"stage {stage} of {self.stages} has no peer; " + (
+            "its weights are gone with them: continue from the last folder of `save`"
+            if self.steps else "start a peer for each stage, and `wait_for` them") + self._refused)
+
+    # -- tasks
+
+    def _journey(self, number: int, x: list[Tensor], target: Any) -> float:
+        """A micro-batch through all stages and back; returns its loss."""
+        inputs, last = [x], self.stages - 1
+        for stage in range(last):
+            inputs.append(self._task(stage, number, "forward", {"x": inputs[-1]})["x"])
+        grad, loss = None, 0.0
+        for stage in range(last, -1, -1):
+            answer = self._task(stage, number, "backward", {
+                "x": inputs[stage], "grad": grad, "target": target if stage == last else None})
+            grad, loss = answer["x"], loss + answer["loss"]
+        return loss
+
+    def _task(self, stage: int, number: int, what: str, values: Message) -> Message:
+        """Let a peer of the stage do it; another one where no answer comes."""
+        size = BACKWARD if what == "backward" else 1.0
+        task = (self.steps, number)
+        reasons: dict[Address, str] = {}
+        while (address := self.members.choose(stage, number, size, set(reasons))) is not None:
+            start = time.perf_counter()
+            try:
+                with self._connections.to(address) as connection:
+                    answer = connection.ask(what, task=task, **values)
+                    if what == "backward":
+                        connection.send({"do": "count", "task": task})
+            except (OSError, PeerError) as error:
+                self._result.resent += 1
+                reasons[address] = f"{address}: {error}"
+                if not isinstance(error, TimeoutError):
+                    self._ban(stage, address, error)
+                continue
+            if what == "backward":
+                self._taken[stage, number] = (address, values)
+            taken_s = time.perf_counter() - start - answer["queued"]
+            self.members.done(stage, address, size, taken_s)
+            return answer
+        raise RuntimeError(f"{what} of micro-batch {number}: no peer of stage {stage} did it: "
+                           f"{'; '.join(reasons.values()) or 'none is left'}")
+
+    # -- a step's end
+
+    def _reduce(self) -> float:
+        """Let the peers of each stage sum; returns the norm of all."""
+        norms: dict[int, float] = {}
+        for attempt in range(1 + len(self.members)):
+            left = [stage for stage in range(self.stages) if stage not in norms]
+            for stage in left:
+                self._redo(stage)
+            members = self.members.stages
+            found = self._ask_members("reduce", lambda stage, me: {
+                "key": (self.steps, attempt), "members": members[stage], "me": me,
+                "micro_batches": self._taken_by(stage, members[stage][me]),
+                "bandwidths": self.members.bandwidths(stage)}, left)
+            norms.update(found)
+            if len(norms) == self.stages:
+                return sum(norm ** 2 for norm in norms.values()) ** 0.5
+        raise RuntimeError(f"the gradients of stages {left} could not be summed; see the log")
+
+    def _taken_by(self, stage: int, address: Address) -> list[int]:
+        return [n for (s, n), (peer, _) in self._taken.items() if (s, peer) == (stage, address)]
+
+    def _redo(self, stage: int) -> None:
+        """Compute again what peers that are lost had summed."""
+        for (s, number), (address, values) in list(self._taken.items()):
+            if s == stage and address not in self.members.stages[stage]:
+                self._task(stage, number, "backward", values)
+                self._result.redone += 1
+
+    def _ask_members(self, what: str, values: Callable[[int, int], Message],
+                     stages: Iterable[int] | None = None) -> dict[int, float]:
+        """Ask all members of these stages at once, and ban those that do not answer.
+
+        Returns: by stage whose members have all done it, the norm that they tell.
+        """
+        members = self.members.stages
+        chosen = range(self.stages) if stages is None else stages
+        with ThreadPoolExecutor(max(1, len(self.members))) as pool:
+            # a peer may wait for another one, and that one for what a third one sends
+            asked = {(stage, address): pool.submit(ask, address, what, 3 * self.timeout_s,
+                                                   **values(stage, me))
+                     for stage in chosen for me, address in enumerate(members[stage])}
+        found, failed = {}, set()
+        for (stage, address), future in asked.items():
+            try:
+                answer = future.result()
+                if not answer.get("complete", True):
+                    raise ConnectionError("gradients that it computed are missing")
+                found[stage] = answer.get("norm", 0.0)
+            except (OSError, PeerError) as error:
+                failed.add(stage)
+                # one that cannot sum waited for another, which is banned
+                if what != "reduce" or isinstance(error, OSError):
+                    self._ban(stage, address, error)
+        self._all_served()
+        return {stage: norm for stage, norm in found.items() if stage not in failed}
+
+    def _state(self, stage: int) -> Message:
+        while True:
+            self._all_served()
+            address = self.members.stages[stage][0]
+            try:
+                return ask(address, "state", self.timeout_s)["state"]
+            except (OSError, PeerError) as error:
+                self._ban(stage, address, error)
+
+
+def _results(futures: list[Future]) -> list[Any]:
+    """Of all; where one fails, those that have not begun are cancelled."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

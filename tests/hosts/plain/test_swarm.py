@@ -1,0 +1,355 @@
+"""A pipeline of peers that come and go trains as one process does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moe_plugin import MoELayer
+from moe_plugin.config import from_dict
+from moe_plugin.dispatch.wire import FORMATS
+from moe_plugin.hosts.plain.swarm import StagePeer, Swarm, make_stage
+from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
+from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
+from moe_plugin.output import weighted_loss
+
+BATCHES, SEED = 6, 3
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+class Experts(nn.Module):
+    """An MoE layer, dropout, and the balance loss as a share of the step's."""
+
+    def __init__(self, router: str = "topk") -> None:
+        super().__init__()
+        self.moe = MoELayer(from_dict({"model_dim": 16, "num_experts": 4,
+                                       "experts": {"hidden_dim": 24},
+                                       "router": {"name": router, "top_k": 2},
+                                       "losses": {"gshard": 0.1}}))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.moe(x_BTD)
+        balance = weighted_loss(out.losses, {"gshard": 0.1})
+        return x_BTD + self.dropout(out.output), balance / BATCHES
+
+
+STAGES: list[Callable[[], nn.Module]] = [
+    partial(nn.Embedding, 11, 16), Experts, lambda: nn.Sequential(nn.ReLU(), nn.Linear(16, 11))]
+
+
+def loss(out_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    return F.cross_entropy(out_BTV.flatten(0, 1), ids_BT.flatten()) / BATCHES
+
+
+def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+    dice = torch.Generator().manual_seed(step)
+    made = torch.randint(11, (BATCHES, 2, 9), generator=dice)
+    return [(ids[:, :-1], ids[:, 1:]) for ids in made]
+
+
+def alone(steps: int, optimizer: Any = SGD, clip: float | None = None) -> list[float]:
+    """The losses of one process, which draws the random numbers that a peer draws."""
+    modules = [make_stage(STAGES, number, SEED) for number in range(len(STAGES))]
+    every = [p for module in modules for p in module.parameters()]
+    stepper, found = optimizer(every), []
+    for step in range(steps):
+        total = 0.0
+        for number, (x, target) in enumerate(batches(step)):
+            own = []
+            for module in modules:
+                torch.manual_seed(hash((SEED, step, number)) % 2**63)
+                x = module(x)
+                if isinstance(x, tuple):
+                    x, balance = x
+                    own.append(balance)
+            all_of_it = sum(own, loss(x, target))
+            all_of_it.backward()
+            total += float(all_of_it.detach())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(every, clip)
+        stepper.step()
+        stepper.zero_grad()
+        found.append(total)
+    return found
+
+
+class Crew:
+    """Processes that serve stages."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.processes: list[RankProcess] = []
+
+    def start(self, number: int = 1, kind: type[StagePeer] = StagePeer, *,
+              optimizer: Any = SGD, **about: float) -> None:
+        def serve() -> None:
+            torch.set_num_threads(1)
+            kind(("127.0.0.1", self.port), STAGES, optimizer, loss, timeout_s=5.0, **about).run()
+
+        self.processes += [fork(serve, None, len(self.processes) + i) for i in range(number)]
+
+    def signal(self, number: signal.Signals, *which: int) -> None:
+        for i in which:
+            os.kill(self.processes[i].pid, number)
+
+
+@contextlib.contextmanager
+def crew() -> Iterator[Crew]:
+    made = Crew()
+    try:
+        yield made
+    finally:
+        made.signal(signal.SIGCONT, *range(len(made.processes)))
+        stop(made.processes)
+
+
+def swarm_of(made: Crew, peers: int, **options: Any) -> Swarm:
+    swarm = Swarm(len(STAGES), port=made.port, seed=SEED, **{
+        "wire": "none", "timeout_s": 5.0, "rebalance_s": None, **options})
+    swarm.wait_for(peers)
+    return swarm
+
+
+def losses(swarm: Swarm, steps: Sequence[int]) -> list[float]:
+    return [sum(swarm.step(batches(step)).losses) for step in steps]
+
+
+@pytest.mark.parametrize(("optimizer", "clip"), [
+    (SGD, None), (SGD, 0.05), (partial(torch.optim.AdamW, lr=0.01), None)])
+def test_losses_are_those_of_one_process(optimizer: Any, clip: float | None) -> None:
+    expected = alone(4, optimizer, clip)
+    with crew() as made:
+        made.start(5, optimizer=optimizer)
+        swarm = swarm_of(made, 5, clip=clip)
+        assert losses(swarm, range(4)) == pytest.approx(expected, rel=2e-6)
+        assert sorted(map(len, swarm.members.stages)) == [1, 2, 2]
+        swarm.close()
+
+
+@pytest.mark.parametrize("wire", sorted(FORMATS))
+def test_boundaries_in_fewer_bits(wire: str) -> None:
+    """One step, so that the difference is that of the boundaries alone: two of them, of which the
+    stages' outputs change no faster than their inputs."""
+    with crew() as made:
+        made.start(3)
+        swarm = swarm_of(made, 3, wire=wire)
+        [got], [exact] = losses(swarm, [0]), alone(1)
+        assert got != exact and got == pytest.approx(exact, rel=2**-4)
+        swarm.close()
+
+
+def test_peers_that_die_lose_nothing() -> None:
+    """At the next task that it is given."""
+    with crew() as made:
+        made.start(7)
+        swarm = swarm_of(made, 7)
+        first = losses(swarm, [0])
+        made.signal(signal.SIGKILL, 0)
+        second = swarm.step(batches(1))
+        assert len(second.gone) == 1
+        third = swarm.step(batches(2))
+        assert [*first, sum(second.losses), sum(third.losses)] == pytest.approx(alone(3), rel=2e-6)
+        swarm.close()
+
+
+class DiesBeforeSumming(StagePeer):
+    """Its gradients were computed, and are gone."""
+
+    def _reduce(self, key: tuple[int, int], **rest: Any) -> Any:
+        if key[0] == 1:
+            os._exit(1)
+        return super()._reduce(key, **rest)
+
+
+class DiesInTheMidst(StagePeer):
+    """At its second backward pass of the second step."""
+
+    calls = 0
+
+    def _backward(self, task: tuple[int, int], **rest: Any) -> Any:
+        DiesInTheMidst.calls += task[0] == 1
+        if DiesInTheMidst.calls == 2:
+            os._exit(1)
+        return super()._backward(task, **rest)
+
+
+class LosesAnAnswer(StagePeer):
+    """Computes, and its answer arrives after the others have done it again."""
+
+    slow = threading.Event()
+
+    def _backward(self, task: tuple[int, int], **rest: Any) -> Any:
+        found = super()._backward(task, **rest)
+        if task == (1, 2):
+            self.slow.wait(3)
+        return found
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    (DiesBeforeSumming, "redone"), (DiesInTheMidst, "resent"), (LosesAnAnswer, "resent")])
+def test_gradients_count_once(kind: type[StagePeer], what: str) -> None:
+    with crew() as made:
+        made.start(3)  # one for each stage, whatever happens to those of the kind
+        swarm = swarm_of(made, 3, timeout_s=1.5)
+        first = losses(swarm, [0])
+        made.start(3, kind)
+        swarm.wait_for(6)
+        second = swarm.step(batches(1))
+        assert getattr(second, what) > 0
+        assert [*first, sum(second.losses), *losses(swarm, [2])] == pytest.approx(
+            alone(3), rel=2e-6)
+        swarm.close()
+
+
+def test_a_silent_peer() -> None:
+    """Stopped, not dead: nothing says so but the time."""
+    with crew() as made:
+        made.start(6)
+        swarm = swarm_of(made, 6, timeout_s=1.0)
+        first = losses(swarm, [0])
+        made.signal(signal.SIGSTOP, 4)
+        second = swarm.step(batches(1))
+        assert len(second.gone) == 1
+        made.signal(signal.SIGCONT, 4)
+        swarm.wait_for(6)  # it comes back, and loads what it has missed
+        assert [*first, sum(second.losses), *losses(swarm, [2, 3])] == pytest.approx(
+            alone(4), rel=2e-6)
+        assert sum(map(len, swarm.members.stages)) == 6
+        swarm.close()
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_peers_die_at_any_step(data: st.DataObject) -> None:
+    with crew() as made:
+        made.start(8)
+        swarm = swarm_of(made, 8)
+        expected, got, dead = alone(4), [], set()
+        for step in range(4):
+            got += losses(swarm, [step])
+            # nobody knows here which stage a process serves: as long as each has two
+            if step < 2 and min(map(len, swarm.members.stages)) > 1:
+                dead |= {data.draw(st.sampled_from(sorted(set(range(8)) - dead)))}
+                made.signal(signal.SIGKILL, *dead)
+        assert got == pytest.approx(expected, rel=2e-6)
+        swarm.close()
+
+
+def test_a_newcomer_and_a_peer_that_moves_load_what_they_serve() -> None:
+    with crew() as made:
+        made.start(3)
+        swarm = swarm_of(made, 3, rebalance_s=0.0)
+        got = losses(swarm, [0])
+        made.start(1)
+        swarm.wait_for(4)
+        moves = []
+        for step in range(1, 5):
+            two = next((i for i, peers in enumerate(swarm.members.stages) if len(peers) == 2), 0)
+            there = swarm.members.stages[two]
+            swarm.members.best_move = lambda there=there, two=two: (
+                (Member(there[0], 1.0, None), two, (two + 1) % 3) if len(there) == 2 else None)
+            result = swarm.step(batches(step))
+            got.append(sum(result.losses))
+            moves += result.moved
+        assert len(moves) == 3 and not result.gone
+        assert got == pytest.approx(alone(5), rel=2e-6)
+        swarm.close()
+
+
+def test_who_moves() -> None:
+    """The peer that makes the slowest stage fastest, if the stage that it leaves stays faster."""
+    members = SwarmMembers(2, 0)
+    for name, speed, stage in (("a", 1.0, 0), ("b", 5.0, 1), ("c", 2.0, 1), ("d", 0.5, 1)):
+        members.serve(Member((name, 1), 1.0, speed), stage)
+    moved, old, new = members.best_move()
+    assert (moved.address[0], old, new) == ("c", 1, 0)  # 3 and 5.5; b would leave 6 and 2.5
+    members.leave(1, moved.address)
+    members.serve(moved, 0)
+    assert members.best_move()[0].address[0] == "d"  # 3.5 and 5
+    members.leave(1, ("d", 1))
+    members.serve(Member(("d", 1), 1.0, 0.5), 0)
+    assert members.best_move() is None
+
+
+def test_a_stage_without_peers_and_a_saved_folder(tmp_path: Path) -> None:
+    with crew() as made:
+        made.start(3)
+        swarm = swarm_of(made, 3)
+        before = losses(swarm, [0, 1])
+        swarm.save(tmp_path / "saved")
+        losses(swarm, [2])
+        made.signal(signal.SIGKILL, 0)
+        with pytest.raises(RuntimeError, match="no peer of stage|has no peer"):
+            losses(swarm, [3])
+        with pytest.raises(RuntimeError, match="continue from the last folder of `save`"):
+            losses(swarm, [3])
+        swarm.close()
+    with crew() as made:
+        made.start(4)
+        with pytest.raises(ValueError, match="has 3 stages, the swarm 2"):
+            Swarm(2, resume=tmp_path / "saved")
+        swarm = swarm_of(made, 4, resume=tmp_path / "saved")
+        assert swarm.steps == 2
+        assert before + losses(swarm, [2, 3]) == pytest.approx(alone(4), rel=2e-6)
+        swarm.close()
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"stages": 0}, "stages=0 must be >= 1"), ({"timeout_s": 0}, "timeout_s=0 > 0"),
+    ({"wire": "fp9"}, "unknown wire 'fp9'; known: none, bf16"),
+    ({"resume": "nowhere"}, "nowhere/swarm.json is missing")])
+def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Swarm(**{"stages": 2, **options})
+
+
+def served(stages: list[Callable[[], nn.Module]], message: str) -> None:
+    """A step over one peer for each stage, in threads, fails with this message."""
+    swarm = Swarm(len(stages), timeout_s=2.0)
+    peers = [StagePeer(swarm.address, stages, SGD, lambda out, target: out.sum(), timeout_s=2.0)
+             for _ in stages]
+    threads = [threading.Thread(target=peer.run) for peer in peers]
+    for thread in threads:
+        thread.start()
+    try:
+        swarm.wait_for(len(stages))
+        with pytest.raises(RuntimeError, match=message):
+            swarm.step([(torch.randn(4, 16), torch.zeros(4))])
+    finally:
+        for peer in peers:
+            peer.close()
+        swarm.close()
+        for thread in threads:
+            thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_state_that_peers_do_not_share_is_refused() -> None:
+    served([partial(nn.BatchNorm1d, 16), partial(nn.Linear, 16, 3)],
+           "buffer 'running_mean' changes in a training pass")
+
+
+def test_a_router_that_counts_is_refused() -> None:
+    served([partial(Experts, "sigmoid_bias"), partial(nn.Linear, 16, 3)],
+           r"buffer 'moe.router.\w+' changes in a training pass")
+
+
+def test_an_error_of_the_model_is_told() -> None:
+    served([partial(nn.Linear, 15, 3)], "backward of micro-batch 0: no peer of stage 0 did it.*"
+           "RuntimeError: mat1 and mat2 shapes")
