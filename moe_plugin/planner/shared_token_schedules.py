@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
-from moe_plugin.planner.events import Task, simulate
+from moe_plugin.planner.events import Task
 
 SCHEDULES = ("baseline", "s1", "s2")
 
@@ -99,9 +99,3 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
     """The faster of `s1` and `s2` by the model; if equal s1, which also splits the gate's work."""
     return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
-
-
-def simulated_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
-                pieces: int = 16) -> float:
-    """Seconds of the event timeline, with S2's gather pipelined behind the all-to-all."""
-    return simulate(schedule_tasks(shape, cluster, schedule, overlap, pieces)).seconds
