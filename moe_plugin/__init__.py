@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_plugin import checkout
 
-if TYPE_CHECKING:  # what type checkers see; the names are those of _EXPORTS
+if TYPE_CHECKING:  # what type checkers see; the names are those of EXPORTS
     from moe_plugin.comm import Comm as Comm
     from moe_plugin.comm import LocalComm as LocalComm
     from moe_plugin.comm import TorchComm as TorchComm
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # what type checkers see; the names are those of _EXPORTS
 
 __version__ = "0.2.0"
 checkout.install(Path(__file__).parent)
-_EXPORTS = {
+EXPORTS = {
     "MoEConfig": "moe_plugin.config", "MoELayer": "moe_plugin.layer",
     "MoEOutput": "moe_plugin.output", "LayerStats": "moe_plugin.output",
     "Routing": "moe_plugin.records", "weighted_loss": "moe_plugin.output",
@@ -54,13 +54,13 @@ _EXPORTS = {
     "from_yaml": "moe_plugin.config", "from_dict": "moe_plugin.config",
     "Comm": "moe_plugin.comm", "TorchComm": "moe_plugin.comm", "LocalComm": "moe_plugin.comm",
 }
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [*EXPORTS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name not in EXPORTS:
         raise AttributeError(f"module 'moe_plugin' has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
+    return getattr(importlib.import_module(EXPORTS[name]), name)
 
 
 def _is_user_dir() -> bool:

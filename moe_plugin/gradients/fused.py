@@ -17,7 +17,7 @@ ADAM, ADAM_16_BIT = "FusedAdam", "FusedAdam, 16-bit statistics"
 LAYER_NORM, RMS_NORM = "FusedLayerNorm", "FusedRMSNorm"
 L2_NORM, SCALE, APPLIER = "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_applier"
 # module and name of each part, and the compiled module that it needs
-_APEX = {
+APEX = {
     ADAM: ("apex.optimizers", "FusedAdam", "amp_C"),
     ADAM_16_BIT: ("fused_adam_cuda", "adam", "fused_adam_cuda"),
     LAYER_NORM: ("apex.normalization", "FusedLayerNorm", "fused_layer_norm_cuda"),
@@ -55,7 +55,7 @@ def apex(name: str) -> FusedPart:
     """A part of apex by its name in this module, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
-    return imported(*_APEX[name])
+    return imported(*APEX[name])
 
 
 @functools.cache

@@ -58,19 +58,19 @@ class Ticket:
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._copier = copier
-        self._future: Future[None] | None = None
-        self._event: torch.cuda.Event | None = None
+        self.copier = copier
+        self.future: Future[None] | None = None
+        self.event: torch.cuda.Event | None = None
 
     @property
     def done(self) -> bool:
         """Whether the job is complete, or has failed."""
-        if self._future is not None:
-            if not self._future.done():
+        if self.future is not None:
+            if not self.future.done():
                 return False
-            if self._future.exception() is not None:
+            if self.future.exception() is not None:
                 return True
-        return self._event is None or self._event.query()
+        return self.event is None or self.event.query()
 
     def wait(self) -> None:
         """Let the caller, on a GPU its current stream, wait until the job is complete. `Exception`:
@@ -78,19 +78,19 @@ class Ticket:
         """
         started = None if self.done else time.perf_counter()
         try:
-            if self._future is not None:
-                self._future.result()
+            if self.future is not None:
+                self.future.result()
         finally:
             if started is not None:
-                self._copier._count(waits=1, stalled_s=time.perf_counter() - started)
-        if self._event is not None:
-            torch.cuda.current_stream(self._copier.device).wait_event(self._event)
+                self.copier._count(waits=1, stalled_s=time.perf_counter() - started)
+        if self.event is not None:
+            torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
         """`wait`, of the host: before it writes what the job reads, or reads what it writes."""
         self.wait()
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
 
 class Copier:
@@ -131,7 +131,7 @@ class Copier:
                 the one in host memory should be pinned.
         """
         copies = list(copies)
-        self._settle_device()
+        self.settle_device()
         nbytes = sum(target.numel() * target.element_size() for target, _ in copies)
 
         def copy() -> None:
@@ -143,13 +143,13 @@ class Copier:
         idle = self._latest is None or self._latest.done()
         if on_gpu and idle and self.throttle is None:
             ticket = Ticket(self, nbytes)
-            ticket._event = self._on_stream(copy, self._here())
+            ticket.event = self._on_stream(copy, self._here())
             self._count(copies=1, bytes=nbytes)
         else:
             ticket = self.start_call(copy, nbytes)
         # memory on the device is not given to others before the copies' stream is done with it
         for x in (x for pair in copies for x in pair if x.device.type == "cuda"):
-            x.record_stream(self._side())
+            x.record_stream(self.side_stream())
         return ticket
 
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
@@ -160,7 +160,7 @@ class Copier:
         Args:
             call: what to do. nbytes: that it moves.
         """
-        self._settle_device()
+        self.settle_device()
         ticket = Ticket(self, nbytes)
         reached = self._here() if self.device.type == "cuda" else None
 
@@ -169,14 +169,14 @@ class Copier:
             if reached is None:
                 call()
             else:
-                ticket._event = self._on_stream(call, reached)
+                ticket.event = self._on_stream(call, reached)
             spent = time.perf_counter() - started
             more = 0.0 if self.throttle is None else max(0.0, nbytes / self.throttle - spent)
             if more:
                 self._sleep(more)
             self._count(copies=1, bytes=nbytes, busy_s=spent + more, throttled_s=more)
 
-        ticket._future = self._latest = self._executor().submit(run)
+        ticket.future = self._latest = self._executor().submit(run)
         return ticket
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Copier:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="copier")
         return self._thread
 
-    def _settle_device(self) -> None:
+    def settle_device(self) -> None:
         """A GPU without a number is the caller's current one: the thread's own may be another."""
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -205,7 +205,7 @@ class Copier:
 
     def _on_stream(self, call: Callable[[], object], after: torch.cuda.Event) -> torch.cuda.Event:
         """Run `call` with the copies' stream as current stream, which waits for `after` first."""
-        stream = self._side()
+        stream = self.side_stream()
         with torch.cuda.stream(stream):
             stream.wait_event(after)
             call()
@@ -213,7 +213,8 @@ class Copier:
             event.record(stream)
         return event
 
-    def _side(self) -> torch.cuda.Stream:
+    def side_stream(self) -> torch.cuda.Stream:
+        """That copies run on, made for the first of them."""
         with self._lock:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)

@@ -39,7 +39,7 @@ from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from moe_plugin.output import LayerStats
 
 # LayerStats kept before they are summed: bounds memory, saves small device operations
-_FOLD_AT = 64
+FOLD_AT = 64
 # of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
 # what the host knows of each call; `capped`: calls with a capacity
@@ -102,7 +102,7 @@ class _Collected:
         self.collectives.update([stats.collectives] if stats.collectives is not None else [])
         self.exchanges.update(stats.exchanges)
         self.decisions += stats.decisions
-        if len(self.pending) >= _FOLD_AT:
+        if len(self.pending) >= FOLD_AT:
             self.fold()
 
     def fold(self) -> None:

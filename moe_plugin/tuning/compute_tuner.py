@@ -145,7 +145,7 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
         return ComputeChoice(_compiled(x, counts), "under torch.compile")
     if parameters.keep is not None and isinstance(counts, DeviceCounts):
         return ComputeChoice("kernels", "of those whose rows go to pages, it keeps the fewest")
-    usable = _usable(x, parameters, counts)
+    usable = usable_ways(x, parameters, counts)
     if len(usable) == 1:
         return ComputeChoice(*usable, "by rule the only candidate")
     load = load_of(x, rows, parameters)
@@ -182,7 +182,7 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device,
         # trial gradients are discarded: they reach nothing that the layer's calls share
         p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {},
                              "sums": None, "later": None, "keep": None})
-        x, rows = _sample(load, device)
+        x, rows = sample_load(load, device)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
         wanted = [x, *(t for t in own.values() if isinstance(t, Tensor))]
@@ -194,7 +194,7 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device,
     return {name: functools.partial(run, name) for name in names}
 
 
-def _sample(load: ComputeLoad, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
+def sample_load(load: ComputeLoad, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
     """Rows, or tokens and their plan, of a bucket's load, assigned to experts round robin."""
     total = load.experts * 2**load.bucket // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
@@ -230,7 +230,7 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
     return "batched" if counts.even else "loop"
 
 
-def _usable(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
+def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
     """Strategies that compute such rows on this device themselves, without a fallback, and do not
     make the host wait for lengths that the device alone knows.
     """

@@ -131,7 +131,7 @@ class LayoutTuner(OwnsReplayLogs):
     def _choose(self, routing: Routing) -> LayoutChoice:
         self.since += 1
         if self.since >= self.every or self.due or self.tuner.exploring(self.bucket):
-            self.bucket, self.due = self._agree(routing), False
+            self.bucket, self.due = self.agree(routing), False
             self.current, self.since = self.tuner.choose(self.bucket, self.since), 0
             if self.tuner.wants_time(self.bucket):
                 self.timer = self.measure(self.probe.device)
@@ -168,7 +168,7 @@ class LayoutTuner(OwnsReplayLogs):
                      d.choice.words, d.why)
         return fresh
 
-    def _agree(self, routing: Routing) -> Bucket:
+    def agree(self, routing: Routing) -> Bucket:
         """The bucket of the largest load of any rank; the latest time goes to the tuner."""
         begun = time.perf_counter()
         load_E = expert_load(routing.ids_TK, self.config.num_experts)
@@ -191,7 +191,7 @@ class LayoutTuner(OwnsReplayLogs):
                 self.tuner.repeat(run.bucket, run.choice)
             else:
                 self.tuner.record(run.bucket, run.choice, seconds)
-                self.every = _pace(cost, seconds)
+                self.every = calls_between(cost, seconds)
         size = math.log(max(rows, 1.0)) / math.log(self.config.tuner.bucket)
         imbalance = max(0.0, math.log2(max(skew, 1.0)) - 1)
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
@@ -274,7 +274,7 @@ DIMENSIONS = [
 ]
 
 
-def _pace(cost: float, seconds: float) -> int:
+def calls_between(cost: float, seconds: float) -> int:
     """Calls from one agreement to the next, which takes `cost`, where a call takes `seconds`."""
     if seconds <= 0 or cost > EVERY * SHARE * seconds:
         return EVERY

@@ -132,12 +132,13 @@ def test_an_error_of_the_caller_stops_files_and_lets_complete_ones_end() -> None
 def test_a_tensor_that_cannot_be_read_ends_both_files(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_files, "BLOCK", 4)  # an element
-    reads, done = [], []
+    workers, reads, done = FileWorkers(2), [], []
+    monkeypatch.setattr(torch_files, "FileWorkers", lambda at_once: workers)
 
     def slow(window: Window) -> torch.Tensor:
         reads.append(window)
         if len(reads) == 3:  # alone: the other file needs a reader, too
-            assert writer._workers.stopping.wait(60)
+            assert workers.stopping.wait(60)
         return torch.ones(window_shape(window))
 
     def broken(window: Window) -> torch.Tensor:

@@ -206,7 +206,7 @@ def test_fairseq_needs_are_its_extra() -> None:
 
 
 def test_a_host_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "_ADAPTER", {"broken": ("tqdm", "moe_plugin.no_such_module")})
+    monkeypatch.setattr(packages, "ADAPTER", {"broken": ("tqdm", "moe_plugin.no_such_module")})
     (row,) = packages.host_rows()
     assert row["state"] == "not available" and "No module named 'moe_plugin.no_such_module'" in row[
         "reason"]

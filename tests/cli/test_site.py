@@ -59,7 +59,7 @@ def test_continuous_integration_counts_the_warnings_of_the_site() -> None:
 def test_the_api_page_has_what_the_package_exports() -> None:
     found = re.findall(r"^::: (.*)\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"),
                        re.MULTILINE)
-    assert {name for _, name in found} == set(moe_plugin._EXPORTS)
+    assert {name for _, name in found} == set(moe_plugin.EXPORTS)
     for module, name in found:
         item = getattr(importlib.import_module(module), name)
         assert item is getattr(moe_plugin, name) and item.__module__ == module

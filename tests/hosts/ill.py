@@ -26,8 +26,6 @@ from moe_plugin.observe.drops import RULE as DROPS
 from moe_plugin.observe.findings import RULES as ALL_RULES
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import read_run
-from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import Routing
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 
 STEPS, JUMP_TO, LAST = 46, 300, 344  # after the first step a run goes on at JUMP_TO
@@ -47,7 +45,7 @@ class Ill:
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank, self.step, self._late_s, self._was_late = rank, 0, 0.0, False
         self._layers: list[MoELayer] = []
-        real, init, choose = time.perf_counter, MoELayer.__init__, LayoutTuner._choose
+        real, init, layout = time.perf_counter, MoELayer.__init__, LayoutTuner.layout
         monkeypatch.setattr(time, "perf_counter", lambda: real() + self._late_s)
 
         def built(layer: MoELayer, *args: Any, **kwargs: Any) -> None:
@@ -62,11 +60,13 @@ class Ill:
                     lambda _, given: (_numbered(given[0]), *given[1:]))
             layer.experts.register_forward_hook(lambda _, __, output: self._spoiled(output))
 
-        def chosen(tuner: LayoutTuner, routing: Routing) -> LayoutChoice:
-            return choose(tuner, routing) if self.step > 1 else tuner.current
+        def chosen(tuner: LayoutTuner, *args: Any) -> Any:
+            if self.step > 1:
+                return layout(tuner, *args)
+            return tuner.layouts.at(tuner.current), None
 
         monkeypatch.setattr(MoELayer, "__init__", built)
-        monkeypatch.setattr(LayoutTuner, "_choose", chosen)
+        monkeypatch.setattr(LayoutTuner, "layout", chosen)
 
     def begin(self, model: nn.Module) -> None:
         """A step begins."""

@@ -92,9 +92,9 @@ def test_an_event_is_of_the_device_that_is_asked_about(gpus: TwoGPUs) -> None:
 def test_copies_of_a_gpu_without_a_number_stay_on_the_caller_s(gpus: TwoGPUs) -> None:
     copier = Copier("cuda")
     gpus.exchange(1)
-    copier._settle_device()
+    copier.settle_device()
     gpus.exchange(0)
-    assert copier.device == SECOND and copier._side().device == SECOND
+    assert copier.device == SECOND and copier.side_stream().device == SECOND
 
 
 @pytest.mark.parametrize(("capability", "dtype", "reason"), [
@@ -217,6 +217,6 @@ def test_a_collective_on_the_cpu_of_a_group_of_both_backends_is_not_watched(gpus
     group = ModuleType("a group")
     watch = TimeoutWatch(group, 60, "", str)
     watch.add("a barrier", torch.device("cpu"))
-    assert gpus.recorded == [] and not watch._pending
+    assert gpus.recorded == []
     watch.add("an all_to_all", SECOND)
     assert gpus.recorded == [SECOND]

@@ -91,4 +91,4 @@ def test_auto_takes_no_way_that_multiplies_number_by_number() -> None:
     layer = MoELayer(512, num_experts=2).bfloat16()
     p = layer.experts
     x_RD = torch.zeros(1, 512, dtype=torch.bfloat16)
-    assert compute_tuner._usable(x_RD, p, None) == {"fused"}
+    assert compute_tuner.usable_ways(x_RD, p, None) == {"fused"}

@@ -44,7 +44,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def forget() -> None:
-    for cached in (build.library, functions._passes, functions._scores):
+    for cached in (build.library, functions.compiled_passes, functions.compiled_scores):
         cached.cache_clear()
 
 
@@ -363,7 +363,7 @@ def test_compiled_once_for_all_processes(home: Path, monkeypatch: pytest.MonkeyP
     names = [path.name for path in made if path.is_file()]
     assert len(names) == 1 and names[0].startswith("passes-") and names[0].endswith(".so")
     forget()
-    monkeypatch.setattr(build, "_run", lambda command: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "run_compiler", lambda command: pytest.fail("compiled again"))
     assert functions.passes(torch.ones(1), "gelu") is not None
 
 
@@ -380,7 +380,7 @@ def test_what_another_rank_could_compile_serves_one_that_could_not(
         target.write_bytes(content)  # by another rank, meanwhile
         raise OSError("does not end")
 
-    monkeypatch.setattr(build, "_run", too_late)
+    monkeypatch.setattr(build, "run_compiler", too_late)
     assert functions.passes(torch.ones(1), "gelu") is not None
 
 
@@ -396,7 +396,7 @@ def test_code_that_others_may_have_written_is_not_run(home: Path) -> None:
 
 @needs_compiler
 def test_a_torch_without_openmp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_THREADS", ("no_such_function",))
+    monkeypatch.setattr(build, "THREADS", ("no_such_function",))
     assert "without OpenMP" in functions.why_not("gelu")
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_plugin.memory.copier import Copier
+from moe_plugin.memory.copier import Copier, Ticket
 
 
 def test_copies_arrive_and_are_counted():
@@ -93,15 +93,12 @@ def test_copies_of_a_copier_and_a_fork_have_threads_of_their_own():
 
 
 def test_the_host_waits_for_a_copy_where_it_says_so():
-    copier, log = Copier("cpu"), []
-    ticket = copier.start([(torch.zeros(2), torch.ones(2))])
-    ticket.wait()
-    ticket._event = SimpleNamespace(query=lambda: True, synchronize=lambda: log.append("host"))
-    ticket._copier = SimpleNamespace(device=torch.device("cuda", 1))
+    log = []
+    ticket = Ticket(SimpleNamespace(device=torch.device("cuda", 1)), 8)
+    ticket.event = SimpleNamespace(query=lambda: True, synchronize=lambda: log.append("host"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(
             wait_event=lambda event: log.append(f"stream of {device}")))
         ticket.wait()
         ticket.synchronize()
     assert log == ["stream of cuda:1", "stream of cuda:1", "host"]
-    copier.close()

@@ -85,7 +85,7 @@ def test_building_a_model_writes_and_draws_nothing(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("not before it is needed")
 
-    for name in ("_values", "_ensure"):
+    for name in ("fetch", "fill", "mapped"):
         monkeypatch.setattr(FileWeights, name, refuse)
     layer = layer_of("disk", tmp=tmp_path)
     state = torch.random.get_rng_state()

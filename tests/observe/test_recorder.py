@@ -10,9 +10,11 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import run_simulated
@@ -21,12 +23,13 @@ from moe_plugin.memory.activations.auto import manage
 from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.observe import StatsRecorder
+from moe_plugin.observe import StatsRecorder, sinks
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.recorder import _FOLD_AT, summary
+from moe_plugin.observe.recorder import FOLD_AT, summary
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.output import LayerStats
+from moe_plugin.regular_files import open_append
 
 pytestmark = pytest.mark.fast
 
@@ -88,15 +91,18 @@ def test_a_loss_that_only_some_calls_have_is_averaged_over_these() -> None:
 
 def test_many_calls_fold_to_the_same_sums() -> None:
     recorder = StatsRecorder(ObserveConfig(interval=1))
-    for _ in range(2 * _FOLD_AT + 3):
-        recorder.add("a", stats([2, 1]))
-    assert len(recorder._layers["a"].pending) == 3
+    kept = WeakSet[torch.Tensor]()
+    for _ in range(2 * FOLD_AT + 3):
+        kept.add((call := stats([2, 1])).load_KE)
+        recorder.add("a", call)
+    del call
+    assert len(kept) == 3  # the tensors of the others are gone
     record = recorder.reduce()["a"]
-    assert record["load"] == [2 * (2 * _FOLD_AT + 3), 2 * _FOLD_AT + 3
+    assert record["load"] == [2 * (2 * FOLD_AT + 3), 2 * FOLD_AT + 3
                               ] and record["losses"]["gshard"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("before", [0, 3, _FOLD_AT - 1])
+@pytest.mark.parametrize("before", [0, 3, FOLD_AT - 1])
 def test_a_step_that_is_repeated_counts_once(before: int) -> None:
     plain, repeated = StatsRecorder(ObserveConfig()), StatsRecorder(ObserveConfig())
     for _ in range(before):
@@ -166,7 +172,7 @@ def test_nothing_is_read_from_the_device_before_the_interval_ends() -> None:
     """On the meta device any copy to the host raises."""
     recorder = StatsRecorder(ObserveConfig(interval=1000))
     meta = {"device": "meta"}
-    for step in range(2 * _FOLD_AT):
+    for step in range(2 * FOLD_AT):
         recorder.add(
             "a",
             LayerStats(torch.ones(1, 2, dtype=torch.int64, **meta),
@@ -243,14 +249,16 @@ class _Full:
 
 
 def test_a_full_disk_loses_records_with_a_warning_and_training_goes_on(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = _Full(open_append(str(tmp_path / "stats.jsonl")), 100)
+    monkeypatch.setattr(sinks, "open_append", lambda path: disk)
     sink = JsonlSink(str(tmp_path / "stats.jsonl"))
     sink.write({"step": 0})
-    sink._stream = _Full(sink._stream, 5)
+    disk.room = 5
     for step in (1, 2):
         sink.write({"step": step})
     assert len(caplog.records) == 1 and "disk is full" in caplog.text
-    sink._stream.room = 10_000
+    disk.room = 10_000
     sink.write({"step": 3})
     assert "is written again; 2 records were lost" in caplog.text
     sink.close()
@@ -280,22 +288,23 @@ def test_statistics_are_appended_to_regular_files_only(tmp_path: Path) -> None:
 
 
 def test_tensorboard_on_a_full_disk_warns_once(tmp_path: Path,
-                                               caplog: pytest.LogCaptureFixture) -> None:
+                                               caplog: pytest.LogCaptureFixture,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = StatsRecorder(ObserveConfig(interval=1, tensorboard=str(tmp_path)))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    writer = recorder.sinks[0]._writer
-    close, writer.add_scalar = writer.close, full
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     for step in range(3):
         recorder.add("layer0", stats([3, 1]))
         assert recorder.step(step)
     assert len(caplog.records) == 1 and "observe.tensorboard=" in caplog.text
     assert "disk is full" in caplog.text
-    writer.close = full
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "close", full)
+        recorder.close()
     recorder.close()
-    close()
     assert len(caplog.records) == 1
 
 

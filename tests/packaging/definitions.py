@@ -135,8 +135,8 @@ class Graph:
                 node = bound
             elif full in self.sources:
                 return Node(full)
-            elif node.module == PACKAGE and node.name in moe_plugin._EXPORTS:
-                node = Node(moe_plugin._EXPORTS[node.name], node.name)
+            elif node.module == PACKAGE and node.name in moe_plugin.EXPORTS:
+                node = Node(moe_plugin.EXPORTS[node.name], node.name)
             else:
                 return None
         return None
@@ -144,8 +144,8 @@ class Graph:
     def imported(self, target: Node) -> str:
         """The module that is run for an import of it; for an export, the one that it is in."""
         full = f"{target.module}.{target.name}" if target.name else target.module
-        if target.module == PACKAGE and target.name in moe_plugin._EXPORTS:
-            return moe_plugin._EXPORTS[target.name]
+        if target.module == PACKAGE and target.name in moe_plugin.EXPORTS:
+            return moe_plugin.EXPORTS[target.name]
         return full if full in self.sources else target.module
 
     def named(self, node: Node) -> Iterator[Node]:

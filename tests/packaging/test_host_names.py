@@ -79,7 +79,7 @@ def test_every_name_of_a_table_is_there(host, framework):
 
     pytest.importorskip(framework)
     names = import_module(f"moe_plugin.hosts.{host}.compat.names")
-    for name in (*names._PLACE_OF, *names._MODULES):
+    for name in (*names.PLACE_OF, *names.MODULES):
         assert names.__getattr__(name) is not None
     with pytest.raises(AttributeError, match="add it to its table"):
         names.__getattr__("Nothing")

@@ -72,7 +72,7 @@ def _examples() -> Iterator[ast.Module]:
 @cache
 def roots() -> frozenset[Node]:
     """Exports, commands, and what the manual shows."""
-    found = {Node(PACKAGE, name) for name in moe_plugin._EXPORTS}
+    found = {Node(PACKAGE, name) for name in moe_plugin.EXPORTS}
     found |= {Node(name) for name, source in graph().sources.items() if _runs(source)}
     for text in (*_project(), *_documented()):
         found |= set(graph().by_text(text))

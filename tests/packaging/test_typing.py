@@ -30,10 +30,10 @@ def test_type_checkers_see_the_exported_names() -> None:
         for alias in node.names:
             assert alias.asname == alias.name, "else it is not exported again"
             seen[alias.name] = node.module
-    assert seen == moe_plugin._EXPORTS
+    assert seen == moe_plugin.EXPORTS
 
 
-@pytest.mark.parametrize("name", sorted(moe_plugin._EXPORTS))
+@pytest.mark.parametrize("name", sorted(moe_plugin.EXPORTS))
 def test_the_module_of_an_exported_name_is_checked(name: str) -> None:
     defined = sys.modules[getattr(moe_plugin, name).__module__]
     path = Path(str(defined.__file__)).relative_to(ROOT)

@@ -84,7 +84,7 @@ def paged() -> None:
 def swapped(policies: Sequence[str] = ("swap", "recompute", "swap", "keep")) -> None:
     """Training steps whose activations wait in host memory."""
     blocks = [Block().to(CUDA) for _ in policies]
-    plain = patch.object(swap, "_plain", lambda x: isinstance(x, OnDevice) and x.numel() > 0)
+    plain = patch.object(swap, "swappable", lambda x: isinstance(x, OnDevice) and x.numel() > 0)
     with plain:
         activations = manage(blocks, policies, smallest=1)
         for _ in range(2):

@@ -87,7 +87,7 @@ class Block(nn.Module):
 def swapped(comm: Comm) -> list[Tensor]:
     """Activations that wait in memory of the host."""
     blocks = [Block().to(cuda().device) for _ in range(4)]
-    with patch.object(swap, "_plain", lambda x: isinstance(x, OnDevice) and x.numel() > 0):
+    with patch.object(swap, "swappable", lambda x: isinstance(x, OnDevice) and x.numel() > 0):
         activations = manage(blocks, ["swap", "recompute", "swap", "keep"], smallest=1)
         for _ in range(2):
             x_TD = drawn(6).requires_grad_()

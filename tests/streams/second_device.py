@@ -98,7 +98,7 @@ def without(what: str) -> Iterator[None]:
         if what == "the device of streams":
             inside.enter_context(patch.object(torch.cuda, "Stream", _careless_stream(Stream)))
         if what == "the number of a copier's device":
-            inside.enter_context(patch.object(Copier, "_settle_device", lambda copier: None))
+            inside.enter_context(patch.object(Copier, "settle_device", lambda copier: None))
         yield
 
 

@@ -339,7 +339,7 @@ def test_measuring_inside_recomputation_and_autocast(small_counts: MeasuredChoic
 def test_the_sample_is_the_bucket_s_load(planned: bool) -> None:
     made = ComputeLoad("cpu", torch.float32, 6, 8, 12, True, 6 * 100, False, planned,
                        4 if planned else 1)
-    x, rows = auto._sample(made, CPU)
+    x, rows = auto.sample_load(made, CPU)
     counts = (rows.counts if planned else rows).host
     assert sum(counts) == 6 * 128 and max(counts) - min(counts) <= 1 and x.shape == (
         (192 if planned else 768), 8)

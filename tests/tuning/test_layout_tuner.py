@@ -98,7 +98,7 @@ def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytes
         layer, _, _ = drive(comm, lambda c: 1.0 + c.r, 80)
         calls = []
         auto = layer.layouts.tuner
-        auto._agree = lambda routing, old=auto._agree: calls.append(1) or old(routing)
+        auto.agree = lambda routing, old=auto.agree: calls.append(1) or old(routing)
         for _ in range(32):
             layer(torch.randn(16, 8)).output.sum().backward()
         return len(calls)
@@ -107,7 +107,7 @@ def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytes
 
 
 def test_calls_between_looks() -> None:
-    pace = auto_module._pace
+    pace = auto_module.calls_between
     assert [
         pace(1e-3, 45e-3),
         pace(1e-3, 1.0),
@@ -122,7 +122,7 @@ def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:
     def rank(comm):
         layer, labels, _ = drive(comm, lambda c: 1.0 + c.r, 40)
         layer.eval()
-        layer.layouts.tuner._agree = None
+        layer.layouts.tuner.agree = None
         return layer(torch.randn(3, 8)).stats.layout == labels[-1]
 
     assert all(run_simulated(2, rank))

@@ -42,7 +42,7 @@ _PROCESSORS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 _MORE = {"avx512_bf16": "-mavx512bf16"}
-_THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
@@ -136,7 +136,7 @@ def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
     handle, made = tempfile.mkstemp(".so", dir=target.parent)
     os.close(handle)
     try:
-        _run([*command, "-o", made, str(source)])
+        run_compiler([*command, "-o", made, str(source)])
         found = ctypes.CDLL(made)
         os.replace(made, target)
         return found
@@ -148,7 +148,10 @@ def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
         Path(made).unlink(missing_ok=True)
 
 
-def _run(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> None:
+    """Raises:
+        OSError: it fails, or takes longer than `TIMEOUT`.
+    """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           start_new_session=True) as started:
         try:
@@ -178,7 +181,7 @@ def _folder() -> Path:
 def _use_threads_of_torch(found: ctypes.CDLL) -> None:
     loaded = ctypes.CDLL(None)  # with what torch has loaded
     try:
-        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p) for name in _THREADS]
+        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p) for name in THREADS]
     except AttributeError:
         raise Unavailable("this torch runs its threads without OpenMP") from None
     found.connect_threads(*addresses)

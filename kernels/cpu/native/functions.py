@@ -101,11 +101,12 @@ class NativePasses:
 
 def passes(x: Tensor, activation: str) -> NativePasses | None:
     """The passes for experts whose input is x; None: torch's operations, see `why_not`."""
-    return _passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
+    return compiled_passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
 
 @functools.cache
-def _passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
+def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
+    """Made once; see `passes`."""
     found = build.library(*_source(activation))
     return None if isinstance(found, str) else NativePasses(found, dtype)
 
@@ -167,9 +168,10 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
     fit = (x_TD.dtype == torch.bfloat16 and readable(x_TD) and x_TD.is_contiguous()
            and readable(weight_ED) and x_TD.dim() == weight_ED.dim() == 2
            and weight_ED.shape[1] == x_TD.shape[1] and 0 < weight_ED.shape[0] <= EXPERTS)
-    return _scores() if fit else None
+    return compiled_scores() if fit else None
 
 @functools.cache
-def _scores() -> Scores | None:
+def compiled_scores() -> Scores | None:
+    """Made once; see `scores_of`."""
     found = build.library(*_source(None))
     return None if isinstance(found, str) else Scores(found)

@@ -65,7 +65,7 @@ PACKAGES = (
     Package("pytest", "pytest", "the tests"),
 )
 _BY_NAME = {p.name: p for p in PACKAGES}
-_ADAPTER = {
+ADAPTER = {
     "fairseq": ("fairseq", "moe_plugin.hosts.fairseq"),
     "megatron": ("megatron-core", "moe_plugin.hosts.megatron.spec")
 }
@@ -119,12 +119,12 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 def host_rows() -> list[dict[str, Any]]:
     """One row per host: name, version, state, reason, install command where it is missing."""
-    started = {name: _start(name) for name in _ADAPTER}
+    started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
 
 
 def _start(name: str) -> subprocess.Popen | None:
-    distribution, module = _ADAPTER[name]
+    distribution, module = ADAPTER[name]
     if installed_version(_BY_NAME[distribution]) is None:
         return None
     # a separate process: a host may crash, or patch other modules; it yields to what the user waits
@@ -134,7 +134,7 @@ def _start(name: str) -> subprocess.Popen | None:
 
 
 def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
-    package = _BY_NAME[_ADAPTER[name][0]]
+    package = _BY_NAME[ADAPTER[name][0]]
     row = {"name": name, "version": installed_version(package), "state": "not available",
            "reason": None, "install": None}
     if process is None:

@@ -27,7 +27,7 @@ from moe_plugin.resilience.twins import WrongResultError
 
 # errors whose message says all
 _SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
-_WAIT_S = 5.0  # for the first rank: whoever starts ranks ends all when one has ended
+WAIT_S = 5.0  # for the first rank: whoever starts ranks ends all when one has ended
 _OURS = str(Path(__file__).parents[2])
 # where Megatron checks arguments, also against those of a checkpoint
 _CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
@@ -59,7 +59,7 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
         logging.getLogger().setLevel(logging.ERROR)
         rank = os.environ.get("RANK", "0")
         if not dist.is_initialized() and rank != "0":
-            time.sleep(_WAIT_S)
+            time.sleep(WAIT_S)
         # without a group nobody can be asked: the error may be this rank's alone
         if not dist.is_initialized() or claim_first_report(text):
             where = "" if rank == "0" else f" (rank {rank})"

@@ -189,7 +189,7 @@ class Script:
                 with self.run.around_step(begins), _named("step"):
                     done = step()
                 left_out = self.run.left_out
-                self.run.after_step(_facts(self._reached(number), done, left_out))
+                self.run.after_step(step_facts(self._reached(number), done, left_out))
                 if left_out is None or not left_out.lost:
                     break
                 again(self._reached(number) - number)
@@ -341,7 +341,7 @@ def _check_native(arguments: Mapping[str, Any]) -> None:
             "two", arguments, NATIVE_ARGUMENTS))
 
 
-def _facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:
+def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:
     """What is known of a step of the script's loop.
 
     Args:

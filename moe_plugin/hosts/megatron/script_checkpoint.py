@@ -42,7 +42,7 @@ def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
     if step is None or "://" in final:
         return save(**given)
     if given.get("async_sharded_save"):
-        files.together(final, lambda: _begin_again(final))
+        files.together(final, lambda: begin_again(final))
         return save(**given)
     part = files.part_of(final)
     files.together(final, lambda: save(**{**given, "checkpoint_dir": part}))
@@ -56,7 +56,7 @@ def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
     files.together(final, finish)
 
 
-def _begin_again(final: str) -> None:
+def begin_again(final: str) -> None:
     """Take the descriptions out of a folder that is written again in place: while files are old
     and new ones, it must not pass for a whole one.
     """
@@ -116,7 +116,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
         yield
         return
-    newest = asked or _latest(root)
+    newest = asked or latest_iteration(root)
     if newest is None:
         others = any(arguments.get(name) for name in (
             "pretrained_checkpoint", "non_persistent_ckpt_type", "non_persistent_save_interval"))
@@ -125,7 +125,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
         yield
         return
     if asked:
-        _verified(files.folder(root, asked))
+        verified(files.folder(root, asked))
     else:
         arguments["ckpt_step"] = _newest_number(root, newest)
     path = files.folder(root, arguments["ckpt_step"])
@@ -168,7 +168,7 @@ def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
         return script_foreign.completed(load(**given), path)
 
 
-def _latest(root: str) -> int | None:
+def latest_iteration(root: str) -> int | None:
     """Iteration of the newest checkpoint; None: there is none, or Megatron finds it by other means.
 
     A collective call.
@@ -189,7 +189,7 @@ def _latest(root: str) -> int | None:
 
 def _newest_number(root: str, iteration: int) -> int:
     """Iteration of the newest whole checkpoint up to one; see `checkpoint_files.newest_whole`."""
-    path, _ = files.newest_whole(root, iteration, _verified)
+    path, _ = files.newest_whole(root, iteration, verified)
     return int(os.path.basename(path).removeprefix("iter_"))
 
 
@@ -204,7 +204,7 @@ def _track(root: str, newest: int | None) -> None:
         files.write_text(path, str(newest))
 
 
-def _verified(path: str) -> dict[str, Any]:
+def verified(path: str) -> dict[str, Any]:
     """The description of a checkpoint; {} of one that Megatron wrote without ours."""
     if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}

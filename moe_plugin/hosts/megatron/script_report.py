@@ -135,7 +135,7 @@ class ScriptReport:
 
     def _mean_loss(self) -> float | None:
         mine = None if self._loss is None else float(self._loss) / self._counted
-        return _of_last_stage(mine)
+        return of_last_stage(mine)
 
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
         """Say the loss of a validation or a test; a collective call.
@@ -143,7 +143,7 @@ class ScriptReport:
         losses: means of all ranks, on those of the last stage.
         """
         loss, found = losses.get("lm loss"), self.run.evaluated()
-        value = _of_last_stage(None if loss is None else float(loss))
+        value = of_last_stage(None if loss is None else float(loss))
         if value is None:
             return
         prefix, step = self.evaluates
@@ -164,7 +164,7 @@ class ScriptReport:
             self._bar.close()
 
 
-def _of_last_stage(value: float | None) -> float | None:
+def of_last_stage(value: float | None) -> float | None:
     """A number that the ranks of the last stage alone have; None: none has it."""
     found = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(found) if each is not None), None)

@@ -31,7 +31,7 @@ NAME = "moe_plugin"
 # what is left to set where the model has the router and the experts' sizes
 SETTINGS = ("dispatch.", "parallel.", "comm.", "tuner.", "experts.compute", "experts.precision",
             "experts.recompute_activation")
-_KEPT = "_moe_plugin"  # by a module of experts, for its next call
+KEPT = "_moe_plugin"  # by a module of experts, for its next call
 _OVER_RANKS = "_moe_plugin_ep"  # of a module of experts whose tokens our exchange brings
 
 
@@ -123,13 +123,13 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
         hidden_states: [T, D]. top_k_index: [T, K]; num_experts: that of another rank.
         top_k_weights: [T, K].
     """
-    kept, key = self.__dict__.get(_KEPT), (settings, self)
+    kept, key = self.__dict__.get(KEPT), (settings, self)
     if kept is None or kept.key != key:  # a replica of `nn.DataParallel` begins with another's
         experts = int(self.num_experts)
         # fewer experts than choices, where others compute the rest
         choices = min(top_k_index.shape[1], experts)
         kept = _Kept(key, _routed(self, settings, LocalComm(), experts, choices))
-        self.__dict__[_KEPT] = kept
+        self.__dict__[KEPT] = kept
     here_TK = top_k_index < self.num_experts
     if self._is_expert_parallel:
         top_k_weights = top_k_weights.masked_fill(~here_TK, 0.0)

@@ -239,7 +239,7 @@ class Saved:
     def __init__(self, swapper: Swapper, block: str, number: int,
                  stays: Iterable[Tensor]) -> None:
         self.swapper, self.block, self.number = swapper, block, number
-        self._stays = {x.untyped_storage().data_ptr() for x in stays if _plain(x)}
+        self._stays = {x.untyped_storage().data_ptr() for x in stays if swappable(x)}
         self._storages: dict[int, ref[SwappedStorage]] = {}
         self._order: list[ref[SwappedStorage]] = []
         self._kept: dict[int, int] = {}
@@ -255,7 +255,7 @@ class Saved:
 
     def pack(self, x: Tensor) -> Tensor | _View:
         """What autograd keeps instead of a tensor."""
-        if not _plain(x):
+        if not swappable(x):
             return x
         storage = x.untyped_storage()
         place, nbytes = storage.data_ptr(), storage.nbytes()
@@ -290,7 +290,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
     return saved.tensor() if isinstance(saved, _View) else saved
 
 
-def _plain(x: Tensor) -> bool:
+def swappable(x: Tensor) -> bool:
     """Whether a tensor is bytes in a storage, and nothing else."""
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
             and not x.is_quantized and not x.is_complex() and not x.is_neg()

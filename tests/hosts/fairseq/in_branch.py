@@ -23,8 +23,9 @@ LANGUAGE_MODEL = ("--task language_modeling --arch transformer_lm_gpt --moe-expe
 
 def start(finder: bool) -> None:
     """As Python starts with our `.pth` file, or without it."""
-    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "_Finder"]
-    spec = importlib.util.spec_from_file_location("moe_plugin_fairseq_compat", STARTUP)
+    name = "moe_plugin_fairseq_compat"
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != name]
+    spec = importlib.util.spec_from_file_location(name, STARTUP)
     startup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(startup)
     if finder:
@@ -72,7 +73,7 @@ def main() -> None:
     each = torch.stack([expert(x_BTD) for expert in experts], -2)
     wanted = (each.gather(-2, ids[..., None].expand(*ids.shape, 8)) *
               (top / top.sum(-1, keepdim=True))[..., None]).sum(-2)
-    config = layer.__dict__["_layer"].config
+    config = layer.layer.config
     print(json.dumps({
         "capacity": config.dispatch.capacity_factor, "prioritized": config.router.batch_prioritized,
         "flag": settings.moe_capacity_factor, "translation": translation.moe_top_k,

@@ -234,7 +234,7 @@ def test_reshard_and_inspect(runs: Any, tmp_path: Path, capsys: Any) -> None:
     assert "MoE layer  decoder.layers.1.mlp. 4 experts" in said and "exp_avg_sq" in said
     shutil.rmtree(target)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch.object(megatron_writer, "_metadata", side_effect=full):
+    with mock.patch.object(megatron_writer, "metadata_of", side_effect=full):
         assert main(["reshard", folder, str(target), "--to", "megatron"]) != 0
     assert "the disk is full" in capsys.readouterr().err and not target.exists()
     assert main(["reshard", folder, str(target), "--to", "megatron"]) == 0

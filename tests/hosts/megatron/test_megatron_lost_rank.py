@@ -42,8 +42,8 @@ def test_the_other_rank_says_what_it_waited_for(data: str, how: str) -> None:
 # what the last rank does not live to do: module below the host, class or None, function; what the
 # other one waits in
 PLACES = {
-    "loss": ("script_report", None, "_of_last_stage", PP2, "all_gather of the loss"),
-    "finite": ("compat.finite", "PreparedGradients", "_gradients", EP2,
+    "loss": ("script_report", None, "of_last_stage", PP2, "all_gather of the loss"),
+    "finite": ("compat.finite", "PreparedGradients", "gradients", EP2,
                "all_reduce(max) of torch.float32 ()"),
     "balance losses": ("script_report", None, "reduced", EP2,
                        "all_gather of the auxiliary losses' names"),

@@ -38,18 +38,18 @@ def _folder(root: Path, step: int, *names: str) -> Path:
 def test_a_first_save_that_was_killed_is_no_checkpoint(tmp_path: Path) -> None:
     _folder(tmp_path, 10)
     _folder(tmp_path, 20, "common.pt", "__0_0.distcp")
-    assert checkpoint._latest(str(tmp_path)) is None
+    assert checkpoint.latest_iteration(str(tmp_path)) is None
 
 
 def test_an_empty_file_of_the_newest_is_written_again(tmp_path: Path) -> None:
     tracker = tmp_path / files.LATEST
     tracker.write_text("")
     _folder(tmp_path, 20)
-    assert checkpoint._latest(str(tmp_path)) is None
+    assert checkpoint.latest_iteration(str(tmp_path)) is None
     assert not tracker.exists()
     tracker.write_text("")
     _folder(tmp_path, 10, *NATIVE)
-    assert checkpoint._latest(str(tmp_path)) == 10
+    assert checkpoint.latest_iteration(str(tmp_path)) == 10
     assert tracker.read_text() == "10"
 
 
@@ -97,12 +97,12 @@ def test_every_rank_hears_why_the_first_cannot_read(
 @pytest.mark.parametrize("names", [["mp_rank_00"], ["mp_rank_00_000"], [".metadata", "x.distcp"],
                                    NATIVE])
 def test_formats_of_megatron_are_its_own_business(tmp_path: Path, names: list[str]) -> None:
-    assert checkpoint._verified(str(_folder(tmp_path, 10, *names))) == {}
+    assert checkpoint.verified(str(_folder(tmp_path, 10, *names))) == {}
 
 
 def test_a_folder_that_is_written_again_in_place_is_not_whole(tmp_path: Path) -> None:
     path = _folder(tmp_path, 10, *NATIVE, files.META)
-    checkpoint._begin_again(str(path))
+    checkpoint.begin_again(str(path))
     assert [each.name for each in path.iterdir()] == ["common.pt"]
     with pytest.raises(CheckpointError, match="incomplete"):
-        checkpoint._verified(str(path))
+        checkpoint.verified(str(path))

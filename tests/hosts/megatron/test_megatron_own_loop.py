@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections import deque
+import sys
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -63,7 +64,7 @@ def test_a_lost_step_is_not_one_that_was_skipped() -> None:
     done = ({}, True)
     for why, facts in ((None, (True, True)), (SkipStep(), (True, True)),
                        (LostStep(), (False, False))):
-        found = script._facts(1, done, why)
+        found = script.step_facts(1, done, why)
         assert (found.made, found.skipped) == facts
 
 
@@ -105,19 +106,26 @@ def test_errors_of_a_users_code_keep_their_traceback(work: Any) -> None:
     assert endings.of_a_script(_raised(work)) is None
 
 
-def test_a_full_disk_ends_the_log_of_megatrons_lines_alone(capfd: pytest.CaptureFixture[str],
-                                                           ) -> None:
-    output = script_output.RunOutput.__new__(script_output.RunOutput)
-    output._last = deque[str](maxlen=20)
-    output._writes, output._file = True, open("/dev/full", "w")  # noqa: SIM115
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch) -> script_output.RunOutput:
+    """Whose changes of the process are taken back."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    return script_output.RunOutput()
+
+
+def test_a_full_disk_ends_the_log_of_megatrons_lines_alone(
+        output: script_output.RunOutput, tmp_path: Path,
+        capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    output.open({"save": str(tmp_path)})
     assert [output.write("text\n"), output.write("more\n")] == [5, 5]
     assert capfd.readouterr().err.count("no longer written") == 1
-    output._file = open(os.devnull, "w")  # noqa: SIM115
 
 
-def test_what_megatron_said_last_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    output = script_output.RunOutput.__new__(script_output.RunOutput)
-    output._last, output._writes = deque[str](maxlen=20), False
+def test_what_megatron_said_last_is_shown(output: script_output.RunOutput,
+                                          capfd: pytest.CaptureFixture[str]) -> None:
     output.write("ERROR: no such file\n")
     output.show_last()
     assert "  ERROR: no such file\n" in capfd.readouterr().err
@@ -128,7 +136,7 @@ def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.Monkey
                                                       caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)  # what the end of a run turns off is on again afterwards
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(endings, "_WAIT_S", 0.0)
+    monkeypatch.setattr(endings, "WAIT_S", 0.0)
 
     def work() -> None:
         raise endings.TierError("no room")

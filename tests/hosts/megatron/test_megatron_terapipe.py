@@ -303,8 +303,8 @@ def _automatic(argv: list[str], forced: str) -> tuple[str, tuple[int, ...], Any]
     """
     from moe_plugin.hosts.megatron.pipeline import auto, base
 
-    second, made = base._second, []
-    base._second = lambda group: made.append(group) or second(group)
+    second, made = base.gradient_group, []
+    base.gradient_group = lambda group: made.append(group) or second(group)
     auto.choose = lambda profile: next(
         one for one in predict(profile) if one.schedule == forced)
     schedule: list[Any] = []

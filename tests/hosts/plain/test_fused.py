@@ -49,7 +49,7 @@ def test_the_adam_of_fairseq_with_apex(apex: list[str], monkeypatch: pytest.Monk
     assert _active(fp16_stats=True)[0] == _active({torch.bfloat16})[0] == "apex"
     assert _active(old=True) == ("fairseq", "--use-old-adam")
     # an apex without the deprecated extension
-    monkeypatch.setitem(fused._APEX, fused.ADAM_16_BIT, ("no_such", "adam", "no_such"))
+    monkeypatch.setitem(fused.APEX, fused.ADAM_16_BIT, ("no_such", "adam", "no_such"))
     assert _active({torch.float32}) == ("apex", "apex.optimizers.FusedAdam imports")
     assert _active({torch.bfloat16, torch.float32})[0] == "torch"
     active, reason = _active(fp16_stats=True)

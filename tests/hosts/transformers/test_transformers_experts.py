@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 
 import moe_plugin.hosts.transformers as ours  # noqa: E402
 from moe_plugin.experts.ffn import FFNExperts  # noqa: E402
+from moe_plugin.hosts.transformers.register import KEPT  # noqa: E402
 from tests.checkpoint.hf_models import MODELS, tiny, tokens  # noqa: E402
 
 EXPERTS, WIDTH = 8, 32
@@ -80,7 +81,7 @@ def test_every_class_of_experts(module: str, name: str) -> None:
     width = first.shape[1 if experts.is_transposed else 2]
     want = results(experts, "eager", width)
     close(results(experts, "moe_plugin", width), want)
-    computed_by = type(experts.__dict__["_moe_plugin"].routed.experts)
+    computed_by = type(vars(experts)[KEPT].routed.experts)
     assert issubclass(computed_by, FFNExperts) != (name.removesuffix("Experts") in OWN_FORM)
 
 

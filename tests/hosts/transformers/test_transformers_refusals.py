@@ -22,7 +22,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts  # noqa
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
 
 import moe_plugin.hosts.transformers as ours  # noqa: E402
-from moe_plugin.hosts.transformers.register import PluginEP  # noqa: E402
+from moe_plugin.hosts.transformers.register import KEPT, PluginEP  # noqa: E402
 from tests.checkpoint.hf_models import tiny  # noqa: E402
 from tests.hosts.transformers.test_transformers_experts import (  # noqa: E402
     EXPERTS,
@@ -143,7 +143,7 @@ def test_settings_of_the_latest_use_hold() -> None:
     experts = made(MixtralExperts)
     for compute in ("loop", "grouped"):
         close([called(experts, {"experts.compute": compute})], [called(experts)])
-        assert vars(experts)["_moe_plugin"].routed.config.experts.compute == compute
+        assert vars(experts)[KEPT].routed.config.experts.compute == compute
 
 
 @pytest.mark.parametrize("settings", [{}, {"parallel": "auto"}], ids=str)

@@ -13,7 +13,6 @@ import pytest
 from moe_plugin.cli.main import main, parse
 from moe_plugin.lab.bench import host
 from moe_plugin.lab.bench.host import TINY, HostReport, measure
-from moe_plugin.lab.bench.studies import host as host_study
 from tests.distributed import run_gloo
 
 NAMES = ("einsum", "dense")
@@ -70,7 +69,6 @@ def test_defaults_are_the_tiny_problem() -> None:
         == (TINY.tokens, TINY.model_dim, TINY.hidden_dim, TINY.experts, TINY.top_k, 1)
 
 
-def test_ranks_of_the_command_are_numbers() -> None:
-    assert host_study._ranks("1,2") == [1, 2]
+def test_ranks_divide_the_experts() -> None:
     with pytest.raises(ValueError, match="must be a divisor"):
         host.run(TINY, 3, 1)

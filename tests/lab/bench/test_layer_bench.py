@@ -77,7 +77,7 @@ def test_a_peer_without_balance_loss_is_an_error(own_entries: None) -> None:
 
 
 def test_slow_candidates_are_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_cpu_seconds", lambda candidate: candidate())
+    monkeypatch.setattr(measure, "cpu_seconds", lambda candidate: candidate())
     device, candidates = torch.device("cpu"), [lambda: 1.0, lambda: 2.9, lambda: 3.1]
     assert [times.seconds
             for times in measure.interleaved(candidates, device, rounds=9, slow=3.0)] == [[1.0] * 9,

@@ -176,7 +176,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
                 progress.wrote(name)
         places |= {MetadataIndex(name, offsets): _StorageInfo(written, at, length)
                    for name, offsets, written, at, length in json.loads(index.read_text())}
-    metadata = _metadata(pieces, objects)
+    metadata = metadata_of(pieces, objects)
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta(checkpoint_id=folder.name)
     metadata.version = "1.0.0"  # of torch's format
@@ -221,7 +221,8 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
     write_whole(index, json.dumps(rows))
 
 
-def _metadata(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
+def metadata_of(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
+    """Torch's description of a checkpoint: where each piece and object is."""
     found: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
     for piece in pieces:
         stored = found.setdefault(piece.name, TensorStorageMetadata(

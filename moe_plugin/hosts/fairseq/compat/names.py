@@ -31,14 +31,14 @@ _PLACES = {
     "tasks": ("TASK_DATACLASS_REGISTRY",),
     "trainer": ("Trainer",),
 }
-_MODULES = {"benchmark": "benchmark", "distributed_utils": "distributed.utils",
-            "options": "options", "tasks": "tasks", "trainer": "trainer", "utils": "utils"}
-_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+MODULES = {"benchmark": "benchmark", "distributed_utils": "distributed.utils",
+           "options": "options", "tasks": "tasks", "trainer": "trainer", "utils": "utils"}
+PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"fairseq.{_MODULES[name]}")
-    if name not in _PLACE_OF:
+    if name in MODULES:
+        return importlib.import_module(f"fairseq.{MODULES[name]}")
+    if name not in PLACE_OF:
         raise AttributeError(f"{__name__} has no {name!r}; add it to its table")
-    return vars(importlib.import_module(f"fairseq.{_PLACE_OF[name]}"))[name]
+    return vars(importlib.import_module(f"fairseq.{PLACE_OF[name]}"))[name]

@@ -130,12 +130,12 @@ class _SwappedLayer(nn.Module):
         _check_router(layer)
         layer.router.weight_ED = weight_ED
         # not a sub-module: the branch's checkpoint code knows the parameters by their native names
-        self.__dict__["_layer"] = layer
+        self.__dict__["layer"] = layer
 
     def forward(self, *inputs: Tensor, input_padding_mask: Tensor | None = None,
                 **_: Any) -> tuple[Tensor, Any]:
         """[B, T, D] to ([B, T, D], gate loss). input_padding_mask: [B, T], True = padding."""
-        layer: MoELayer = self.__dict__["_layer"]
+        layer: MoELayer = self.layer
         layer.train(self.training)
         mask_BT = None if input_padding_mask is None else ~input_padding_mask.bool()
         out = layer(inputs[0], mask_BT)

@@ -54,20 +54,21 @@ class PreparedGradients:
         self.loss_is_finite = True
 
         def finite() -> bool:
-            found = any_rank(bad or not all_finite(self._gradients()), self.comm)
+            found = any_rank(bad or not all_finite(self.gradients()), self.comm)
             self._update_scale(found)
             return not found
 
         try:
             run.after_backward(StepGradients(
-                run.number, lambda: list(self._gradients()), finite,
+                run.number, lambda: list(self.gradients()), finite,
                 lambda: any(map(_scale_falls, parts(self.optimizer))), bad))
         except SkipStep as reason:
             logger.warning("%s", reason)
             return True
         return False
 
-    def _gradients(self) -> Iterable[Tensor]:
+    def gradients(self) -> Iterable[Tensor]:
+        """Those that the optimizer's parts on this rank step with."""
         for part in parts(self.optimizer):
             if part.optimizer is None:  # a rank without parameters of this kind
                 continue

@@ -32,13 +32,13 @@ _PLACES = {
     "transformer.utils": ("make_sharded_object_for_checkpoint",),
     "utils": ("get_model_config",),
 }
-_MODULES = {"mappings": "tensor_parallel.mappings", "schedules": "pipeline_parallel.schedules"}
-_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+MODULES = {"mappings": "tensor_parallel.mappings", "schedules": "pipeline_parallel.schedules"}
+PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"megatron.core.{_MODULES[name]}")
-    if name not in _PLACE_OF:
+    if name in MODULES:
+        return importlib.import_module(f"megatron.core.{MODULES[name]}")
+    if name not in PLACE_OF:
         raise AttributeError(f"{__name__} has no {name!r}; add it to its table")
-    return vars(importlib.import_module(f"megatron.core.{_PLACE_OF[name]}"))[name]
+    return vars(importlib.import_module(f"megatron.core.{PLACE_OF[name]}"))[name]

@@ -49,7 +49,7 @@ class PipelineSchedule:
                  gradients: Any = None) -> None:
         self.settings, self.native = settings, native
         self.group = ps.get_pipeline_model_parallel_group()
-        self.gradients = _second(self.group) if gradients is None else gradients
+        self.gradients = gradient_group(self.group) if gradients is None else gradients
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
@@ -91,7 +91,7 @@ class PipelineSchedule:
                        "models of several modules have Megatron's own schedules alone")
 
 
-def _second(group: Any) -> Any:
+def gradient_group(group: Any) -> Any:
     """Another group of these stages; the group itself under gloo, which keeps directions apart by
     tags. Collective over all ranks.
     """
