@@ -26,15 +26,11 @@ _PR_SET_PDEATHSIG = 1
 _NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory whose last user went during a capture
 
 
-def _exporting() -> bool:
-    return getattr(torch.compiler, "_is_exporting_flag", False)
-
-
 # Whether `torch.export` makes a program of this call (False before torch 2.7). It is one graph, for
 # any values: what depends on them is computed in it, and nothing is left to the host. Up to 2.11
 # torch's own function says so of every graph of its compiler, and only the flag tells
 exporting = (torch.compiler.is_exporting if TorchVersion(torch.__version__) >= "2.12"
-             else _exporting)
+             else lambda: getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 @functools.cache

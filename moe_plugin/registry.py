@@ -45,10 +45,6 @@ class Entry(Generic[T]):
         return re.split(r"(?<=\.)\s(?=[A-Z])", paragraph)[0]
 
 
-def _always() -> str | None:
-    return None
-
-
 class Registry(Generic[T]):
     """Named implementations of one kind: router, loss, dispatcher, all-to-all algorithm, ..."""
 
@@ -58,7 +54,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
         KINDS[kind] = self
 
-    def register(self, name: str, *, why_not: Callable[[], str | None] = _always,
+    def register(self, name: str, *, why_not: Callable[[], str | None] = lambda: None,
                  optional: bool = False) -> Callable[[T], T]:
         """Decorator: `@routers.register("topk")`; `ValueError` if the name exists already.
 

@@ -1,21 +1,13 @@
-#!/usr/bin/env python3
-"""Draw the pictures of layouts: docs/layouts.svg and docs/layouts_shards.svg.
-
-    python scripts/draw_layouts.py [--check]
-
-With --check: only say whether they are up to date.
+"""The pictures of layouts, docs/layouts.svg and docs/layouts_shards.svg: `generate_docs.py` writes
+them.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 RANKS = 4
 EXPERT_OF = (0, 1, 2, 3, 0, 2, 1, 3)  # of each token; two tokens per rank
 BUSY = (0, 0, 1, 0, 0, 2, 0, 3)  # one expert has most of them
@@ -227,22 +219,3 @@ def svg(title: str, width: float, height: float, marks: Sequence[str]) -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {"layouts.svg": layouts, "layouts_shards.svg": shards}
-
-
-def main() -> int:
-    """Write the pictures, or check them. Exit status 1: a picture is out of date."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args().check
-    old = [name for name, draw in PICTURES.items() if not (DOCS / name).is_file()
-           or (DOCS / name).read_text(encoding="utf-8") != draw()]
-    for name in old:
-        if check:
-            print(f"docs/{name} is out of date; run: python scripts/draw_layouts.py")
-        else:
-            (DOCS / name).write_text(PICTURES[name](), encoding="utf-8")
-    return 1 if check and old else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

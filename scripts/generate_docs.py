@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the pages of settings, flags, registered names, Megatron's settings and families (`PAGES`)
-from the config tree, the registries and the tables of these. With --check: only say whether they
-are up to date.
+from the config tree, the registries and the tables of these, and the pictures of layouts. With
+--check: only say whether they are up to date.
 
     python scripts/generate_docs.py [--check]
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from draw_layouts import PICTURES
 
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.formats.huggingface.families import __name__ as FAMILIES_IN
@@ -324,7 +325,7 @@ SECTION_PAGES = {
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags_page, "flags_runs.md": run_flags_page, "names.md": names_page,
     "config.md": config_page, "megatron_fields.md": fields_page, "families.md": families_page,
-    **{name: functools.partial(section_page, name) for name in SECTION_PAGES}}
+    **{name: functools.partial(section_page, name) for name in SECTION_PAGES}, **PICTURES}
 
 
 def main() -> int:

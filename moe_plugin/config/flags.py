@@ -118,8 +118,8 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     path = values.get(CONFIG_FLAG.dest)
     if not path:
         return {}
-    found = settings_from_yaml(path, trust_imports=_trusted(values),
-                               apart=values.get(SECTIONS) or ())
+    trusted = bool(parse_value(TRUST_FLAG, values.get(TRUST_FLAG.dest) or "false"))
+    found = settings_from_yaml(path, trust_imports=trusted, apart=values.get(SECTIONS) or ())
     given = settings_from_flags(values)
     apart = {name: value for name, value in found.items() if name not in given
              and name in _made_unread(found, given)}
@@ -170,10 +170,6 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
         return file_settings(values)
     except ValueError:  # it is the error, and names the file
         return {}
-
-
-def _trusted(values: Mapping[str, Any]) -> bool:
-    return bool(parse_value(TRUST_FLAG, values.get(TRUST_FLAG.dest) or "false"))
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:

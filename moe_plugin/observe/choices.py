@@ -49,8 +49,9 @@ class ChoiceLog:
 
     def __init__(self, path: str, layers: Mapping[str, nn.Module], comm: Comm) -> None:
         self.path, self.comm = path, comm
-        self.layers = {name: _LayerChoices(name, _moe_layer(layer))
-                       for name, layer in sorted(layers.items())}
+        self.layers = {
+            name: _LayerChoices(name, next(m for m in layer.modules() if isinstance(m, MoELayer)))
+            for name, layer in sorted(layers.items())}
         _check_path(path, comm)
         for each in self.layers.values():
             each.listen()
@@ -107,10 +108,6 @@ def _check_path(path: str, comm: Comm) -> None:
     if failed:
         said = "rank 0 cannot write it and says why" if error is None else str(error)
         raise ValueError(f"observe.choices={short(path)}: {said}") from error
-
-
-def _moe_layer(layer: nn.Module) -> MoELayer:
-    return next(part for part in layer.modules() if isinstance(part, MoELayer))
 
 
 class _LayerChoices:

@@ -43,7 +43,7 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     Args:
         loads: rows by expert, not all zero. speeds: rows per second of the ranks, any unit.
     """
-    holders = _holders(placed)
+    holders = {e: frozenset(placed.holders(e)) for e in placed.physical}
     several = sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (loads[e], e))
     best = _wired(loads, holders, speeds)
     most = _busiest(best, loads, speeds) * (1 + SLACK)
@@ -58,10 +58,6 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
         else:
             high = middle - 1
     return best
-
-
-def _holders(placed: ReplicaMap) -> dict[int, frozenset[int]]:
-    return {e: frozenset(placed.holders(e)) for e in placed.physical}
 
 
 def _local(loads: Loads, speeds: Sequence[float]) -> int:

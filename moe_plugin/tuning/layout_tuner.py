@@ -218,7 +218,7 @@ class LayoutTuner(OwnsReplayLogs):
         """The configured layout in each way to send: what predictions pass over wrongly where the
         processors are what waits, so that no choice is slower than the layout that was there.
         """
-        return [replace(self.layouts.fixed, send=send) for send in self.sends()]
+        return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
 
     def shape(self, bucket: Bucket) -> LayerShape:
         """The layer under the load of a bucket."""
@@ -246,10 +246,6 @@ class LayoutTuner(OwnsReplayLogs):
         open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
         return open_ if named is None else [named]
 
-    def sends(self) -> list[str]:
-        """How often a token's row may travel."""
-        return self.layouts.sends()
-
     def degrees(self) -> list[int]:
         """Overlap degrees to choose from: powers of two."""
         most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
@@ -270,7 +266,7 @@ DIMENSIONS = [
     Dimension("piece_axis", LayoutTuner.piece_axes),
     Dimension("gather_tokens", LayoutTuner.token_gathering),
     Dimension("spill", LayoutTuner.spills),
-    Dimension("send", LayoutTuner.sends),
+    Dimension("send", lambda tuner: tuner.layouts.sends()),
 ]
 
 

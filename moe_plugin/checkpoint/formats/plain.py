@@ -145,14 +145,11 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
     with refused_if_unreadable(f"checkpoint {str(folder)!r}: its parts are not what save() writes, "
                                "or not of one checkpoint", "use an older checkpoint"):
         layers, optimizer = moe_layers(parts[0]["model"]), parts[0]["optimizer"]
-        values = {"extra": index["extra"], "step": _step(index["extra"]),
+        extra = index["extra"]
+        values = {"extra": extra, "step": extra.get("step") if isinstance(extra, Mapping) else None,
                   GROUPS: None if optimizer is None else optimizer["groups"]}
         description = {"ranks": index["parts"], **sizes_of(layers)}
         return ranked_source("plain", list(map(_columns, parts)), values, description, paths)
-
-
-def _step(extra: Any) -> Any:
-    return extra.get("step") if isinstance(extra, Mapping) else None
 
 
 def _check_content(part: Mapping[str, Any]) -> None:

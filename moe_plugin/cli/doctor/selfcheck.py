@@ -64,7 +64,10 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
         target_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
         # some dispatchers are for ranks that all hold the same tokens
         same_tokens = dispatchers.get(dispatcher).traits.shares_tokens
-        piece = _all if same_tokens else _piece
+
+        def piece(x_TD: Tensor, comm: Comm) -> Tensor:
+            return x_TD if same_tokens else x_TD.chunk(comm.size)[comm.rank]
+
         shards = run_simulated(
             ranks, lambda comm: _run(_share(whole, config, comm), piece(x_TD, comm),
                                      piece(target_TD, comm)))
@@ -89,14 +92,6 @@ def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
         for mine, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
             mine.copy_(full[first : first + local])
     return layer
-
-
-def _piece(x_TD: Tensor, comm: Comm) -> Tensor:
-    return x_TD.chunk(comm.size)[comm.rank]
-
-
-def _all(x_TD: Tensor, comm: Comm) -> Tensor:
-    return x_TD
 
 
 def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:

@@ -38,6 +38,7 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
     if not args.ensemble_heads:
         return given_settings(args, FLAGS)
     untied = args.untie_embeddings_and_output_weights
+    schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule
     return given_settings(args, FLAGS, (
         (args.ensemble_hidden or not args.ensemble_sharing, "ensemble_sharing",
          "0 without ensemble_hidden: heads share features of a layer of their own",
@@ -52,13 +53,9 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
          "False with ensemble_heads", "leave it out"),
         (not getattr(args, "mtp_num_layers", None), "mtp_num_layers",
          "left out with ensemble_heads: the heads predict the next token", "leave it out"),
-        (_schedule(args) != "terapipe", "pipeline_schedule", "1f1b, eager-1f1b or auto with "
+        (schedule != "terapipe", "pipeline_schedule", "1f1b, eager-1f1b or auto with "
          "ensemble_heads: a sequence's heads are chosen by its whole loss, not by slices",
          "use 1f1b")))
-
-
-def _schedule(args: argparse.Namespace) -> str:
-    return run_config(settings_from_flags(vars(args))).pipeline.schedule
 
 
 class _OutputHeads(nn.Module):

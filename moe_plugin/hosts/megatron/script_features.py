@@ -70,8 +70,9 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
 
     listen(named(layers), training, drops.validation.add)
     twins = twins_of(guard, bare(chunks[0]), lambda: gather(chunks))
+    each = args.micro_batch_size * ps.get_data_parallel_world_size()
     votes = FileSteps(guard, chunks, bare(chunks[0]).config,
-                      _microbatches(args)) if guard.votes else None
+                      args.global_batch_size // each) if guard.votes else None
     replicas = (_replicas(args, chunks, optimizer, scheduler, taken)
                 if optimizer is not None else None)
     return [FirstStepLine(), RUN, twins, replicas, records, votes,
@@ -143,7 +144,3 @@ def _replicas(args: argparse.Namespace, chunks: list[Any], optimizer: Any,
                                        *range(mine + 2, iteration + 2)]
 
     return replicas_of(args, [bare(chunk) for chunk in chunks], optimizer, progress, take)
-
-
-def _microbatches(args: argparse.Namespace) -> int:
-    return args.global_batch_size // (args.micro_batch_size * ps.get_data_parallel_world_size())

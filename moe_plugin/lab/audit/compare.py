@@ -61,19 +61,15 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
     found = list(_losses(case, right, [step.loss for step in steps], tolerance))
     for step in steps:
         for name, rows in right.grads.items():
+            size = float(rows.sum((0, 1)).norm())  # what is small beside it counts as zero
             for expert, ids, g in _tensors(question, name, step):
                 readings, error = read_gradient(
                     case, step.rank, right.tokens, rows[..., ids],
-                    None if g is None else g / unclipped[step.rank], tolerance, _size(right, name))
+                    None if g is None else g / unclipped[step.rank], tolerance, size)
                 found.append(Observation(case, name, step.rank, readings, error, expert))
     if question.clip is not None:
         found += _norms(question, steps, unclipped, tolerance)
     return found
-
-
-def _size(right: Reference, name: str) -> float:
-    """Of a tensor's whole gradient: what is small beside it counts as zero."""
-    return float(right.grads[name].sum((0, 1)).norm())
 
 
 def _scale(clip: float | None, norm: float | None) -> float:

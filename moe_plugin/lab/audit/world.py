@@ -168,7 +168,7 @@ class _Reporting:
         if error is not None:
             traceback.print_exception(error)
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-            self._send(RankStep(self.rank, error=f"{text} ({_place(_frames(trace))})"))
+            self._send(RankStep(self.rank, error=f"{text} ({_place(traceback.extract_tb(trace))})"))
 
     def _send(self, answer: RankStep) -> None:
         if self.sent.acquire(blocking=False):  # the first one counts
@@ -184,10 +184,6 @@ class _Reporting:
 def _is_collective(frame: traceback.FrameSummary) -> bool:
     return (f"{_TORCH}/distributed" in frame.filename
             and not frame.name.startswith(("_", "wrapper")))
-
-
-def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    return list(traceback.extract_tb(trace))
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:

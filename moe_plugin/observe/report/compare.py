@@ -72,7 +72,9 @@ def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambd
 
     def score(run: RunRecord) -> float:
         losses = _losses(run, "valid_loss" if by_valid else "loss")
-        return math.inf if not losses else min(losses) if by_valid else _mean_of_last(losses)
+        if not losses:
+            return math.inf
+        return min(losses) if by_valid else statistics.fmean(losses[-LAST:])
 
     ordered = sorted(runs, key=score, reverse=True)
     best = ordered[-MOST_RUNS:]
@@ -86,10 +88,6 @@ def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambd
 
 def _losses(run: RunRecord, field: str) -> list[float]:
     return [v for r in run.steps if (v := getattr(r, field)) is not None and math.isfinite(v)]
-
-
-def _mean_of_last(values: Sequence[float]) -> float:
-    return statistics.fmean(values[-LAST:])
 
 
 def _row(run: RunRecord) -> tuple[str, ...]:

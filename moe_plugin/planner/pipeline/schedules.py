@@ -136,23 +136,6 @@ class Pipeline:
             peaks.append(most)
         return peaks
 
-    def live_batches(self, mode: str = "overlapped") -> list[int]:
-        """By stage, the most micro-batches at a time whose keys, values and their gradients are
-        kept: from a micro-batch's first forward pass to its last backward pass.
-        """
-        peaks = []
-        for stage in range(self.stages):
-            alive: set[int] = set()
-            most = 0
-            for kind, batch, part in self._order(stage, mode):
-                if kind == "forward":
-                    alive.add(batch)
-                    most = max(most, len(alive))
-                elif part == 0:
-                    alive.discard(batch)
-            peaks.append(most)
-        return peaks
-
     def _order(self, stage: int, mode: str) -> list[Pass]:
         return order(self.stages, stage, self.micro_batches, mode, self.slices or 1)
 

@@ -56,8 +56,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     wrapped = hasattr(model, "peft_config")
     state = {} if not wrapped else dict(peft.get_peft_model_state_dict(model))
     if not wrapped:
-        config.r, config.lora_alpha = max(_widest(each) for each in ours), max(
-            ours[0].alphas.values())
+        config.r = max(r for one in ours for each in one.ranks.values() for r in each)
+        config.lora_alpha = max(ours[0].alphas.values())
         config.use_rslora = ours[0].rooted
     targets = list(config.target_parameters or ())
     for name, layer in layers.items():
@@ -93,10 +93,6 @@ def _config(model: nn.Module) -> Any:
         return peft.LoraConfig(target_modules=[])
     [config] = model.peft_config.values()
     return copy.deepcopy(config)
-
-
-def _widest(ranks: ExpertRanks) -> int:
-    return max(r for each in ranks.ranks.values() for r in each)
 
 
 def _note(pattern: dict[str, Any], target: str, value: float, usual: float) -> None:
