@@ -14,13 +14,11 @@ from typing import Any
 
 from moe_plugin.lab.bench.memory_limit import run_limited
 
-_UNIT = {"OMP_NUM_THREADS": "1"}
-
 
 def _command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     given = base64.b64encode(pickle.dumps(args)).decode()
-    return [sys.executable, "-m", "moe_plugin.lab.bench.child", function.__module__,
-            function.__name__, given]
+    return ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "moe_plugin.lab.bench.child",
+            function.__module__, function.__name__, given]
 
 
 def call(function: Callable[..., Any], *args: Any,
@@ -32,7 +30,7 @@ def call(function: Callable[..., Any], *args: Any,
         environment: variables of the process, besides this one's.
     """
     done = subprocess.run(_command(function, args), stdout=subprocess.PIPE, text=True, check=True,
-                          env={**os.environ, **_UNIT, **(environment or {})})
+                          env={**os.environ, **(environment or {})})
     return _result(done.stdout)
 
 

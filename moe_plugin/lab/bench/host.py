@@ -129,13 +129,11 @@ def run(problem: Problem, ranks: int, rounds: int, names: Sequence[str] = PEERS)
     if ranks < 1 or problem.experts % ranks:
         raise ValueError(f"ranks={ranks} does not fit {problem.experts} experts: must be a divisor")
     return on_processes(ranks, measure, problem, ranks, rounds, tuple(names),
-                        torch.get_num_threads())
+                        threads=torch.get_num_threads())
 
 
-def measure(problem: Problem, ranks: int, rounds: int, names: Sequence[str],
-            threads: int) -> HostReport:
+def measure(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> HostReport:
     """The report of this rank; all ranks of the default group call it."""
-    torch.set_num_threads(threads)
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         candidates, refused = enter_candidates(stack, problem, data, names)

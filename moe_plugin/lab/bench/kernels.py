@@ -5,8 +5,9 @@ The bound is the larger of bytes over copy bandwidth and FLOPs over GEMM rate of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,13 +124,9 @@ def _measured(work: Work, device: torch.device, rounds: int, bound: float,
     if device.type != "cpu" and why.get("triton"):
         refused[f"{work.operation} in Triton"] = str(why["triton"])
     names = [name for name, reason in why.items() if reason is None]
-    calls = [_call(kernel.implementation(name), work.args) for name in names]
+    calls = [partial(kernel.implementation(name), *work.args) for name in names]
     return [_result(work, name, name == kernel.choose(*work.args), times, bound)
             for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
-
-
-def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
-    return lambda: fn(*args)
 
 
 def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> KernelResult:

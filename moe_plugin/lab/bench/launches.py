@@ -119,19 +119,12 @@ def recording(chip: Chip) -> Iterator[Recorded]:
         for owner, name, value in (
                 (jit.KernelInterface, "__getitem__", launched), (Op, "interpreted", True),
                 *((module, "chip_of", lambda _: chip) for module in (expert_matmul, fp8)),
-                (expert_ffn, "_traced", lambda _: False), (TokenEntry, "_check", _nothing),
-                (torch, "is_autocast_enabled", lambda *_: False), (torch, "autocast", _no_cast)):
+                (expert_ffn, "_traced", lambda _: False), (TokenEntry, "_check", lambda *_: None),
+                (torch, "is_autocast_enabled", lambda *_: False),
+                (torch, "autocast", lambda *_, **__: contextlib.nullcontext())):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(_Operations(found.operations))
         yield found
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _no_cast(*_: Any, **__: Any) -> Any:
-    return contextlib.nullcontext()
 
 
 class _Operations(TorchDispatchMode):

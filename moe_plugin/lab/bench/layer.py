@@ -216,14 +216,8 @@ def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
 def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
              threads: int) -> LayerReport:
     """`run` on new processes of as many ranks, with as many threads each."""
-    found: LayerReport = on_processes(ranks, _on_this_rank, problem, names, rounds, threads)
+    found: LayerReport = on_processes(ranks, run, problem, names, rounds, threads=threads)
     return found
-
-
-def _on_this_rank(problem: Problem, names: Sequence[str], rounds: int,
-                  threads: int) -> LayerReport:
-    torch.set_num_threads(threads)
-    return run(problem, names, rounds)
 
 
 def loads(problem: Problem, data: Data) -> list[int]:

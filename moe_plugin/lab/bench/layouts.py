@@ -6,24 +6,33 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from moe_plugin.layer import MoELayer
+from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
 
 
-def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
-    """A forward and backward pass on random tokens; all ranks begin together.
+def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
+               grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
+    """A forward and backward pass, which all ranks begin together: seconds, the call's statistics.
 
     Args:
-        tokens: of this rank. choice: the layout; None: as configured or tuned.
-    Returns: its seconds, and the layout that it ran in.
+        x_TD: tokens of this rank. choice: the layout; None: as configured or tuned.
+        grad_TD: gradient of the output; None: of its mean square.
     """
-    x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
     layer.comm.barrier()
     start = time.perf_counter()
     out = layer(x_TD, choice=choice)
-    out.output.square().mean().backward()
-    return time.perf_counter() - start, out.stats.layout
+    (out.output if grad_TD is not None else out.output.square().mean()).backward(grad_TD)
+    return time.perf_counter() - start, out.stats
+
+
+def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
+    """`timed_step` on so many random tokens of each rank; its seconds, and its layout."""
+    x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
+    seconds, stats = timed_step(layer, x_TD, choice)
+    return seconds, stats.layout
 
 
 def slowest(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]], name: str) -> list[float]:

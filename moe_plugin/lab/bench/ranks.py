@@ -16,22 +16,26 @@ import torch.distributed as dist
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
 
 
-def on_processes(ranks: int, measure: Callable[..., Any], *args: Any) -> Any:
+def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
     """What `measure(*args)` returns on rank 0 of `ranks` new processes.
 
-    measure: a function of a module; every rank calls it, in an initialized default group.
+    Args:
+        measure: a function of a module; every rank calls it, in an initialized default group.
+        threads: of torch in each of them.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
         result = os.path.join(folder, "result")
-        torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args), nprocs=ranks)
+        torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args, threads),
+                                    nprocs=ranks)
         return pickle.loads(Path(result).read_bytes())
 
 
 def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..., Any],
-             args: tuple[Any, ...]) -> None:
+             args: tuple[Any, ...], threads: int) -> None:
+    torch.set_num_threads(threads)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", port, ranks, is_master=True, wait_for_workers=False)
     else:

@@ -21,7 +21,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,11 +142,9 @@ class Study:
 
         Raises: ValueError: what it needs is not here.
         """
-        for need in self.needs:
-            if (reason := NEEDS[need]()) is not None:
-                raise ValueError(f"bench {self.name} needs {NEEDS_SAID[need]}: {reason}")
-        found = ({name: _loaded(self.parts[name][0], args) for name in args.parts}
-                 if self.parts else _loaded(self.code.measure, args))
+        check_needs(f"bench {self.name}", self.needs)
+        found = ({name: with_load(self.parts[name][0], args) for name in args.parts}
+                 if self.parts else with_load(self.code.measure, args))
         return json.loads(json.dumps(found))  # as read from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
@@ -174,7 +172,7 @@ class Study:
                     if name in found] or [(found, code.body)]
         computed = "(computed)" in self.about
         lines = [line for one, write in sections
-                 for line in _with_load(write(one), {} if computed else one)]
+                 for line in _say_load(write(one), {} if computed else one)]
         made_by = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
         first = next(i for i, line in enumerate(lines) if not line.startswith(NOT_PROSE))
         lines[first] = f"Made by `{made_by}`. {lines[first]}"
@@ -221,17 +219,24 @@ class Study:
         return read_numbers(folder / self.numbers_name)
 
 
-def _loaded(measure: Any, args: argparse.Namespace) -> Any:
-    """What is measured, with the machine's load and cores where it is a mapping."""
+def check_needs(who: str, needs: Sequence[str]) -> None:
+    """Raises: ValueError: what it needs, keys of `NEEDS`, is not here."""
+    for need in needs:
+        if (reason := NEEDS[need]()) is not None:
+            raise ValueError(f"{who} needs {NEEDS_SAID[need]}: {reason}")
+
+
+def with_load(measure: Callable[..., Any], *args: Any) -> Any:
+    """What `measure(*args)` returns, with the machine's load and cores where it is a mapping."""
     before = os.getloadavg()[0]
-    found = measure(args)
+    found = measure(*args)
     if isinstance(found, dict):
         found.setdefault("load", [round(before, 1), round(os.getloadavg()[0], 1)])
         found.setdefault("cores", os.cpu_count())
     return found
 
 
-def _with_load(lines: Sequence[str], found: Any) -> Iterator[str]:
+def _say_load(lines: Sequence[str], found: Any) -> Iterator[str]:
     """The machine's load after the first paragraph."""
     said = f" Load average {', '.join(f'{x:.1f}' for x in found['load'])}" + (
         f" on {found['cores']} cores." if "cores" in found else ".") if (

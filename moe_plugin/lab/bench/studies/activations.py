@@ -107,7 +107,6 @@ class PolicyRun:
 
 def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
     """Median seconds of a step by policy; what auto chose."""
-    torch.set_num_threads(1)
     runs = {way: PolicyRun(args, way, memory, folder) for way in WAYS}
     for number in range(WARM_UP + args.steps):
         for run in runs.values():
@@ -126,7 +125,6 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
 
 
 def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     run = PolicyRun(args, way, most, folder)
     before = status_bytes("VmRSS")
     for _ in range(WARM_UP + 1):

@@ -10,8 +10,6 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.layouts import one_step, slowest
@@ -49,7 +47,6 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
     A fixed layout runs two steps and the second one counts: the first one warms up its buffers and
     connections, which are always warm for `auto`. None is measured in the first step of a load.
     """
-    torch.set_num_threads(1)
     tree: dict[str, Any] = {
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
         "experts": {"hidden_dim": hidden}, "losses": {"switch": 0.01}

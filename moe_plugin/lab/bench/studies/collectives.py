@@ -10,11 +10,9 @@ Needs Linux and root, and about 25 minutes on an idle machine.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ from moe_plugin.lab.bench.train.run import TrainPlan, sides_on_emulated, write_t
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.emulate.networks import SHAPES
+from moe_plugin.observe import tracked
 from moe_plugin.planner.units import show_size
 
-log = logging.getLogger(__name__)
 TITLE = "Collectives along planned trees"
 NODES, RATE = 8, 40e6
 KIB, MIB = 1 << 10, 1 << 20
@@ -130,10 +128,8 @@ OPTIONS = {
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
-    for name in args.networks:
-        begun = time.monotonic()
+    for name in tracked(args.networks, "bench collectives", "network"):
         cells += [cell.as_dict() for cell in measure_network(
             SHAPES[name](NODES, RATE), tuple(args.sizes), args.repeats)]
-        log.info("%s: %.0f s", name, time.monotonic() - begun)
     return {"cells": cells, "hosts": [call(train, host, args.steps) for host in args.hosts],
             "cpus": os.cpu_count()}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.measure import versions
+from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.messages import short
@@ -71,11 +71,11 @@ def _timed(command: list[str], home: Path, variables: dict[str, str]) -> tuple[f
 
 
 def body(found: dict[str, Any]) -> Iterator[str]:
-    setup, about = found["setup"], found["versions"]
+    setup = found["setup"]
     yield ("The commands of [README](../../README.md#four-ways-in), as they are printed, in a "
            "fresh clone: the time until the report is there, imports and training data included; "
            "transformers' is that of two runs and their comparison. "
-           f"{', '.join(f'{name} {value}' for name, value in about.items())}.")
+           f"{said(found['versions'])}.")
     yield columns(found["ways"], {
         "way": "{way}", "after setting up": lambda one: show_time(one["seconds"]),
         "with clone and set-up": lambda one: show_time(

@@ -8,7 +8,6 @@ machine: needs Linux, root and timm.
 from __future__ import annotations
 
 import argparse
-import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
 from moe_plugin.lab.bench.problem import Problem
 from moe_plugin.lab.bench.report import table
 from moe_plugin.lab.bench.studies.vision import forward_of, step_of
-from moe_plugin.lab.bench.study import DATA, NEEDS, NEEDS_SAID, ROOT, Option, read_numbers
+from moe_plugin.lab.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_load
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.vision.model import PRESETS, SwinMoE, build
 from moe_plugin.planner.choice import LayoutChoice
@@ -124,14 +123,10 @@ class BranchBlock(nn.Module):
 
 
 def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
-    for need in ("nodes", "timm"):
-        if (reason := NEEDS[need]()) is not None:
-            raise ValueError(f"--measure needs {NEEDS_SAID[need]}: {reason}; leave it out")
-    load = os.getloadavg()[0]
-    found = {"counts": counts(4 * rounds), "switch": switch(rounds), "parm": parm(rounds),
-             "swin": swin_steps(swin, 1 + rounds // 3)}
-    return {**found, "versions": versions("cpu"),
-            "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
+    check_needs("--measure, which may be left out,", ("nodes", "timm"))
+    return with_load(lambda: {
+        "counts": counts(4 * rounds), "switch": switch(rounds), "parm": parm(rounds),
+        "swin": swin_steps(swin, 1 + rounds // 3), "versions": versions("cpu")})
 
 
 def counts(rounds: int) -> list[dict[str, float]]:
@@ -187,7 +182,6 @@ def parm(rounds: int) -> dict[str, float]:
 
 def parm_rank(rounds: int) -> dict[str, Any]:
     """One rank; the two of a node have equal tokens, and half of each expert."""
-    torch.set_num_threads(1)
     comm, layers = TorchComm(), {}
     for name, schedule in PARM.items():
         layers[name] = MoELayer(from_dict({

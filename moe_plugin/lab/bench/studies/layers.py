@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from moe_plugin.lab.bench.measure import said
 from moe_plugin.lab.bench.options import add_problem, problem_of
 from moe_plugin.lab.bench.peers import peers
 from moe_plugin.lab.bench.problem import Problem
-from moe_plugin.lab.bench.study import Option
+from moe_plugin.lab.bench.study import Option, with_load
 
 log = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
@@ -57,7 +56,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [replace(every[0], **SMALL)] if args.quick else every
 
 
-def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1) -> LayerReport:
+def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
     """Our layer and its peers, by the attempt with the least noise: median and minimum of the bound
     closest to each other. ranks: that share the experts and the threads.
     """
@@ -70,7 +69,7 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1) -> Laye
     found: list[LayerReport] = []
     while len(found) < args.attempts and not any(one.noise < 1.05 for one in found):
         found.append(measure(problem, names, args.rounds))
-    return min(found, key=lambda one: one.noise)
+    return min(found, key=lambda one: one.noise).as_dict()
 
 
 class OneLayer:
@@ -127,11 +126,7 @@ class AllLayers:
         every = [(one, 1) for one in problems(args)]
         if args.device == "cpu" and not args.quick:  # gated ones over two ranks, too
             every += [(one, 2) for one, _ in every[:len(GATED) * 2]]
-        load, found = os.getloadavg()[0], []
-        for problem, ranks in every:
-            one = quietest(problem, args, ranks).as_dict()
-            found.append({**one, "load": [round(load, 1), round(load := os.getloadavg()[0], 1)]})
-        return found
+        return [with_load(quietest, problem, args, ranks) for problem, ranks in every]
 
     @staticmethod
     def body(found: list[dict[str, Any]]) -> Iterator[str]:
@@ -204,7 +199,7 @@ class OneGPU:
 
     @staticmethod
     def peers(number: int, args: argparse.Namespace) -> dict[str, Any]:
-        return quietest(_numbered(number, args), args).as_dict()
+        return quietest(_numbered(number, args), args)
 
     @staticmethod
     def operations(number: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -218,14 +213,6 @@ class OneGPU:
         lines = told.read_text("utf-8").splitlines() if told.exists() else []
         return [{"said": line, "end": "" if line.endswith(": passed") else _end(
             logs / f"{line.partition(':')[0]}.log")} for line in sorted(lines)]
-
-    @staticmethod
-    def write_layer(found: dict[str, Any]) -> list[str]:
-        return [said(found["versions"]), *layer.parts(found)]
-
-    @staticmethod
-    def write_operations(found: dict[str, Any]) -> list[str]:
-        return [said(found["versions"]), *kernels.parts(found)]
 
     @staticmethod
     def write_steps(found: list[dict[str, str]]) -> Iterator[str]:
@@ -252,8 +239,8 @@ def _end(path: Path) -> str:
 
 OneGPU.PARTS = {  # type: ignore[attr-defined]
     **{f"{name}_{n}": (partial(measure, n), write) for name, measure, write in (
-        ("layer", OneGPU.layer, OneGPU.write_layer), ("peers", OneGPU.peers, OneGPU.write_layer),
-        ("operations", OneGPU.operations, OneGPU.write_operations)) for n in range(3)},
+        ("layer", OneGPU.layer, OneLayer.body), ("peers", OneGPU.peers, OneLayer.body),
+        ("operations", OneGPU.operations, OneProblemsOperations.body)) for n in range(3)},
     "steps": (OneGPU.steps, OneGPU.write_steps)}
 
 

@@ -106,7 +106,6 @@ def load_experts(model: WritingModel, path: str) -> None:
 @torch.no_grad()
 def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
     """Write text in this process; what was seen."""
-    torch.set_num_threads(1)
     peak, model = AnonymousPeak(), WritingModel(args, mode, file).eval()
     if mode == MODES[0]:
         load_experts(model, file)

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
-from moe_plugin.lab.bench.layouts import slowest
+from moe_plugin.lab.bench.layouts import slowest, timed_step
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.bench.train import run as runs
@@ -70,7 +69,6 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
     """One rank: seconds of a call and its backward pass by column and round, of which the first
     does not count; rows of a token; the layout that `auto` took.
     """
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     fixed, tuned = make_layer(width, k, "fixed"), make_layer(width, k, "auto")
     tuned.load_state_dict(fixed.state_dict(), strict=False)
@@ -79,14 +77,10 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
     grad_TD = torch.randn_like(x_TD)
 
     def step(layer: MoELayer, choice: LayoutChoice | None) -> tuple[float, Any]:
-        layer.comm.barrier()
-        start = time.perf_counter()
-        out = layer(x_TD, choice=choice)
-        out.output.backward(grad_TD)
-        taken = time.perf_counter() - start
+        found = timed_step(layer, x_TD, choice, grad_TD)
         layer.zero_grad(set_to_none=True)
         x_TD.grad = None
-        return taken, out.stats
+        return found
 
     columns_ = {**{send: (fixed, LayoutChoice(r=1, send=send)) for send in SENDS},
                 AUTO: (tuned, None)}

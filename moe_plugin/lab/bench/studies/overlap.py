@@ -148,7 +148,6 @@ def settings(kind: Kind) -> dict[str, Any]:
 def run_rank(kind: Kind, tokens: int, choices: dict[str, LayoutChoice],
              rounds: int) -> dict[str, list[float]]:
     """One rank: seconds of each measurement by name and round; the first round does not count."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),
                      experts=(lambda index: WaitingExpert()) if kind.waits else None)

@@ -39,7 +39,6 @@ loss = partial(loss_of, BATCHES)
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
     """One rank: a peer of two; seconds of `every` steps and of the average that ends them."""
-    torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host's name, which no server resolves here
     socket.sethostname(addresses[rank])
@@ -66,7 +65,6 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
 
 def stage(steps: int) -> dict[str, float]:
     """One rank: a stage of two, all its weights in memory; seconds of these steps."""
-    torch.set_num_threads(1)
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)
     made = [make() for make in MODEL]

@@ -17,8 +17,6 @@ import logging
 import statistics
 from typing import Any
 
-import torch
-
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.device import measure_device
@@ -45,7 +43,6 @@ def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
 
 def profile_rank() -> Device:
     """One rank's processor while all ranks measure theirs."""
-    torch.set_num_threads(1)
     TorchComm().barrier()
     return measure_device(width=WIDTH, inner=512, repeats=15)
 
@@ -53,7 +50,6 @@ def profile_rank() -> Device:
 def measure_rank(experts: int, hidden: int, tokens: int, steps: int,
                  choices: list[dict[str, Any]]) -> dict[str, Any]:
     """One rank: every layout in every step, so all see the same machine."""
-    torch.set_num_threads(1)
     tree = {
         "model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K},
         "experts": {"hidden_dim": hidden}

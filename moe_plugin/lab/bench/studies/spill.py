@@ -15,6 +15,7 @@ import torch
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
+from moe_plugin.lab.bench.layouts import timed_step
 from moe_plugin.lab.bench.memory_limit import reset_peak, status_bytes
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import ROOT, Option
@@ -67,21 +68,16 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
     """Seconds of forward and backward, which all ranks begin together; rows computed here."""
-    layer.comm.barrier()
-    start = time.perf_counter()
-    out = layer(x_TD, choice=LayoutChoice(r=1, spill=policy))
-    out.output.square().mean().backward()
-    seconds = time.perf_counter() - start
+    seconds, stats = timed_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     layer.zero_grad(set_to_none=True)
     x_TD.grad = None  # or the next policy would add to it
-    return seconds, out.stats.rows
+    return seconds, stats.rows
 
 
 def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
     """One rank: policies alternately in every round, by load; (seconds, rows) of each step, and as
     "place" (seconds, experts with replicas) of each placement of replicas that stand.
     """
-    torch.set_num_threads(1)
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
     found: dict[str, dict[str, list[tuple[float, int]]]] = {
@@ -113,7 +109,6 @@ def place(layer: MoELayer) -> tuple[float, int]:
 
 def run_memory(policy: str, steps: int = 5) -> float:
     """One rank: bytes by which its memory grows at most in a step under the hot load."""
-    torch.set_num_threads(1)
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
     inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]

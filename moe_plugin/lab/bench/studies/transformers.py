@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.lab.bench.layouts import slowest
-from moe_plugin.lab.bench.measure import versions
+from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
@@ -195,7 +195,6 @@ def _shape_on_rank(folder: Path, mesh: str, args: argparse.Namespace) -> dict[st
 
     from moe_plugin.hosts.transformers import use
 
-    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     use({"parallel.mode": "auto", "comm.all_to_all": "auto", "dispatch.send": "auto"}, TUNED)
@@ -252,12 +251,12 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
     yield f"## {title}"
     tokens = found["parts"] * found["sequences"] * found["length"]
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     network = f", links of {found['rate'] / 1e6:.0f} Mbit/s" if found["rate"] else ""
     yield (f"{about} Thousand tokens a second of a training step (forward, backward, SGD) of a "
            f"model of {LAYERS} layers, {found['dtype']}, {found['sequences']} sequences of "
            f"{found['length']} tokens{network}, {_where(found)}, medians of "
-           f"{found['steps']} steps of the slowest rank. In brackets: ours over it. {versions}.")
+           f"{found['steps']} steps of the slowest rank. In brackets: ours over it. "
+           f"{said(found['versions'])}.")
     cells, names = found["cells"], list(found["cells"][0]["seconds"])
 
     def speed(name: str) -> Callable[[dict[str, Any]], str]:

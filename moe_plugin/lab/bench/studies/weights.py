@@ -42,7 +42,6 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) -> dict[str, Any]:
     """Train in this process; what was seen."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     peak, loss = AnonymousPeak(), partial(loss_of, args.micro_batches)
     blocks = makers(VOCABULARY, args.layers, WIDTH, EXPERTS, args.hidden)
@@ -90,7 +89,6 @@ def megatron_child(args: argparse.Namespace, mode: str, place: str,
     from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 
-    torch.set_num_threads(1)
     peak, scratch = AnonymousPeak(), Path(place)
     folder = Path(tempfile.mkdtemp(dir=scratch))
     began = time.process_time()
