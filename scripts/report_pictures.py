@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from moe_plugin.lab.bench.report import check_folder
 from moe_plugin.observe.history import RunRecord, read_run
 from moe_plugin.observe.report.page import render, render_comparison
-from moe_plugin.regular_files import write_regular
+from moe_plugin.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -44,8 +43,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures",
                         help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
-    check_folder(parser, args.out, FILES)
     try:
+        output_folder(args.out, FILES)
         runs = [read_run(args.run), read_run(args.other)]
     except ValueError as error:
         parser.error(str(error))

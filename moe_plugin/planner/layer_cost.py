@@ -386,21 +386,9 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
 
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
                  choices: Iterable[LayoutChoice] | None = None,
-                 memory_bytes: float | None = None,
                  collectives: Seconds | None = None) -> list[LayerCost]:
-    """All choices by predicted seconds, fastest first, without those above `memory_bytes`.
-
-    collectives: see `layer_cost`.
-
-    Raises: ValueError: none fits the memory; names the least memory needed.
-    """
+    """All choices by predicted seconds, fastest first. collectives: see `layer_cost`."""
     if choices is None:
         choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
     costs = [layer_cost(shape, cluster, device, choice, collectives) for choice in choices]
-    fitting = [c for c in costs if memory_bytes is None or c.memory_bytes <= memory_bytes]
-    if costs and not fitting:
-        least = min(c.memory_bytes for c in costs)
-        raise ValueError(
-            f"no layout fits {memory_bytes:.3g} bytes per rank: the smallest needs {least:.3g}; "
-            "lower tokens or hidden_dim, or use more ranks")
-    return sorted(fitting, key=lambda c: (c.seconds, c.choice))
+    return sorted(costs, key=lambda c: (c.seconds, c.choice))

@@ -166,15 +166,6 @@ def test_pieces_hide_and_stop_paying() -> None:
     assert uneven.backward.hidden > plain.backward.hidden
 
 
-def test_memory_limits_the_choice() -> None:
-    costs = rank_choices(dataclasses.replace(SHAPE, tokens=65536, hidden_dim=512), cluster(), A100)
-    least = min(c.memory_bytes for c in costs)
-    assert rank_choices(dataclasses.replace(SHAPE, tokens=65536, hidden_dim=512), cluster(), A100,
-                        memory_bytes=least)[0].memory_bytes == least
-    with pytest.raises(ValueError, match="the smallest needs"):
-        rank_choices(SHAPE, cluster(), A100, memory_bytes=1.0)
-
-
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="r=3 does not fit 4 experts on 16 ranks"):
         layer_cost(SHAPE, cluster(), A100, LayoutChoice(r=3))

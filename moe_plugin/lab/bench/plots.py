@@ -78,8 +78,8 @@ def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
                     color=OURS)
         memory.set_xlabel(TITLES[name])
         for axis in (time, memory):
-            log_ticks(axis, "x", at)
-            log_scale(axis, "y")
+            log_ticks(axis, at)
+            log_scale(axis)
             _tidy(axis)
     grid[0][0].set_ylabel("forward + backward, ms")
     grid[1][0].set_ylabel("peak extra memory, MiB")
@@ -87,42 +87,36 @@ def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
     save_figure(figure, path)
 
 
-def log_ticks(axis: Any, which: str, values: Sequence[float],
+def log_ticks(axis: Any, values: Sequence[float],
               show: Callable[[float], str] = "{:,g}".format) -> None:
-    """A logarithmic axis with a tick at each of these values and nowhere else.
-
-    Args:
-        which: "x" or "y".
-        show: the text of a tick.
-    """
+    """A logarithmic x with a tick at each of these values and nowhere else. show: its text."""
     from matplotlib.ticker import NullLocator
 
-    axis.set(**{f"{which}scale": "log"})
-    side, values = getattr(axis, f"{which}axis"), sorted(set(values))
-    side.set_ticks(values, [show(value) for value in values])
-    side.set_minor_locator(NullLocator())
+    axis.set(xscale="log")
+    values = sorted(set(values))
+    axis.xaxis.set_ticks(values, [show(value) for value in values])
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def size_ticks(axis: Any, values: Sequence[float]) -> None:
     """Sizes in bytes along x: "16 KiB", "1 MiB"."""
-    log_ticks(axis, "x", values, show_size)
+    log_ticks(axis, values, show_size)
 
 
-def log_scale(axis: Any, which: str) -> None:
-    """A logarithmic axis with plain numbers: 1, 10, or those between where it spans few decades.
+def log_scale(axis: Any) -> None:
+    """A logarithmic y with plain numbers: 1, 10, or those between where it spans few decades.
 
     Call it when everything is drawn: the range decides.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set(**{f"{which}scale": "log"})
-    side = getattr(axis, f"{which}axis")
-    low, high = getattr(axis, f"get_{which}lim")()
+    axis.set(yscale="log")
+    low, high = axis.get_ylim()
     decades = math.log10(high / low)
     steps = next(steps for most, steps in STEPS if decades < most)
-    side.set_major_locator(LogLocator(subs=steps, numticks=50))
-    side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    side.set_minor_formatter(NullFormatter())
+    axis.yaxis.set_major_locator(LogLocator(subs=steps, numticks=50))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _tidy(axis: Any) -> None:

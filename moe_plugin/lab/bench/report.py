@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_output, output_folder, write_regular
+from moe_plugin.regular_files import check_output, write_regular
 
 NOT_PROSE = ("#", "|", "!", "```", "* ")  # begins of parts of a page that are not wrapped
 
@@ -49,16 +47,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.ljust(w)
                                        for cell, w in zip(line, widths, strict=True)) + " |"
                      for line in lines)
-
-
-def check_folder(parser: argparse.ArgumentParser, folder: Path, names: Iterable[str]) -> Path:
-    """The folder of `--out`, made where it is missing; the parser's error, which ends the command,
-    where files of these names could not be written there: before hours of measuring.
-    """
-    try:
-        return output_folder(folder, names)
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:

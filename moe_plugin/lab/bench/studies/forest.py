@@ -109,8 +109,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
             axis.plot([c["gpus"] for c in cells], [c[key] for c in cells], marker="o",
                       label=series)
         axis.set(xlabel="GPUs", ylabel=label)
-        log_ticks(axis, "x", [2**n for n in range(3, 11)])
-        log_scale(axis, "y")
+        log_ticks(axis, [2**n for n in range(3, 11)])
+        log_scale(axis)
         axis.grid(alpha=0.3)
     axes[0].legend()
     save_figure(figure, path)

@@ -175,7 +175,7 @@ def plot(seen: dict[str, Any], path: Path) -> None:
     axis.plot(rates, [row["predicted"] for row in seen["rows"]], "--", label="predicted")
     axis.set_xlabel("link, Mbit/s")
     axis.set_ylabel("tokens/s, two peers over pipeline")
-    log_ticks(axis, "x", rates)
+    log_ticks(axis, rates)
     axis.set_ylim(bottom=0)
     axis.legend()
     save_figure(figure, path)
