@@ -48,7 +48,7 @@ def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | N
         if done.returncode in KILLED:
             return None
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command[:6])} ... ended with status {done.returncode}")
+            raise RuntimeError(f"{' '.join(command[:7])} ... ended with status {done.returncode}")
         peak = next(group / name for name in ("memory.max_usage_in_bytes", "memory.peak")
                     if (group / name).exists())
         return Limited(done.stdout, int(peak.read_text()))

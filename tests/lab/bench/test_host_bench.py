@@ -21,13 +21,13 @@ NAMES = ("einsum", "dense")
 @pytest.fixture(scope="module")
 def one_rank() -> HostReport:
     """Ours, einsum and dense on this process."""
-    return measure(TINY, 1, 1, NAMES, 1)
+    return measure(TINY, 1, 1, NAMES)
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[HostReport]:
     """The same with the experts on two ranks."""
-    return run_gloo(2, measure, TINY, 2, 1, NAMES, 1)
+    return run_gloo(2, measure, TINY, 2, 1, NAMES)
 
 
 def test_all_candidates_are_counted(one_rank: HostReport, two_ranks: list[HostReport]) -> None:
