@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from moe_plugin.cli.plan import check_counts, host_options, write_plan
 from moe_plugin.lab.planning.launch import CONFIG, LINE, LaunchCommand
 from moe_plugin.messages import short
+from moe_plugin.planner.prediction import FILE
 from moe_plugin.quiet import quiet
 from moe_plugin.regular_files import output_folder, write_regular
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from moe_plugin.planner.device import Device
 
 NETWORK, PROCESSOR = "network.json", "processor.json"
-FILES = (NETWORK, PROCESSOR, CONFIG, LINE)
+FILES = (NETWORK, PROCESSOR, CONFIG, LINE, FILE)
 KEPT = 64  # plans that are ranked again after correction
 
 
@@ -50,6 +51,9 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trust-fit", action="store_true",
                    help="go on, with a warning, where a fit is far off or the plan is far outside "
                         "what was measured")
+    p.add_argument("--parts-only", action="store_true",
+                   help="run no steps of the host itself, which takes half a minute on a CPU: the "
+                        "prediction then leaves out what they take besides layers")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
                    help="plan for so many nodes (default: those that run)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
@@ -157,6 +161,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
     """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
     nothing of what was kept; one rank has no network.
     """
+    from moe_plugin.lab.bench.host_steps import can_run, measure_host
     from moe_plugin.lab.bench.own_cluster import (
         about_network,
         about_processor,
@@ -173,10 +178,15 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
             network = measure_network(model, comm, grid, about, args.nics, args.repeats)
             if comm.rank == 0:
                 write_regular(args.out / NETWORK, dump(network))
-    about = about_processor(model, comm, device, grid[1])
+    host = args.host if not args.parts_only and can_run(
+        args.host, model, comm.size, device) else "none"
+    about = {**about_processor(model, comm, device, grid[1]), "host": host}
     kept, processor = _kept(args, comm, Processor, PROCESSOR, about)
     if not kept:
         processor = measure_processor(model, comm, device, memory, about, args.repeats, grid[1])
+        if host != "none":
+            processor = dataclasses.replace(processor, timings=[
+                *processor.timings, *measure_host(host, processor.model, comm)])
         if comm.rank == 0:
             write_regular(args.out / PROCESSOR, dump(processor))
     return network, processor
@@ -212,11 +222,11 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
     import torch
 
     from moe_plugin.lab.planning import advice, trust
-    from moe_plugin.lab.planning.measured import UPDATE
+    from moe_plugin.lab.planning.predicted_step import BASIS, predicted_step
 
     ratios = trust.residuals(network, processor)
-    update = next((t for t in processor.timings if t.name == UPDATE), None)
-    estimates = trust.rank(model, plans, ratios, update)[: args.top]
+    estimates = trust.rank(model, plans, ratios, processor.timings,
+                           trust.host_share(network, processor, ratios))[: args.top]
     best = estimates[0]
     doubts = trust.doubts(model, best, network, processor, ratios)
     if not args.json:
@@ -227,7 +237,8 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
     start = LaunchCommand(head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
                           threads=torch.get_num_threads(), data=args.data)
     text = write_plan(args, args.out, model, best.cost, cluster, processor.device, start,
-                      best.seconds, best.cost.activations)
+                      predicted_step(model, best, args.host, processor.device.name, BASIS),
+                      best.cost.activations)
     if args.json:
         print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
                          indent=1))

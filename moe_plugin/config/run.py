@@ -17,6 +17,8 @@ READERS = {
                        "a host, fairseq or Megatron",
     "observe.trace": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a "
                      "host, fairseq or Megatron",
+    "observe.prediction": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or "
+                          "use a host, fairseq or Megatron",
     "observe.replay": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a "
                       "host, fairseq or Megatron",
     "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
@@ -53,6 +55,10 @@ class ObserveConfig(SettingsSection):
         "written, for `moe-plugin plan --choices`; Megatron: later pipeline stages add .stageN",
         flag="stats-choices")
 
+    prediction: str | None = option(
+        None,
+        "file of what was predicted of a step (`moe-plugin plan` and `recommend` write it): some "
+        "steps are measured and compared with it, in the log and in one record", flag="prediction")
     trace: str | None = option(
         None,
         "folder to which each rank's choices in training are written, in the form of Megatron's "

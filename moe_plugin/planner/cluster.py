@@ -46,6 +46,7 @@ class Cluster:
         phase_s: fixed seconds of one round of messages (propagation delay, synchronization).
         host, wake_s: of clusters emulated on one machine, CPU cost of every message, and of
             waking a rank; zero elsewhere. See `planner.all_to_all`.
+        fit_error: as a `Device` has it.
     """
 
     name: str = "cluster"
@@ -58,6 +59,7 @@ class Cluster:
     phase_s: float = 0.0
     host: Link = field(default_factory=Link)
     wake_s: float = 0.0
+    fit_error: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "nics"):
@@ -67,8 +69,8 @@ class Cluster:
         if self.ranks > MAX_RANKS:
             raise ValueError(f"cluster nodes={self.nodes} of ranks_per_node={self.ranks_per_node} "
                              f"must be at most {MAX_RANKS} ranks together; correct it")
-        for name in ("copy_s", "phase_s", "wake_s"):
-            if not 0 <= getattr(self, name) <= MAX_SECONDS:
+        for name in ("copy_s", "phase_s", "wake_s", "fit_error"):
+            if not 0 <= (getattr(self, name) or 0) <= MAX_SECONDS:
                 raise ValueError(f"cluster {name}={getattr(self, name)} must be a number from 0 to "
                                  f"{MAX_SECONDS:g}; correct the file")
 

@@ -22,6 +22,8 @@ class Device:
         memory_bytes_s: memory bandwidth, bytes/s.
         launch_s: fixed seconds of one operation.
         memory_bytes: memory available to a rank.
+        fit_error: mean relative error of the fit to what was measured; None: estimated after a
+            data sheet, not measured.
     """
 
     name: str = "device"
@@ -30,11 +32,14 @@ class Device:
     memory_bytes_s: float = 1e11
     launch_s: float = 5e-6
     memory_bytes: float = 16e9
+    fit_error: float | None = None
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self)[1:]:
             value = getattr(self, f.name)
-            least = 0 if f.name in ("half_rows", "launch_s") else 1
+            if f.name == "fit_error" and value is None:
+                continue
+            least = 0 if f.name in ("half_rows", "launch_s", "fit_error") else 1
             if not least <= value <= MAX_NUMBER:
                 raise ValueError(f"device {f.name}={value} must be a number from {least} to "
                                  f"{MAX_NUMBER:g}; correct the file")

@@ -35,7 +35,7 @@ experts: 4
 top_k: 2
 element_bytes: 4
 """
-TRUST = ("--trust-fit", "--repeats", "2", "--device", "cpu")
+TRUST = ("--trust-fit", "--repeats", "2", "--device", "cpu", "--parts-only")
 
 
 @pytest.fixture(autouse=True)

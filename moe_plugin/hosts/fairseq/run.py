@@ -22,6 +22,7 @@ from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.observe.history.fairseq_log import step_record
+from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_settings
 from moe_plugin.resilience.finite import FiniteSteps
@@ -110,6 +111,7 @@ def run_of(trainer: Any) -> Run:
     guard, activations = run_settings(model).guard, _activations(cfg, model, world)
     return Run([
         FirstStepLine(), RUN,
+        prediction_check(run_settings(model).observe, world, [model], "fairseq"),
         TwinCheck(model, world, every=guard.twins) if guard.twins else None,
         _replicas(trainer, config),
         records_of(model, world, activations), _votes(trainer, guard, world, group),

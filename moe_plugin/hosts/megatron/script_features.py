@@ -26,6 +26,7 @@ from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, listen
+from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.output import LayerStats
 from moe_plugin.resilience.finite import FiniteSteps
@@ -75,7 +76,8 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
                       args.global_batch_size // each) if guard.votes else None
     replicas = (_replicas(args, chunks, optimizer, scheduler, taken)
                 if optimizer is not None else None)
-    return [FirstStepLine(), RUN, twins, replicas, records, votes,
+    check = prediction_check(observe, comm_of(), chunks, "megatron")
+    return [FirstStepLine(), RUN, check, twins, replicas, records, votes,
             RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
             activations, drops, _errors(args, chunks)], recorder
 

@@ -16,6 +16,7 @@ from moe_plugin.config import ObserveConfig
 from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.features import FirstStepLine, LayerRecords
+from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.output import MoEOutput
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
@@ -70,7 +71,8 @@ class TrainingSteps:
         records = self._records(observe, layers, has_log) if observe.writes else None
         self._interval = observe.interval
         self.run = Run([
-            FirstStepLine(), TwinCheck(self.bare, self.world, every=twins) if twins else None,
+            FirstStepLine(), prediction_check(observe, self.world, [self.bare], "pytorch"),
+            TwinCheck(self.bare, self.world, every=twins) if twins else None,
             *features, records, RowsFit([self.bare], self.world), FiniteSteps(),
             RouterSteps([self.bare])])
 

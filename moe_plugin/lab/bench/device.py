@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,12 @@ class Samples:
         times = [statistics.median(seconds) for seconds in self.products.values()]
         flops, half_rows = fit_products(tuple(self.products), times, launch,
                                         2.0 * self.width * self.inner)
-        return Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
-                      memory_bytes_s=self.copied / statistics.median(self.copy),
-                      memory_bytes=memory)
+        found = Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
+                       memory_bytes_s=self.copied / statistics.median(self.copy),
+                       memory_bytes=memory)
+        off = [abs(found.matmul_s(rows, 2.0 * rows * self.width * self.inner) / seconds - 1)
+               for rows, seconds in zip(self.products, times, strict=True)]
+        return replace(found, fit_error=statistics.mean(off))
 
 
 def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,

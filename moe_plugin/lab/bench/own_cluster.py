@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.comm import Comm
+from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.torch_comm import default_comm
-from moe_plugin.config import MoEConfig, from_dict
+from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.all_to_all import Plan, measure_rank
 from moe_plugin.lab.bench.device import Samples, sample_device
 from moe_plugin.lab.bench.tensor_parallel import TensorParallelBlock, tensor_group, tensor_ranks
@@ -33,11 +33,13 @@ from moe_plugin.lab.planning.measured import (
     MOE,
     TENSOR,
     UPDATE,
+    UPDATES,
     MeasuredNetwork,
     Processor,
     Timing,
 )
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
+from moe_plugin.lab.planning.trust import layer_of_rank, times_more
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import device_name, memory_bytes, wait_for_device
 from moe_plugin.planner.all_to_all import COSTS
@@ -52,7 +54,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 ENOUGH_S = 0.5  # no larger size is measured after one that takes longer
 PLAIN = LayoutChoice(r=1)
 LEAST_S = 0.02  # of a repeat of what takes little time
-PARAMETERS = 4 * MIB  # of the optimizer step
+PARAMETERS, SMALL = 4 * MIB, 64  # of the optimizer's steps: of one tensor, small ones
 
 
 @contextlib.contextmanager
@@ -117,7 +119,7 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device,
         "model": " ".join(f"{name}={getattr(model, name)}" for name in (
             "model_dim", "ffn_dim", "expert_dim", "row_dim", "heads", "vocab", "sequence",
             "experts", "top_k", "capacity_factor", "gated", "element_bytes")),
-        "torch": torch.__version__
+        "layer": "without exchanges", "torch": torch.__version__
     }
 
 
@@ -159,9 +161,7 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
     timings = [Timing(name=MATMUL, size=rows, seconds=seconds)
                for rows, seconds in samples.products.items()]
     model = _smaller(model, comm.size, memory)
-    layer = MoELayer(_layer_config(model, comm.size), comm).to(device=device, dtype=dtype)
-    timings += _by_tokens(MOE, comm, model, device, dtype, repeats,
-                          lambda x_LSD: layer(x_LSD, choice=PLAIN).output)
+    timings += _moe_layer(comm, model, device, dtype, repeats)
     block = TensorParallelBlock(model).to(device=device, dtype=dtype)
     timings += _by_tokens(DENSE, comm, model, device, dtype, repeats, block)
     cut = tensor_ranks(model, ranks_per_node)
@@ -172,19 +172,31 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
         head = nn.Linear(model.model_dim, model.vocab, bias=False, device=device, dtype=dtype)
 
         def loss(x_LSD: Tensor) -> Tensor:
+            # with what is before the first layer: rows of a table, and their gradients
+            tokens_LS = torch.zeros(x_LSD.shape[:2], dtype=torch.int64, device=device)
+            x_LSD = x_LSD + F.embedding(tokens_LS, head.weight)
             logits_TV = head(x_LSD).flatten(0, 1).float()
             return F.cross_entropy(logits_TV, logits_TV.new_zeros(len(logits_TV)).long())
 
         timings += _by_tokens(HEAD, comm, model, device, dtype, repeats, loss)
-    timings.append(_update(comm, device, repeats))
+    timings += [_update(UPDATE, comm, device, repeats, [PARAMETERS], PARAMETERS),
+                _update(UPDATES, comm, device, repeats, [1] * SMALL, SMALL)]
     return Processor(about=about, device=samples.device(memory, device_name(device)), model=model,
                      timings=timings, tensor_ranks=cut)
 
 
-def _layer_config(model: ModelShape, ranks: int) -> MoEConfig:
-    cut = max(1, ranks // model.experts)
-    plan = ModelPlan(tp=1, pp=1, dp=ranks, ep=ranks // cut, etp=cut, micro_batch=1, layout=PLAIN)
-    return from_dict({"model_dim": model.model_dim, **moe_settings(model, plan, auto=False)})
+def _moe_layer(comm: Comm, model: ModelShape, device: torch.device, dtype: torch.dtype,
+               repeats: int) -> list[Timing]:
+    """What a rank computes in one, without its exchanges, which the network's measurements are
+    for: layouts have others.
+    """
+    shape = layer_of_rank(model, comm.size)
+    plan = ModelPlan(tp=1, pp=1, dp=1, ep=1, etp=1, micro_batch=1, layout=PLAIN)
+    local = replace(model, experts=shape.experts, top_k=shape.top_k, hidden_dim=shape.hidden_dim)
+    layer = MoELayer(from_dict({"model_dim": model.model_dim, **moe_settings(
+        local, plan, auto=False)}), LocalComm()).to(device=device, dtype=dtype)
+    return _by_tokens(MOE, comm, model, device, dtype, repeats, lambda x_LSD: layer(x_LSD).output,
+                      more=times_more(model, shape))
 
 
 def _smaller(model: ModelShape, ranks: int, memory: float) -> ModelShape:
@@ -199,14 +211,17 @@ def _smaller(model: ModelShape, ranks: int, memory: float) -> ModelShape:
 
 
 def _by_tokens(name: str, comm: Comm, model: ModelShape, device: torch.device, dtype: torch.dtype,
-               repeats: int, forward: Callable[[Tensor], Tensor], cut: int = 1) -> list[Timing]:
+               repeats: int, forward: Callable[[Tensor], Tensor], cut: int = 1,
+               more: int = 1) -> list[Timing]:
     """Forward and backward of one, two, four, eight sequences, until one takes long enough.
 
-    forward: of [L / cut, S, D], on `cut` tensor-parallel ranks.
+    Args:
+        forward: of [L / cut, S, D], on `cut` tensor-parallel ranks.
+        more: it gets so many times as many sequences as count.
     """
     found: list[Timing] = []
     for sequences in MICRO_BATCHES:
-        x_LSD = torch.randn(model.sequence // cut, sequences, model.model_dim, device=device,
+        x_LSD = torch.randn(model.sequence // cut, more * sequences, model.model_dim, device=device,
                             dtype=dtype, requires_grad=True)
         found.append(Timing(name=name, size=sequences * model.sequence, seconds=_repeats(
             comm, lambda x=x_LSD: forward(x).float().square().mean().backward(), repeats, device)))
@@ -215,9 +230,10 @@ def _by_tokens(name: str, comm: Comm, model: ModelShape, device: torch.device, d
     return found
 
 
-def _update(comm: Comm, device: torch.device, repeats: int) -> Timing:
-    """Clipping and Adam over parameters in float32."""
-    parts = [torch.zeros(PARAMETERS // 8, device=device, requires_grad=True) for _ in range(8)]
+def _update(name: str, comm: Comm, device: torch.device, repeats: int, sizes: list[int],
+            size: int) -> Timing:
+    """Clipping and Adam over tensors of these sizes in float32."""
+    parts = [torch.zeros(one, device=device, requires_grad=True) for one in sizes]
     for part in parts:
         part.grad = torch.ones_like(part)
     optimizer = torch.optim.AdamW(parts)
@@ -226,7 +242,7 @@ def _update(comm: Comm, device: torch.device, repeats: int) -> Timing:
         nn.utils.clip_grad_norm_(parts, 1.0)
         optimizer.step()
 
-    return Timing(name=UPDATE, size=PARAMETERS, seconds=_repeats(comm, step, repeats, device))
+    return Timing(name=name, size=size, seconds=_repeats(comm, step, repeats, device))
 
 
 def _repeats(comm: Comm, run: Callable[[], object], repeats: int,

@@ -16,6 +16,13 @@ import torch.distributed as dist
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
     """What `measure(*args)` returns on rank 0 of `ranks` new processes.
 
@@ -23,10 +30,8 @@ def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: i
         measure: a function of a module; every rank calls it, in an initialized default group.
         threads: of torch in each of them.
     """
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
         result = os.path.join(folder, "result")
         torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args, threads),
                                     nprocs=ranks)

@@ -61,7 +61,8 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
     zero = dict.fromkeys((*LINKS, *MACHINE), 0.0)
     cluster = _links(measurements, _with_values(shape, zero | machine))
     errors = list(relative_errors(cluster, measurements))
-    return Fit(cluster, float(np.mean(errors)), float(np.max(errors)))
+    mean = float(np.mean(errors))
+    return Fit(dataclasses.replace(cluster, fit_error=mean), mean, float(np.max(errors)))
 
 
 def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, float]:

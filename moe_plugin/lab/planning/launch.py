@@ -88,16 +88,20 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
-              activations: Sequence[str] = (), keeps_send: bool = False) -> str:
+              activations: Sequence[str] = (), keeps_send: bool = False,
+              prediction: str | None = None) -> str:
     """The file of a plan for `--moe-config`.
 
     Args:
         note: comment at its top.
         activations: see `PlanCost`. keeps_send: see `moe_settings`.
+        prediction: file of what was predicted, which the run compares itself with.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
     if activations:
         settings["offload"] = {"activations": ",".join(activations)}
+    if prediction is not None:
+        settings["observe"] = {"prediction": prediction}
     if host == "megatron":  # its own flags override these
         for key in ("num_experts", "router", "experts"):
             settings.pop(key)

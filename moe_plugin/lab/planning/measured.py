@@ -22,8 +22,11 @@ REMEDY = "measure again with --fresh"
 MAX_SECONDS, MAX_SIZE, MAX_TIMINGS = 1e6, 1e18, 10_000
 
 ALL_REDUCE = "all-reduce"
-MATMUL, MOE, DENSE, TENSOR, HEAD, UPDATE = (
-    "matmul", "MoE layer", "dense layer", "tensor-parallel", "output head", "optimizer step")
+MATMUL, MOE, DENSE, TENSOR, HEAD, UPDATE, UPDATES = (
+    "matmul", "MoE layer", "dense layer", "tensor-parallel", "output head", "optimizer step",
+    "optimizer step of small tensors")
+# steps of the host itself that its network has no part in; their size: layers
+HOST, HOST_UPDATE, HOST_LAYERS, HOST_SEQUENCES = "host products", "host optimizer", (1, 2), 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class Timing:
     Attributes:
         name: an all-to-all algorithm, or one of the names above.
         size: bytes per rank (exchanges), rows (matmul), tokens of a rank (parts of a model),
-            parameters (optimizer step).
+            parameters (optimizer step), tensors (the same of small ones), layers (host's own).
         seconds: of each repeat, on the slowest rank.
     """
 

@@ -9,7 +9,7 @@ the errors of all parts as if they came together, which is never too small.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,36 +17,53 @@ from moe_plugin.lab.planning.measured import (
     ALL_REDUCE,
     DENSE,
     HEAD,
+    HOST,
+    HOST_LAYERS,
+    HOST_SEQUENCES,
+    HOST_UPDATE,
     MATMUL,
     MOE,
     TENSOR,
+    UPDATE,
+    UPDATES,
     MeasuredNetwork,
     Processor,
     Timing,
 )
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.model_cost import PlanCost, dense_layer_s, dense_s, expert_parameters
+from moe_plugin.lab.planning.model_cost import (
+    PlanCost,
+    dense_layer_s,
+    dense_s,
+    expert_parameters,
+    plan_cost,
+)
 from moe_plugin.lab.planning.recompute import RECOMPUTED
 from moe_plugin.planner.all_to_all import COSTS, predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_reduce_s
-from moe_plugin.planner.layer_cost import layer_cost
+from moe_plugin.planner.layer_cost import COMPUTE, LayerShape, layer_cost
 from moe_plugin.planner.units import show_size, show_time
 
-EXCHANGES = "all-to-all"
+EXCHANGES, MOE_LAYERS, MOE_EXCHANGE = "all-to-all", "MoE layers", "MoE exchange"
 # which measurement stands for a part of a step
 CHECKS = {
-    "attention": DENSE, "dense FFN": DENSE, "output head": HEAD, "MoE layers": MOE,
-    "gradient reduction": ALL_REDUCE, "tensor parallel": ALL_REDUCE, "stage to stage": EXCHANGES
+    "attention": DENSE, "dense FFN": DENSE, "output head": HEAD, MOE_LAYERS: MOE,
+    MOE_EXCHANGE: EXCHANGES, "gradient reduction": ALL_REDUCE, "tensor parallel": ALL_REDUCE,
+    "stage to stage": EXCHANGES
 }
 # and in plans with tensor-parallel ranks, for all parts of a dense layer together
 CUT = dict.fromkeys(("attention", "dense FFN", "tensor parallel"), TENSOR)
-LAYERS = ("attention", "dense FFN", "tensor parallel", "MoE layers")
+LAYERS = ("attention", "dense FFN", "tensor parallel", MOE_LAYERS, MOE_EXCHANGE)
 STAGE = (*LAYERS, "output head", "stage to stage")
 # parts that are other parts once more, and are corrected as these are
 FOLLOWING = {"pipeline bubble": STAGE, RECOMPUTED: LAYERS}
-OPTIMIZER = "optimizer"
+# parts in which a rank waits for others; a stage's bubble, too
+WAITS = (MOE_EXCHANGE, "tensor parallel", "stage to stage", "gradient reduction", "pipeline bubble")
+OPTIMIZER, OWN = "optimizer", "host's own"
+# parameters' tensors of a layer, and of a model besides; experts of a rank are one for each matrix
+TENSORS = {"fairseq": (17, 4), "megatron": (9, 4)}
 INSIDE = 0.9  # of the repeats are in the spread
 MEAN_ERROR = 0.3  # of a fit, at most
 WIDTH = 3.0  # high / low of a step, at most
@@ -61,12 +78,31 @@ class Residuals:
     """Measured over predicted seconds of one kind of measurement.
 
     Attributes:
-        ratios: of every repeat.
-        sizes: smallest and largest size that was measured.
+        by_size: of every repeat, by the size that was measured, rising.
     """
 
-    ratios: tuple[float, ...]
-    sizes: tuple[float, float]
+    by_size: dict[float, tuple[float, ...]]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Of all sizes."""
+        return tuple(ratio for found in self.by_size.values() for ratio in found)
+
+    @property
+    def sizes(self) -> tuple[float, float]:
+        """The smallest and the largest."""
+        return min(self.by_size), max(self.by_size)
+
+    def at(self, size: float | None) -> Residuals:
+        """Those of the measured sizes next to one: the fit errs otherwise at other sizes. None:
+        all.
+        """
+        if size is None:
+            return self
+        below = [one for one in self.by_size if one <= size]
+        above = [one for one in self.by_size if one >= size]
+        near = {*below[-1:], *above[:1]}
+        return Residuals({one: found for one, found in self.by_size.items() if one in near})
 
     @property
     def center(self) -> float:
@@ -95,7 +131,9 @@ def predicted_s(timing: Timing, cluster: Cluster, processor: Processor) -> float
     if timing.name == MATMUL:
         return device.matmul_s(tokens, 2.0 * tokens * model.model_dim * model.expert_dim)
     if timing.name == MOE:
-        return layer_cost(model.layer(tokens), cluster, device, LayoutChoice(r=1)).seconds
+        shape = layer_of_rank(model, cluster.ranks)
+        return layer_cost(replace(shape, tokens=tokens * times_more(model, shape)), Cluster(),
+                          device, LayoutChoice(r=1)).seconds
     if timing.name == TENSOR:
         return sum(dense_layer_s(model, cluster, device, tokens,
                                  processor.tensor_ranks).values())
@@ -105,28 +143,60 @@ def predicted_s(timing: Timing, cluster: Cluster, processor: Processor) -> float
     return parts["output head"] if timing.name == HEAD else None
 
 
+def layer_of_rank(model: ModelShape, ranks: int) -> LayerShape:
+    """An MoE layer that computes on one rank, without exchanges, what a rank of `ranks` does."""
+    shape, cut = model.layer(1), max(1, ranks // model.experts)
+    experts = max(1, model.experts // ranks)
+    return replace(shape, experts=experts, top_k=min(model.top_k, experts),
+                   hidden_dim=max(1, shape.hidden_dim // cut))
+
+
+def times_more(model: ModelShape, shape: LayerShape) -> int:
+    """Tokens for one, with which fewer choices of a token make at least as many rows."""
+    return -(-model.top_k // shape.top_k)
+
+
 def residuals(network: MeasuredNetwork | None, processor: Processor) -> dict[str, Residuals]:
     """By kind of measurement: all-to-all (all algorithms together), all-reduce, matmul, parts.
 
     network: None on one rank.
     """
     cluster = network.cluster if network else Cluster()
-    ratios: dict[str, list[float]] = {}
-    sizes: dict[str, list[float]] = {}
+    ratios: dict[str, dict[float, tuple[float, ...]]] = {}
     for timing in [*(network.timings if network else []), *processor.timings]:
         expected = predicted_s(timing, cluster, processor)
         if expected:
             kind = EXCHANGES if timing.name in COSTS else timing.name
-            ratios.setdefault(kind, []).extend(s / expected for s in timing.seconds)
-            sizes.setdefault(kind, []).append(timing.size)
-    return {kind: Residuals(tuple(found), (min(sizes[kind]), max(sizes[kind])))
-            for kind, found in ratios.items()}
+            sizes = ratios.setdefault(kind, {})
+            sizes[timing.size] = (*sizes.get(timing.size, ()),
+                                  *(s / expected for s in timing.seconds))
+    return {kind: Residuals(dict(sorted(sizes.items()))) for kind, sizes in ratios.items()}
 
 
-def check_of(name: str, plan: ModelPlan, found: Mapping[str, Residuals]) -> Residuals | None:
-    """The measurement that stands for a part of a plan's step; None: there is none."""
-    cut = found.get(CUT.get(name, "")) if plan.tp > 1 else None
-    return cut or found.get(CHECKS.get(name, ""))
+def check_of(name: str, model: ModelShape, plan: ModelPlan,
+             found: Mapping[str, Residuals]) -> Residuals | None:
+    """The measurement that stands for a part of a plan's step, at the plan's size; None: there is
+    none.
+    """
+    kind = CUT.get(name, "") if plan.tp > 1 else ""
+    kind = kind if kind in found else CHECKS.get(name, "")
+    size = sizes_of(model, plan).get(kind)
+    if name == MOE_EXCHANGE and not plan.layout.exchanges:  # collectives of weights, or of tokens
+        kind = ALL_REDUCE
+    return found[kind].at(size) if kind in found else None
+
+
+def sizes_of(model: ModelShape, plan: ModelPlan) -> dict[str, float]:
+    """Tokens or bytes of a plan by kind of measurement."""
+    tokens, dense, size = plan.tokens(model), plan.micro_batch * model.sequence, {}
+    if plan.expert_ranks > 1:
+        shape = model.layer(tokens)
+        size[EXCHANGES] = (shape.rows * max(1, plan.layout.r) * shape.row_bytes / plan.layout.d
+                           if plan.layout.exchanges else
+                           model.experts * shape.expert_bytes / plan.expert_ranks)
+    if plan.dp > 1:
+        size[ALL_REDUCE] = 4 * model.dense_parameters / (plan.tp * plan.pp)
+    return {**size, MOE: tokens, HEAD: dense, DENSE: dense, TENSOR: dense}
 
 
 def mean_error(timings: Sequence[Timing], cluster: Cluster, processor: Processor) -> float:
@@ -173,33 +243,119 @@ class Estimate:
 
 
 def estimate(model: ModelShape, cost: PlanCost, found: Mapping[str, Residuals],
-             update: Timing | None = None) -> Estimate:
+             updates: Sequence[Timing] = (), host: HostShare | None = None) -> Estimate:
     """A plan's step, corrected part by part; what nothing was measured for stays as predicted.
 
-    update: an optimizer step that was measured; the planner's own model has none.
+    Args:
+        updates: among them optimizer steps that were measured; the planner's own model has none.
+        host: what its steps take besides.
     """
     parts: dict[str, tuple[float, float, float]] = {}
-    for name, seconds in cost.time.items():
-        check = check_of(name, cost.plan, found)
+    times = parts_of(cost)
+    for name, seconds in times.items():
+        check = check_of(name, model, cost.plan, found)
         low, center, high = (check.low, check.center, check.high) if check else (1.0, 1.0, 1.0)
         if seconds and name not in FOLLOWING:
             parts[name] = seconds * low, seconds * center, seconds * high
     for name, others in FOLLOWING.items():
-        if cost.time.get(name):
-            share = cost.time[name] / sum(cost.time[other] for other in others)
+        if times.get(name):
+            share = times[name] / sum(times.get(other, 0.0) for other in others)
             low, center, high = (share * sum(parts[o][i] for o in others if o in parts)
                                  for i in range(3))
             parts[name] = low, center, high
-    if update is not None:
-        each = parameters_of(model, cost.plan) / update.size
-        seconds = sorted(update.seconds)
-        parts[OPTIMIZER] = each * seconds[0], each * update.median, each * seconds[-1]
+    sizes = {UPDATE: parameters_of(model, cost.plan), UPDATES: tensors_of(model, cost.plan)}
+    for timing in updates:
+        if timing.name in sizes:
+            each, seconds = sizes[timing.name] / timing.size, sorted(timing.seconds)
+            before = parts.get(OPTIMIZER, (0.0, 0.0, 0.0))
+            here = seconds[0], timing.median, seconds[-1]
+            parts[OPTIMIZER] = tuple(a + each * b for a, b in zip(before, here, strict=True))
+    if host is not None:
+        own, update = host.seconds(model, cost.plan)
+        like = found.get(DENSE)  # which runs in the same way
+        low, high = (like.low / like.center, like.high / like.center) if like else (1.0, 1.0)
+        parts[OWN] = own * low, own, own * high
+        parts[OPTIMIZER] = tuple(max(0.0, one + update) for one in parts[OPTIMIZER])
     return Estimate(cost, parts)
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """What steps of the host take beyond the parts that stand for them, in seconds: norms and
+    losses of its own, Python, small tensors. It may be less than nothing.
+
+    Attributes:
+        layer_s, rest_s: of products, for each layer and besides, with so many tokens.
+        update_layer_s, update_rest_s: of the optimizer's step.
+    """
+
+    layer_s: float
+    rest_s: float
+    update_layer_s: float
+    update_rest_s: float
+    tokens: int
+
+    def seconds(self, model: ModelShape, plan: ModelPlan) -> tuple[float, float]:
+        """(products, optimizer) of a plan's step; products grow with tokens."""
+        layers = model.fullest(plan.pp)[0]
+        passes = plan.micro_batches(model) * plan.tokens(model) / self.tokens
+        return (max(0.0, passes * (layers * self.layer_s + self.rest_s)),
+                layers * self.update_layer_s + self.update_rest_s)
+
+
+def host_share(network: MeasuredNetwork | None, processor: Processor,
+               found: Mapping[str, Residuals]) -> HostShare | None:
+    """From the host's steps of few layers, less what the parts predict of them; None: none were
+    measured.
+    """
+    taken = {(t.name, t.size): t.median for t in processor.timings}
+    if (HOST, HOST_LAYERS[0]) not in taken:
+        return None
+    cluster = network.cluster if network else Cluster()
+    plan = ModelPlan(tp=1, pp=1, dp=cluster.ranks, ep=cluster.ranks, etp=1,
+                     micro_batch=HOST_SEQUENCES, layout=LayoutChoice(r=1))
+    over = []
+    for layers in HOST_LAYERS:
+        model = replace(processor.model, layers=layers, moe_every=1,
+                        global_batch=HOST_SEQUENCES * cluster.ranks)
+        made = by_part(estimate(model, plan_cost(model, cluster, processor.device, plan), found,
+                                processor.timings))
+        over.append([taken[name, layers] - made[part][1]
+                     for name, part in ((HOST, "products"), (HOST_UPDATE, OPTIMIZER))])
+    (first, update), (second, more) = over
+    return HostShare(second - first, 2 * first - second, more - update, 2 * update - more,
+                     HOST_SEQUENCES * processor.model.sequence)
+
+
+def by_part(estimate: Estimate) -> dict[str, list[float]]:
+    """Low, middle and high seconds by `planner.prediction.PARTS`."""
+    parts: dict[str, list[float]] = {}
+    for name, seconds in estimate.parts.items():
+        part = "exchange" if name in WAITS else OPTIMIZER if name == OPTIMIZER else "products"
+        so_far = parts.get(part, [0.0] * 3)
+        parts[part] = [before + float(one) for before, one in zip(so_far, seconds, strict=True)]
+    return parts
+
+
+def parts_of(cost: PlanCost) -> dict[str, float]:
+    """Seconds by part, those of MoE layers in two: what they compute, and what they wait for."""
+    layer = cost.layer
+    busy = layer.forward.busy(COMPUTE) + layer.backward.busy(COMPUTE)
+    found, total = dict(cost.time), cost.time[MOE_LAYERS]
+    found[MOE_LAYERS] = total * min(1.0, busy / layer.seconds) if layer.seconds else 0.0
+    found[MOE_EXCHANGE] = total - found[MOE_LAYERS]
+    return found
 
 
 def parameters_of(model: ModelShape, plan: ModelPlan) -> float:
     """Parameters that one rank of the fullest stage stores and updates."""
     return model.dense_parameters / (plan.tp * plan.pp) + expert_parameters(model, plan)
+
+
+def tensors_of(model: ModelShape, plan: ModelPlan) -> int:
+    """Parameters' tensors of a stage, which the host's optimizer updates one after another."""
+    of_layer, others = TENSORS["megatron" if model.moe_first else "fairseq"]
+    return of_layer * model.fullest(plan.pp)[0] + others
 
 
 def doubts(model: ModelShape, made: Estimate, network: MeasuredNetwork | None, processor: Processor,
@@ -208,7 +364,7 @@ def doubts(model: ModelShape, made: Estimate, network: MeasuredNetwork | None, p
 
     Each names the value and its bound.
     """
-    return [*_of_fits(network, processor), *_of_checks(made, found),
+    return [*_of_fits(network, processor), *_of_checks(model, made, found),
             *_of_sizes(model, made.cost.plan, network, found)]
 
 
@@ -224,7 +380,8 @@ def _of_fits(network: MeasuredNetwork | None, processor: Processor) -> list[str]
     return lines
 
 
-def _of_checks(made: Estimate, found: Mapping[str, Residuals]) -> list[str]:
+def _of_checks(model: ModelShape, made: Estimate,
+               found: Mapping[str, Residuals]) -> list[str]:
     """A spread that is too wide, and what makes it; parts that take far longer than predicted, or
     far less.
     """
@@ -234,7 +391,7 @@ def _of_checks(made: Estimate, found: Mapping[str, Residuals]) -> list[str]:
         lines.append(f"the step's spread is from {show_time(made.low)} to {show_time(made.high)}, "
                      f"a factor of more than {WIDTH:g}, mostly because of: {widest}")
     for name, (_, seconds, _) in made.parts.items():
-        check = check_of(name, made.cost.plan, found)
+        check = check_of(name, model, made.cost.plan, found)
         if check and seconds > COUNTS * made.seconds and not (
                 1 / FACTOR <= check.center <= FACTOR):
             lines.append(f"{name}: measured over predicted time is {check.center:.2f}, not within "
@@ -250,19 +407,11 @@ def _of_sizes(model: ModelShape, plan: ModelPlan, network: MeasuredNetwork | Non
     lines = []
     if ranks > measured:
         lines.append(f"the plan is for {ranks} ranks, and {measured} were measured")
-    tokens, size = plan.tokens(model), {}
-    if plan.expert_ranks > 1:
-        shape = model.layer(tokens)
-        size[EXCHANGES] = (shape.rows * max(1, plan.layout.r) * shape.row_bytes / plan.layout.d
-                           if plan.layout.exchanges else
-                           model.experts * shape.expert_bytes / plan.expert_ranks)
-    if plan.dp > 1:
-        size[ALL_REDUCE] = 4 * model.dense_parameters / (plan.tp * plan.pp)
-    dense = TENSOR if plan.tp > 1 and TENSOR in found else DENSE
-    size |= {MOE: tokens, dense: plan.micro_batch * model.sequence}
-    for kind, wanted in size.items():
+    other = DENSE if plan.tp > 1 and TENSOR in found else TENSOR
+    for kind, wanted in sizes_of(model, plan).items():
         check = found.get(kind)
-        if check and not check.sizes[0] / REACH <= wanted <= check.sizes[1] * REACH:
+        if check and kind not in (HEAD, other) and not (
+                check.sizes[0] / REACH <= wanted <= check.sizes[1] * REACH):
             show = show_size if kind in (EXCHANGES, ALL_REDUCE) else "{:,.0f} tokens".format
             lines.append(f"{kind}: the plan needs {show(wanted)}, and {show(check.sizes[0])} to "
                          f"{show(check.sizes[1])} were measured: more than a factor of {REACH:g} "
@@ -279,7 +428,7 @@ def refuse(reasons: Sequence[str]) -> None:
 
 
 def rank(model: ModelShape, costs: Sequence[PlanCost], found: Mapping[str, Residuals],
-         update: Timing | None = None) -> list[Estimate]:
-    """All plans by corrected seconds, fastest first."""
-    return sorted((estimate(model, cost, found, update) for cost in costs),
+         updates: Sequence[Timing] = (), host: HostShare | None = None) -> list[Estimate]:
+    """All plans by corrected seconds, fastest first; see `estimate`."""
+    return sorted((estimate(model, cost, found, updates, host) for cost in costs),
                   key=lambda e: (e.seconds, e.cost.plan))

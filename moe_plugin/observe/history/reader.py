@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log
 from moe_plugin.observe.history.command import written
+from moe_plugin.observe.history.predictions import PredictionRecord, prediction_record
 from moe_plugin.observe.history.records import (
     COPIES,
     CopyRecord,
@@ -64,6 +65,7 @@ class _Source:
     brief: list[LayerRecord] = field(default_factory=list)
     copies: dict[tuple[str, int], CopyRecord] = field(default_factory=dict)
     timelines: list[tuple[int, int, list[SpanRecord]]] = field(default_factory=list)
+    predictions: list[PredictionRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None
     arguments: dict[str, str] = field(default_factory=dict)
@@ -110,6 +112,24 @@ def read_runs(folder: str | Path) -> list[RunRecord]:
                                           for run in found]
 
 
+def read_predictions(folder: str | Path) -> list[tuple[str, PredictionRecord]]:
+    """(place in the folder, what was measured and predicted) of every run in a folder and up to
+    three levels below.
+
+    Raises: ValueError: no such folder, or no such record in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a directory; give a folder of runs")
+    found = [(str(path.parent.relative_to(folder)), record) for path in candidates(folder)
+             for record in _read(path).predictions]
+    if not found:
+        raise ValueError(f"{folder} holds no run that was compared with its prediction; train with "
+                         "the moe.yaml of `moe-plugin recommend` or `moe-plugin plan --write`, "
+                         "which sets observe.prediction")
+    return found
+
+
 def _place(run: RunRecord, folder: str | Path) -> Path:
     assert run.folder is not None
     return run.folder.relative_to(folder)
@@ -120,7 +140,7 @@ def _sources(folder: Path) -> list[_Source]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
     sources = [source for path in candidates(folder)
-               if (source := _read(path)).any or source.settings]
+               if (source := _read(path)).any or source.settings or source.predictions]
     if not any(source.any for source in _without_copies(sources)):
         raise ValueError(
             f"{folder} holds no record of a run; looked for {WANTED}, in files "
@@ -235,6 +255,8 @@ def _json_line(source: _Source, text: str) -> None:
         source.copies[copied.copier, copied.step] = copied
     elif "timeline" in row and "step" in row:
         source.timelines.append(json_lines.timeline(row))
+    elif "predicted" in row and "measured" in row and "step" in row:
+        source.predictions.append(prediction_record(row))
     elif "training" in row and "step" in row:  # of `StatsRecorder.training`
         source.steps.append(("training", json_lines.training_record(row)))
         source.writer = "pytorch"  # hosts have logs of their own
@@ -274,6 +296,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
     known = {record.layer for record in full}
     run.layers = _by_layer([*(r for s in sources for r in s.brief if r.layer not in known), *full])
     run.copies = _copies(sources)
+    run.predictions = [record for s in sources for record in s.predictions]
     run.timelines = {(step, rank): spans for s in sources for step, rank, spans in s.timelines}
     for source in sources:
         run.settings |= source.settings

@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.observe.history.predictions import PredictionRecord
+
 RECENT = 20  # records from which the remaining time is estimated
 # in fairseq's log: percent of the first and of the second choices that found no slot
 DROPS = "overflow_expert1", "overflow_expert2"
@@ -161,6 +163,7 @@ class RunRecord:
         layers: records by layer's name, in the order of layers and steps.
         copies: by copier, in the order of steps, of all pipeline stages together.
         timelines: spans by (step, rank).
+        predictions: what was measured of a step beside what was predicted of it.
         settings: flag or field and its value, as given.
         changed: (as the user wrote it, default) of the settings that were chosen otherwise than
             the defaults; None: unknown.
@@ -176,6 +179,7 @@ class RunRecord:
     layers: dict[str, list[LayerRecord]] = field(default_factory=dict)
     copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
     timelines: dict[tuple[int, int], list[SpanRecord]] = field(default_factory=dict)
+    predictions: list[PredictionRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None
     notes: list[str] = field(default_factory=list)

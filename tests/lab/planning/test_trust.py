@@ -27,14 +27,18 @@ from moe_plugin.lab.planning.model_cost import plan_cost
 from moe_plugin.lab.planning.model_search import search
 from moe_plugin.lab.planning.trust import (
     EXCHANGES,
+    MOE_EXCHANGE,
+    MOE_LAYERS,
     OPTIMIZER,
     Estimate,
     doubts,
     estimate,
+    parts_of,
     rank,
     refuse,
     residuals,
 )
+from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice
 from tests.lab.planning.measurements import UPDATE_S, measurements
 from tests.planner.problems import A100, cluster, model
@@ -50,7 +54,7 @@ def estimated(plan: ModelPlan, **factors: tuple[float, ...]) -> Estimate:
              "tensor": TENSOR}
     network, processor = measurements(M, C, {names[k]: v for k, v in factors.items()})
     return estimate(M, plan_cost(M, C, A100, plan), residuals(network, processor),
-                    processor.timings[-1])
+                    processor.timings)
 
 
 def test_a_file_without_matmuls_or_exchanges_is_described() -> None:
@@ -78,8 +82,12 @@ def test_measured_as_predicted_changes_nothing() -> None:
 def test_each_part_is_corrected_by_its_measurement() -> None:
     cost, made = plan_cost(M, C, A100, PLAN), estimated(
         PLAN, moe=(3.0, 2.0, 2.5), dense=(1.5,), reduce=(0.5,))
-    found = [seconds / cost.time["MoE layers"] for seconds in made.parts["MoE layers"]]
-    assert found == pytest.approx([2.0, 2.5, 3.0])
+    plain = parts_of(cost)
+    assert plain[MOE_LAYERS] + plain[MOE_EXCHANGE] == pytest.approx(cost.time[MOE_LAYERS])
+    assert 0 < plain[MOE_EXCHANGE] < cost.time[MOE_LAYERS]
+    found = [seconds / plain[MOE_LAYERS] for seconds in made.parts[MOE_LAYERS]]
+    assert found == pytest.approx([2.05, 2.5, 2.95])
+    assert made.parts[MOE_EXCHANGE] == pytest.approx([plain[MOE_EXCHANGE]] * 3)
     for name, factor in (("attention", 1.5), ("dense FFN", 1.5), ("gradient reduction", 0.5)):
         assert made.parts[name] == pytest.approx([factor * cost.time[name]] * 3)
     assert made.low < made.seconds < made.high
@@ -108,14 +116,15 @@ def test_the_bubble_follows_its_stages() -> None:
     sent, bubble = cost.time["stage to stage"], "pipeline bubble"
     stages = sum(v for k, v in cost.time.items() if k not in (bubble, "gradient reduction"))
     share = cost.time[bubble] / stages
-    assert made.parts[bubble] == pytest.approx([share * (2 * (stages - sent) + sent)] * 3)
+    alone = sent + parts_of(cost)[MOE_EXCHANGE]  # corrected by the exchanges, which are as fitted
+    assert made.parts[bubble] == pytest.approx([share * (2 * (stages - alone) + alone)] * 3)
 
 
 def test_confidence_falls_with_the_spread() -> None:
     cost, words = plan_cost(M, C, A100, PLAN), []
     for w in (1.05, 1.3, 3.0):
-        found = residuals(*measurements(M, C, dict.fromkeys((MOE, DENSE, HEAD, ALL_REDUCE),
-                                                            (1 / w, w))))
+        found = residuals(*measurements(M, C, dict.fromkeys((MOE, DENSE, HEAD, ALL_REDUCE, *COSTS),
+                                                            (1 / w, 1 / w, w, w))))
         made = estimate(M, cost, found)
         assert made.high / made.low == pytest.approx(w * w)
         words.append(made.confidence())

@@ -51,6 +51,8 @@ STUDIES = {study.name: study for study in (
     Study("overlap", "exchange and products of a layer, alone and overlapped", ("nodes",)),
     Study("once", "a token once to each rank or node, against once to each expert", ("nodes",)),
     Study("plan", "the planner's layout against the measured best", ("nodes",)),
+    Study("plan-error", "predicted steps against those that both hosts then take",
+          ("nodes", "fairseq", "megatron")),
     Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
           ("checkout",), stem="data/predicted"),
     Study("spill", "overloaded experts: rows on other ranks against the plain layer", ("nodes",)),

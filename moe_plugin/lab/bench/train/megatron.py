@@ -91,11 +91,13 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from moe_plugin.comm.host_collectives import comm_of
+    from moe_plugin.config import run_config
     from moe_plugin.hosts.megatron.compat import core, names
     from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
     from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
     from moe_plugin.hosts.megatron.run import MegatronStart, router_steps
     from moe_plugin.hosts.megatron.spec import swap_moe
+    from moe_plugin.observe.prediction import prediction_check
     from moe_plugin.resilience.finite import FiniteSteps
     from moe_plugin.resilience.overflow import RowsFit
     from moe_plugin.run import Run
@@ -118,7 +120,9 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
     use_fused_adam(optimizer, fused)
     config.finalize_model_grads_func = names.finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    run = Run([RowsFit([chunk], comm_of(), MegatronStart), FiniteSteps(), router_steps([chunk])])
+    check = prediction_check(run_config(settings or {}).observe, comm_of(), [chunk], "megatron")
+    run = Run([check, RowsFit([chunk], comm_of(), MegatronStart), FiniteSteps(),
+               router_steps([chunk])])
     PreparedGradients(optimizer, lambda: run)
     made = _Made(config, chunk, optimizer, run)
     for layer in made.moe_layers():

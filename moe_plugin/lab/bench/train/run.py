@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.lab.bench.corpus import build_corpus
@@ -17,7 +18,7 @@ from moe_plugin.lab.bench.measure import versions
 from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.train.results import TrainReport
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import Settings
+from moe_plugin.lab.bench.train.sides import OURS, Settings
 from moe_plugin.lab.bench.train.steps import Side, SideTimes, measure
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.units import show_time
@@ -57,14 +58,30 @@ def write_text(folder: Path) -> str:
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
     """All sides; every rank calls it in an initialized group, and all get the same result."""
+    comm = _ready()
+    sides = _builder(plan.host)(plan.shape, read_text(plan.text), comm.rank, comm.size, plan.ours,
+                                plan.others)
+    return measure(sides, comm, plan.steps, plan.warm_up,
+                   time.process_time if plan.processor else time.perf_counter)
+
+
+def read_text(path: str) -> Tensor:
+    """What `write_text` wrote, uint8 [N]."""
+    return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+
+
+def train_side(host: str, shape: TrainShape, text: Tensor, settings: Settings) -> Side:
+    """A model of ours alone, with these settings; every rank calls it."""
+    comm = _ready()
+    [side] = _builder(host)(shape, text, comm.rank, comm.size, {OURS: settings}, False)
+    return side
+
+
+def _ready() -> TorchComm:
     torch.set_num_threads(1)
     # Megatron compiles some small functions: 15 s in every process, and none of them is a layer's
     torch.compiler.set_stance("force_eager")
-    text = torch.frombuffer(bytearray(Path(plan.text).read_bytes()), dtype=torch.uint8)
-    comm = TorchComm()
-    sides = _builder(plan.host)(plan.shape, text, comm.rank, comm.size, plan.ours, plan.others)
-    return measure(sides, comm, plan.steps, plan.warm_up,
-                   time.process_time if plan.processor else time.perf_counter)
+    return TorchComm()
 
 
 def _builder(host: str) -> Callable[..., list[Side]]:
@@ -108,9 +125,15 @@ def on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> TrainReport:
 
 def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTimes]:
     """All sides; the ranks are forked with the host imported."""
-    _builder(plan.host)
-    _import_host(plan.host)
+    forked_hosts([plan.host])
     return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
+
+
+def forked_hosts(hosts: Iterable[str]) -> None:
+    """Import what trains before ranks are forked."""
+    for host in hosts:
+        _builder(host)
+        _import_host(host)
 
 
 def _import_host(host: str) -> None:

@@ -1,0 +1,107 @@
+"""Short runs of a host's own training, with few layers: what its steps take that no part of a model
+stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import tempfile
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.comm import Comm
+from moe_plugin.lab.bench.child import call
+from moe_plugin.lab.bench.ranks import free_port
+from moe_plugin.lab.bench.train.run import train_side
+from moe_plugin.lab.bench.train.shapes import TrainShape
+from moe_plugin.lab.bench.train.sides import FIXED
+from moe_plugin.lab.planning.measured import (
+    HOST,
+    HOST_LAYERS,
+    HOST_SEQUENCES,
+    HOST_UPDATE,
+    Timing,
+)
+from moe_plugin.lab.planning.model import ModelShape
+from moe_plugin.observe.history.predictions import prediction_record
+from moe_plugin.observe.prediction import MEASUREMENTS, STEPS
+from moe_plugin.planner.prediction import FILE, PARTS, Prediction, dump_prediction
+from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
+
+NEEDS = {"fairseq": "fairseq", "megatron": "megatron"}  # packages
+TIMEOUT = timedelta(seconds=120)  # of the group: one rank's run may fail
+
+
+def can_run(host: str, model: ModelShape, ranks: int, device: torch.device) -> bool:
+    """Whether such runs exist: on a CPU, where the host is installed, experts divide over ranks,
+    and fairseq's flags know so many choices.
+    """
+    return (device.type == "cpu" and find_spec(NEEDS[host]) is not None
+            and model.experts % ranks == 0 and (host == "megatron" or model.top_k <= 2))
+
+
+def measure_host(host: str, model: ModelShape, comm: Comm) -> list[Timing]:
+    """Products and optimizer of the host's steps with experts in each layer, by numbers of layers.
+    Each rank runs them in processes of their own, where a host's groups and patches stay.
+
+    Every rank calls it; rank 0 has what was measured. [] where the run of any rank fails.
+    """
+    found: list[Timing] = []
+    for layers in HOST_LAYERS:
+        first, failed = float(free_port()) if comm.rank == 0 else 0.0, False
+        place = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(comm.agree_max([first])[0])
+        try:
+            found += [Timing(**one) for one in call(own_run, host, asdict(model), layers,
+                                                    comm.rank, comm.size, *place)]
+        except subprocess.CalledProcessError:
+            failed = True
+        if comm.agree_max([float(failed)])[0]:
+            return []
+    return found
+
+
+def own_run(host: str, model: dict[str, Any], layers: int, rank: int, ranks: int, address: str,
+            port: int) -> list[dict[str, Any]]:
+    """`host_steps` on one of new ranks, plain values."""
+    logging.disable(logging.WARNING)  # of a run of few steps nobody wants to know
+    store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    try:
+        with hidden([*FAIRSEQ, *MEGATRON]):
+            found = host_steps(host, ModelShape(**model), layers, rank, ranks)
+        dist.barrier()
+        return [asdict(one) for one in found]
+    finally:
+        dist.destroy_process_group()
+
+
+def host_steps(host: str, model: ModelShape, layers: int, rank: int, ranks: int) -> list[Timing]:
+    """Products and optimizer with so many layers, on ranks in an initialized group, whose process
+    trains nothing else; on ranks other than 0 [].
+    """
+    shape = TrainShape(name=HOST, width=model.model_dim, inner=model.expert_dim,
+                       experts=model.experts, top_k=model.top_k, layers=layers,
+                       tokens=HOST_SEQUENCES * model.sequence * ranks, length=model.sequence)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, FILE)
+        path.write_text(dump_prediction(Prediction(parts={PARTS[0]: [0.0] * 3})),
+                        encoding="utf-8")
+        side = train_side(host, shape, torch.randint(256, (1 << 16,), dtype=torch.uint8),
+                          {**FIXED["linear"], "observe.prediction": str(path)})
+        for number in range(STEPS):
+            side.step(number)
+        if rank:
+            return []
+        row = json.loads((Path(folder) / MEASUREMENTS).read_text(encoding="utf-8"))
+    parts = prediction_record(row).parts
+    return [Timing(name=name, size=layers, seconds=[max(1e-9, parts[part])])
+            for name, part in ((HOST, PARTS[0]), (HOST_UPDATE, PARTS[2]))]
