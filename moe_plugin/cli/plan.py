@@ -232,12 +232,11 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
     note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "
             f"{show_time(prediction.seconds.middle)} per step.")
     start = replace(start, nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                    config=folder / CONFIG, script=args.script)
+                    config=folder / CONFIG, prediction=folder / FILE, script=args.script)
     text = launch_text(launch_words(model, best.plan, args.host, start))
     write_regular(folder / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note,
                                              activations, keeps_send=needs_send(
-                                                 model, cluster, device, best.plan),
-                                             prediction=str(folder / FILE)))
+                                                 model, cluster, device, best.plan)))
     write_regular(folder / FILE, dump_prediction(prediction))
     write_regular(folder / LINE, launch_script(text, note))
     return text

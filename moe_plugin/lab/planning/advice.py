@@ -15,7 +15,7 @@ from moe_plugin.planner.units import show_size, show_time
 
 BYTES = (EXCHANGES, ALL_REDUCE)
 LEFT_OUT = (
-    "in no prediction: data loading, logging, evaluation, checkpoints, embeddings",
+    "in no prediction: data loading, logging, evaluation, checkpoints",
     "not searched: pipeline schedules (1f1b is predicted; --pipeline-schedule auto measures) and",
     "swapped activations (they are kept, or recomputed where memory is short)",
 )

@@ -88,20 +88,16 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
-              activations: Sequence[str] = (), keeps_send: bool = False,
-              prediction: str | None = None) -> str:
+              activations: Sequence[str] = (), keeps_send: bool = False) -> str:
     """The file of a plan for `--moe-config`.
 
     Args:
         note: comment at its top.
         activations: see `PlanCost`. keeps_send: see `moe_settings`.
-        prediction: file of what was predicted, which the run compares itself with.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
     if activations:
         settings["offload"] = {"activations": ",".join(activations)}
-    if prediction is not None:
-        settings["observe"] = {"prediction": prediction}
     if host == "megatron":  # its own flags override these
         for key in ("num_experts", "router", "experts"):
             settings.pop(key)
@@ -123,6 +119,7 @@ class LaunchCommand:
         threads: of each rank there; 0: as many as it likes.
         data: folder (fairseq) or prefix (Megatron) of the data.
         config: the plan's file for `--moe-config`.
+        prediction: the plan's file for `--moe-prediction`; None: there is none.
         script: Megatron-LM's `pretrain_gpt.py`; None: `SCRIPT`.
         steps: of the run.
         learning_rate: of Adam.
@@ -135,6 +132,7 @@ class LaunchCommand:
     threads: int = 0
     data: str = "DATA"
     config: Path = Path("moe.yaml")
+    prediction: Path | None = None
     script: str | None = None
     steps: int = 10000
     learning_rate: float = 5e-4
@@ -174,6 +172,8 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
             "--vocab-size", str(model.vocab or BYTES)
         ]
     program += ["--bf16"] if model.element_bytes == 2 else []
+    if start.prediction is not None:
+        program += ["--moe-prediction", str(start.prediction)]
     return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
 
 

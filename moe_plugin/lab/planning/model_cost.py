@@ -4,7 +4,8 @@ Stage times are those of the fullest stage. A step is (m + pp - 1) times a stage
 backward with m micro-batches (1F1B without interleaving), then the reduction of gradients.
 Activations: 34 bytes per token and model dimension for a dense layer in 16 bits without
 recomputation and without attention scores (Korthikanti et al. 2022), divided by the tensor-parallel
-size.
+size. In 32 bits hosts also keep scores: fused attention kernels take 16 bits. Logits are kept in 32
+bits, with their gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from moe_plugin.planner.device import Device
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost
 
 ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
+SCORES = 2  # copies: before and after the softmax
+LOGITS_BYTES = 8
 BACKWARD = 2.0
 
 
@@ -141,6 +144,14 @@ def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
     return model.expert_parameters / max(1, model.moe_layers) * moe / plan.expert_ranks
 
 
+def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
+    """Bytes of a dense layer's activations for one micro-batch on one rank."""
+    width = ACTIVATION_BYTES * model.model_dim
+    if model.element_bytes > 2:
+        width += SCORES * model.heads * model.sequence
+    return width * model.element_bytes * plan.micro_batch * model.sequence / plan.tp
+
+
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
     """Bytes by part on the fullest stage, with pp micro-batches in flight: of parameters,
     gradients and optimizer state each those of dense layers and those of experts.
@@ -148,13 +159,12 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
     shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
               "expert": expert_parameters(model, plan)}
     layers, moe = model.fullest(plan.pp)
-    tokens = plan.micro_batch * model.sequence
     flight = min(plan.pp, plan.micro_batches(model))
-    activations = ACTIVATION_BYTES * model.element_bytes * tokens * model.model_dim / plan.tp
     return {
         **{f"{kind} {part}": size * share for kind, share in shares.items()
            for part, size in model.parameter_bytes().items()},
-        "activations": flight * layers * activations,
+        "activations": flight * layers * layer_activations(model, plan),
+        "logits": LOGITS_BYTES * plan.micro_batch * model.sequence * model.vocab / plan.tp,
         "MoE rows and gathered": flight * moe * layer.memory_bytes,
     }
 

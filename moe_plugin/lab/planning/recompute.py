@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from moe_plugin.lab.planning.model import ModelShape
-from moe_plugin.lab.planning.model_cost import ACTIVATION_BYTES, BACKWARD, PlanCost
+from moe_plugin.lab.planning.model_cost import BACKWARD, PlanCost, layer_activations
 from moe_plugin.planner.offload.activation_plan import SwapPlan
 from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import KEEP, SwapBlock
@@ -84,5 +84,6 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
         extra = flight * cost.layer.memory_bytes if with_experts else 0.0
         blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * each,
                                 backward_s=(1 - share) * each, kept_bytes=int(kept),
-                                activation_bytes=int(ACTIVATION_BYTES * kept + extra)))
+                                activation_bytes=int(
+                                    flight * layer_activations(model, plan) + extra)))
     return blocks

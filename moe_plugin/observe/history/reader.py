@@ -125,8 +125,8 @@ def read_predictions(folder: str | Path) -> list[tuple[str, PredictionRecord]]:
              for record in _read(path).predictions]
     if not found:
         raise ValueError(f"{folder} holds no run that was compared with its prediction; train with "
-                         "the moe.yaml of `moe-plugin recommend` or `moe-plugin plan --write`, "
-                         "which sets observe.prediction")
+                         "the launch line of `moe-plugin recommend` or `moe-plugin plan --write`, "
+                         "which sets --moe-prediction")
     return found
 
 

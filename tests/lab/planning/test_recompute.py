@@ -11,6 +11,7 @@ from moe_plugin.lab.planning.model import ModelPlan
 from moe_plugin.lab.planning.model_cost import plan_cost
 from moe_plugin.lab.planning.recompute import ACTIVATIONS, RECOMPUTED, activation_bytes, recomputed
 from moe_plugin.lab.planning.trust import estimate, residuals
+from moe_plugin.planner.all_to_all import COSTS
 from moe_plugin.planner.choice import LayoutChoice
 from tests.lab.planning.measurements import measurements
 from tests.planner.problems import A100, cluster, model
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.fast
 M, C = model(), cluster(2, 4)
 PLAN = ModelPlan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
 COST = plan_cost(M, C, A100, PLAN)
-BASE = 18 * (M.dense_parameters + M.expert_parameters / 8)  # 2 + 4 + 12 bytes each
+# 2 + 4 + 12 bytes each
+BASE = 18 * (M.dense_parameters + M.expert_parameters / 8) + COST.memory["logits"]
 
 
 def test_what_fits_stays_as_it_is() -> None:
@@ -79,6 +81,7 @@ def test_stages_that_differ_have_plans_of_their_own() -> None:
 
 def test_it_is_corrected_as_the_layers_are() -> None:
     [made] = recomputed(M, [COST], COST.memory_bytes - 1)
-    found = residuals(*measurements(M, C, {MOE: (2.0,), DENSE: (2.0,), HEAD: (9.0,)}))
+    found = residuals(*measurements(M, C, {
+        HEAD: (9.0,), **dict.fromkeys((MOE, DENSE, *COSTS), (2.0,))}))
     low, middle, high = estimate(M, made, found).parts[RECOMPUTED]
     assert low == middle == high == pytest.approx(2 * made.time[RECOMPUTED])

@@ -12,6 +12,10 @@ from moe_plugin.lab.planning.measured import (
     ALL_REDUCE,
     DENSE,
     HEAD,
+    HOST,
+    HOST_LAYERS,
+    HOST_SEQUENCES,
+    HOST_UPDATE,
     MATMUL,
     MOE,
     TENSOR,
@@ -30,9 +34,13 @@ from moe_plugin.lab.planning.trust import (
     MOE_EXCHANGE,
     MOE_LAYERS,
     OPTIMIZER,
+    OWN,
     Estimate,
+    Residuals,
+    by_part,
     doubts,
     estimate,
+    host_share,
     parts_of,
     rank,
     refuse,
@@ -221,3 +229,37 @@ def test_bad_files_are_named(values: str, text: str, tmp_path: Path) -> None:
 
 def test_the_median_is_one_of_the_repeats() -> None:
     assert Timing(name=UPDATE, size=1, seconds=[3.0, 1.0, 2.0]).median == 2.0
+
+
+def test_the_hosts_own_share_is_what_its_steps_take_beyond_the_parts() -> None:
+    """With one layer and with two: each layer 3 ms more than its parts, and 5 ms besides."""
+    network, processor = measurements(M, C)
+    found, cluster = residuals(network, processor), network.cluster
+    plan = dataclasses.replace(PLAN, micro_batch=HOST_SEQUENCES)
+    assert host_share(network, processor, found) is None
+
+    def predicted(layers: int) -> dict[str, list[float]]:
+        small = dataclasses.replace(M, layers=layers, moe_every=1, global_batch=HOST_SEQUENCES * 8)
+        return by_part(estimate(small, plan_cost(small, cluster, A100, plan), found,
+                                processor.timings))
+
+    own = [Timing(name=name, size=layers, seconds=[predicted(layers)[part][1] + more])
+           for layers in HOST_LAYERS
+           for name, part, more in ((HOST, "products", 5e-3 + 3e-3 * layers),
+                                    (HOST_UPDATE, OPTIMIZER, 1e-3 * layers))]
+    processor = dataclasses.replace(processor, timings=[*processor.timings, *own])
+    share = host_share(network, processor, found)
+    assert share is not None
+    assert (share.layer_s, share.rest_s) == pytest.approx((3e-3, 5e-3))
+    assert (share.update_layer_s, share.update_rest_s) == pytest.approx((1e-3, 0), abs=1e-12)
+    plain, made = (estimate(M, plan_cost(M, C, A100, PLAN), found, processor.timings, host)
+                   for host in (None, share))
+    passes = PLAN.micro_batches(M) * PLAN.micro_batch / HOST_SEQUENCES
+    assert made.parts[OWN] == pytest.approx([passes * (M.layers * 3e-3 + 5e-3)] * 3)
+    assert made.parts[OPTIMIZER][1] == pytest.approx(plain.parts[OPTIMIZER][1] + M.layers * 1e-3)
+
+
+def test_corrections_are_those_of_the_sizes_next_to_the_plan() -> None:
+    found = Residuals({1.0: (1.0,), 4.0: (2.0,), 16.0: (4.0,)})
+    assert [found.at(size).ratios for size in (None, 0.5, 4.0, 8.0, 99.0)] == [
+        (1.0, 2.0, 4.0), (1.0,), (2.0,), (2.0, 4.0), (4.0,)]
