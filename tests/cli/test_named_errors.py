@@ -23,7 +23,7 @@ SMALL_PLAN = (f"plan {CLUSTER} --model {CONFIGS}/plans/small.yaml --device "
 EXPERTS = (f"--model {CONFIGS}/plans/small.yaml --device {CONFIGS}/devices/cpu_core.yaml")
 HUGE = "9" * 5000
 _OWN_CASES = {"layer", "kernels", "host", "all-to-all", "train", "forest", "overlap", "ensembles",
-              "spill", "plan"}  # the other studies have options of one kind
+              "spill", "plan", "quality"}  # the other studies have options of one kind
 WRONG = {
     "doctor": ["doctor extra", f"doctor --{HUGE}"],
     "audit": ["audit", "audit NONE", "audit FILE", "audit DIR", "audit PIPE",
@@ -68,6 +68,8 @@ WRONG = {
     "bench forest": ["bench nothing", "bench forest --most many"],
     "bench overlap": ["bench overlap --kinds none"], "bench spill": ["bench spill --parts none"],
     "bench ensembles": ["bench ensembles --rows 1"], "bench plan": ["bench plan --out FILE"],
+    "bench quality": ["bench quality --seeds 0", "bench quality --jobs 0", "bench quality --out "
+                      "FILE", "bench quality --parts none", "bench quality --hosts none"],
     **{f"bench {name}": [f"bench {name} --out FILE", f"bench {name} --unknown"]
        for name in STUDIES if name not in _OWN_CASES},
     "calibrate": ["calibrate --out DIR", "calibrate --out PIPE", "calibrate --out NONE/x.yaml",

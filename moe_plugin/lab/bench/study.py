@@ -288,10 +288,11 @@ NEEDS = {
     "checkout": lambda: None if (ROOT / "scripts").is_dir() else f"there is no {ROOT / 'scripts'}",
     **{name: _package(name)
        for name in ("fairseq", "megatron", "transformers", "torchft", "timm", "igraph", "triton",
-                    "matplotlib")},
+                    "matplotlib", "mlxtend")},
 }
 NEEDS_SAID = {
     **{name: name for name in NEEDS}, "nodes": "an emulated cluster (Linux, root)",
     "memory limit": "a cgroup with a memory limit (root)", "megatron": "megatron-core",
     "checkout": "the repository",
+    "mlxtend": "mlxtend (pip install --no-deps mlxtend==0.23.4)",
 }

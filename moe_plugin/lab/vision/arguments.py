@@ -49,6 +49,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     for name, kind, value, text in [
             ("image", int, 0, "pixels of a side; 0: the preset's"),
             ("experts", int, 0, "of a layer, over all ranks; 0: the preset's"),
+            ("widen", int, 1, "with --dense: times the inner width, of MLPs in experts' places"),
             ("epochs", int, 20, "passes over the images"),
             ("batch-size", int, 32, "images of a rank in a step"),
             ("lr", float, 3e-3, "highest learning rate"),
@@ -122,6 +123,7 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     for name, ok, bound, remedy in (
             ("image", args.image >= 0, ">= 0", "use 0 for the preset's"),
             ("experts", args.experts >= 0, ">= 0", "use 0 for the preset's"),
+            ("widen", args.widen >= 1, ">= 1", "use 1 for equal active FLOPs"),
             ("epochs", args.epochs >= 1, ">= 1", "use --evaluate to train nothing"),
             ("batch_size", args.batch_size >= 1, ">= 1", "use 32"),
             ("lr", 0 < args.lr < math.inf, "> 0 and finite", "use 3e-3"),
@@ -132,6 +134,10 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
             ("timeout", 0 < args.timeout <= MOST_SECONDS, f"> 0 and <= {MOST_SECONDS:g}",
              "use 300")):
         check(ok, name, getattr(args, name), bound, remedy)
+    plain = args.dense and not args.ensemble_heads and args.task == "classify"
+    if args.widen > 1 and not plain:
+        raise ValueError(f"widen={args.widen} has no effect here: must be 1; it is "
+                         "of a classifier with --dense and without --ensemble-heads")
     of_experts = sorted(path for path in given if not path.startswith("observe."))
     if args.dense and (args.experts or of_experts):
         what = f"experts={args.experts}" if args.experts else of_experts[0]

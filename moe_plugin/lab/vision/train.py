@@ -111,7 +111,8 @@ class Trainer:
         common = {"dense": args.dense, "comm": self.comm, "settings": of_layer(given)}
         if ensemble is None:
             return (build_ensemble(size, classes, 1, segments=True, **common)
-                    if self.task.segments else build(size, classes, **common))
+                    if self.task.segments
+                    else build(size, classes, widen=args.widen, **common))
         return build_ensemble(
             size, classes, ensemble.heads, hidden=ensemble.hidden, sharing=ensemble.sharing,
             begin=args.ensemble_from, share_after=args.ensemble_share_after,

