@@ -24,7 +24,10 @@ def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
 
 
-def spread(values: Sequence[float], factor: float = 1.0, unit: str = "") -> str:
+def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",
+           digits: int = 2) -> str:
     """Mean, and smallest to largest."""
     shown = [factor * value for value in values]
-    return f"{statistics.mean(shown):.2f} ({min(shown):.2f} to {max(shown):.2f}) {unit}".strip()
+    mean, least, most = (f"{value:.{digits}f}"
+                         for value in (statistics.mean(shown), min(shown), max(shown)))
+    return f"{mean} ({least} to {most}) {unit}".strip()

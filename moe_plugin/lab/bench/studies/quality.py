@@ -120,14 +120,16 @@ def text_part(found: dict[str, Any]) -> Iterator[str]:
         "parameters of layers": lambda row: f"{text.parameters(row[1]):,}",
         "rate": lambda row: rate_of(found, " ".join(row)),
         "held-out loss, nats per byte": lambda row: spread(
-            values(found, " ".join(row), "valid_loss"))})
+            values(found, " ".join(row), "valid_loss"), digits=3)})
     yield "The model with experts, minus:"
     yield columns([row for row in rows if row[1] != "moe"], {
         "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
         "difference of losses (95 %)": lambda row: difference(
             found, f"{row[0]} moe", " ".join(row), "valid_loss")})
-    yield (f"The hosts validate on other parts of the text; its unigram entropy is "
-           f"{found['unigram_entropy']:.3f}. So short a training says nothing of a long one.")
+    held_out = text.VALID_STEPS * s["batch"] * s["length"]
+    yield (f"Held out are {held_out:,} bytes, of other files in each host; the training text's "
+           f"unigram entropy is {found['unigram_entropy']:.3f}. So short a training says nothing "
+           "of a long one.")
 
 
 def vision_part(found: dict[str, Any]) -> Iterator[str]:
@@ -145,7 +147,7 @@ def vision_part(found: dict[str, Any]) -> Iterator[str]:
     yield columns(found["runs"], {
         "model": SIDES.get, "FLOPs": lambda side: f"{flops[side] / 1e6:.2f} million",
         "rate": lambda side: rate_of(found, side),
-        "held-out loss": lambda side: spread(values(found, side, "valid_loss")),
+        "held-out loss": lambda side: spread(values(found, side, "valid_loss"), digits=3),
         "accuracy": lambda side: spread(values(found, side, "accuracy"), 100, "%")})
     yield "The model with experts, minus:"
     yield columns([side for side in found["runs"] if side != "moe"], {
@@ -189,7 +191,7 @@ OPTIONS = {
     "epochs": Option(4, "of digits", quick=1),
     "ensemble-epochs": Option(3, "of ensembles", quick=1),
     "image-seeds": Option(8, "of the digits", quick=2),
-    "rates": Option((0.004, 0.008, 0.016), "learning rates tried, of digits", quick=(0.01,)),
+    "rates": Option((0.008, 0.016, 0.032), "learning rates tried, of digits", quick=(0.01,)),
     "runs": Option("runs/quality", "folder of the runs; a second start continues them"),
     "fresh": Option(False, "remove it first"),
     "jobs": Option(2, "runs at once, a thread each"),
