@@ -57,26 +57,29 @@ def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
 
 
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
-            run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
-    """Runs of each side with seeds 1 to `seeds`, at the learning rate that was best with seed 0.
+            run: Callable[[str, float, int], dict[str, Any]], judged: str, *, tries: int = 1
+            ) -> dict[str, Any]:
+    """Runs of each side with `seeds` seeds, at the learning rate that was best with `tries` others.
 
     Args:
         jobs: runs at once.
         rates: to try, by side.
         run: trains a side at a rate with a seed; its results by name.
-        judged: the result whose lowest value is best.
-    Returns: "search": `judged` by side and rate (text, which JSON keeps); "runs": results by side.
+        judged: the result whose lowest mean is best.
+    Returns: "tries"; "search": mean of `judged` by side and rate (text, which JSON keeps); "runs":
+        results by side.
     """
+    first, others = range(tries), range(tries, tries + seeds)
     with ThreadPoolExecutor(jobs) as pool:
-        tried = {(side, rate): pool.submit(run, side, rate, 0)
+        tried = {(side, rate): [pool.submit(run, side, rate, seed) for seed in first]
                  for side in rates for rate in rates[side]}
-        search = {side: {f"{rate:g}": tried[side, rate].result()[judged] for rate in tried_rates}
-                  for side, tried_rates in rates.items()}
+        search = {side: {f"{rate:g}": statistics.mean(
+            one.result()[judged] for one in tried[side, rate]) for rate in rates[side]}
+            for side in rates}
         begun = {(side, seed): pool.submit(run, side, best_rate(search[side]), seed)
-                 for seed in range(1, seeds + 1) for side in rates}
-        runs = {side: [begun[side, seed].result() for seed in range(1, seeds + 1)]
-                for side in rates}
-    return {"search": search, "runs": runs}
+                 for seed in others for side in rates}
+        runs = {side: [begun[side, seed].result() for seed in others] for side in rates}
+    return {"tries": tries, "search": search, "runs": runs}
 
 
 def best_rate(losses: Mapping[str, float]) -> float:

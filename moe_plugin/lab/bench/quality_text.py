@@ -19,8 +19,9 @@ SIZES = {"ranks": 1, "layers": 2, "width": 64, "heads": 4, "hidden": 128, "exper
          "length": 64, "batch": 16}
 CORPUS_BYTES = 4_000_000
 VALID_STEPS = 100
-# learning rates that each side tries, wide enough that none of a host's best is the largest
-RATES = {"fairseq": (0.004, 0.008, 0.016, 0.032), "megatron": (0.002, 0.004, 0.008, 0.016)}
+RATES = 0.004, 0.008, 0.016, 0.032
+# the optimizer of the command for fairseq; with Megatron's beta2 of 0.999 high rates are unstable
+ADAM = {"fairseq": [], "megatron": ["--adam-beta2", "0.98", "--weight-decay", "0"]}
 # inner widths of the dense sides, of one expert's
 SIDES = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
 
@@ -50,7 +51,7 @@ def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path
     every = {"--moe-freq": "1", "--moe-layer-freq": "1", "--max-valid-steps": str(VALID_STEPS),
              "--eval-iters": str(VALID_STEPS)}
     command = [every.get(before, word) for before, word in pairwise(["", *command])]
-    return command if side == "moe" else list(_without_experts(command))
+    return [*(command if side == "moe" else _without_experts(command)), *ADAM[host]]
 
 
 def _without_experts(command: list[str]) -> Iterator[str]:
@@ -79,7 +80,7 @@ def measure(place: Path, steps: int, seeds: int, jobs: int, hosts: Sequence[str]
         log.info("%s, rate %g, seed %d: %.4f", name, rate, seed, found["valid_loss"])
         return {"valid_loss": found["valid_loss"]}
 
-    rates = {f"{host} {side}": RATES[host] for host in hosts for side in SIDES}
+    rates = {f"{host} {side}": RATES for host in hosts for side in SIDES}
     return {"steps": steps, "train_bytes": info.tokens["train"],
             "unigram_entropy": info.unigram_entropy,
             **compare(jobs, rates, seeds, run, "valid_loss")}

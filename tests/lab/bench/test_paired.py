@@ -50,9 +50,14 @@ def test_each_side_takes_its_best_rate_and_the_tables_leave_the_search_out() -> 
         r["loss"] for r in found["runs"]["b"]]
     assert {(side, rate) for side, rate, seed in ran if seed} == {("a", 0.1), ("b", 0.4)}
     assert len([seed for *_, seed in ran if seed == 0]) == 4
+    ran.clear()
+    found = compare(1, {"a": (0.1, 0.2)}, 2, run, "loss", tries=2)
+    assert found["search"]["a"] == pytest.approx({"0.1": 0.5, "0.2": 0.6})
+    assert [(rate, seed) for _, rate, seed in ran] == [
+        (0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1), (0.1, 2), (0.1, 3)]
 
 
-@pytest.mark.parametrize("host", quality_text.RATES)
+@pytest.mark.parametrize("host", quality_text.ADAM)
 def test_sides_differ_in_experts_and_inner_width_alone(host: str) -> None:
     s = {**settings(20), **quality_text.SIZES}
     moe, active, total = (

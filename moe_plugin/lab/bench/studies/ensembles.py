@@ -109,7 +109,7 @@ def body(found: dict[str, Any]) -> list[str]:
         "copies of the same digits. An error rate e of N independent images has a standard "
         f"error of sqrt(e (1 - e) / N), here {100 * uncertainty(results, images):.2f} points "
         "at least for the first row's top-1 error: smaller differences between rows may be of "
-        "these images alone. Larger digits and more seeds: [quality](quality.md)."]
+        "these images alone."]
 
 
 OPTIONS = {

