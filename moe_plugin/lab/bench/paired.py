@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -56,32 +56,42 @@ def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
     return PairedDifference(statistics.mean(found), half, sum(d < 0 for d in found), len(found))
 
 
+TRIES = 2  # seeds of the search
+
+
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
-            run: Callable[[str, float, int], dict[str, Any]], judged: str, *, tries: int = 1
-            ) -> dict[str, Any]:
-    """Runs of each side with `seeds` seeds, at the learning rate that was best with `tries` others.
+            run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
+    """Runs of each side with `seeds` seeds, at the learning rate that was best with `TRIES` others:
+    all rates are tried with the first of these, the two best with the rest.
 
     Args:
         jobs: runs at once.
         rates: to try, by side.
         run: trains a side at a rate with a seed; its results by name.
         judged: the result whose lowest mean is best.
-    Returns: "tries"; "search": mean of `judged` by side and rate (text, which JSON keeps); "runs":
-        results by side.
+    Returns: "search": values of `judged` by side and rate (text, which JSON keeps); "runs": results
+        by side.
     """
-    first, others = range(tries), range(tries, tries + seeds)
     with ThreadPoolExecutor(jobs) as pool:
-        tried = {(side, rate): [pool.submit(run, side, rate, seed) for seed in first]
-                 for side in rates for rate in rates[side]}
-        search = {side: {f"{rate:g}": statistics.mean(
-            one.result()[judged] for one in tried[side, rate]) for rate in rates[side]}
-            for side in rates}
-        begun = {(side, seed): pool.submit(run, side, best_rate(search[side]), seed)
-                 for seed in others for side in rates}
-        runs = {side: [begun[side, seed].result() for seed in others] for side in rates}
-    return {"tries": tries, "search": search, "runs": runs}
+        def ran(wanted: Iterable[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
+            begun = {one: pool.submit(run, *one) for one in wanted}
+            return {one: future.result() for one, future in begun.items()}
+
+        search: dict[str, dict[str, list[float]]] = {side: {} for side in rates}
+        left = {side: list(tried) for side, tried in rates.items()}
+        for seed in range(TRIES):
+            for (side, rate, _), found in ran(
+                    (side, rate, seed) for side in rates for rate in left[side]).items():
+                search[side].setdefault(f"{rate:g}", []).append(found[judged])
+            left = {side: best_rates(search[side])[:2] for side in rates}
+        best = {side: left[side][0] for side in rates}
+        found = ran((side, best[side], TRIES + i) for i in range(seeds) for side in rates)
+    return {"search": search, "runs": {
+        side: [found[side, best[side], TRIES + i] for i in range(seeds)] for side in rates}}
 
 
-def best_rate(losses: Mapping[str, float]) -> float:
-    """The rate of the lowest loss."""
-    return float(min(losses, key=lambda rate: losses[rate]))
+def best_rates(search: Mapping[str, Sequence[float]]) -> list[float]:
+    """The rates that were tried with the most seeds, best mean first."""
+    most = max(map(len, search.values()))
+    left = [rate for rate, values in search.items() if len(values) == most]
+    return [float(rate) for rate in sorted(left, key=lambda rate: statistics.mean(search[rate]))]

@@ -21,7 +21,6 @@ FOLDS = 5  # seeds take turns with the fifth that validates
 COMMON = ["--preset", PRESET, "--batch-size", "32"]
 SIDES = {"moe": [], "active": ["--dense"],
          "total": ["--dense", "--widen", str(PRESETS[PRESET].experts)]}
-TRIES = 2  # seeds of the search: so short a training differs between seeds
 MEMBERS = 5
 _ENSEMBLE = ["--dense", "--ensemble-heads", str(MEMBERS), "--ensemble-from", "patch_embed"]
 # CMCL's published code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
@@ -63,5 +62,4 @@ def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[st
         log.info("%s, rate %g, seed %d: %s", row, rate, seed, said)
         return said
 
-    return {"epochs": epochs, **compare(jobs, dict.fromkeys(rows, rates), seeds, run, judged,
-                                         tries=TRIES)}
+    return {"epochs": epochs, **compare(jobs, dict.fromkeys(rows, rates), seeds, run, judged)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_plugin.lab.bench import quality_text
-from moe_plugin.lab.bench.paired import best_rate, compare, paired
+from moe_plugin.lab.bench.paired import best_rates, compare, paired
 from moe_plugin.lab.bench.quickstart import settings
 
 
@@ -44,17 +44,22 @@ def test_each_side_takes_its_best_rate_and_the_tables_leave_the_search_out() -> 
         ran.append((side, rate, seed))
         return {"loss": abs(rate - {"a": 0.1, "b": 0.4}[side]) + seed}
 
-    found = compare(2, {"a": (0.1, 0.2), "b": (0.2, 0.4)}, 3, run, "loss")
-    assert {side: best_rate(found["search"][side]) for side in "ab"} == {"a": 0.1, "b": 0.4}
-    assert [r["loss"] for r in found["runs"]["a"]] == [1, 2, 3] == [
+    found = compare(2, {"a": (0.3, 0.1, 0.2), "b": (0.2, 0.4)}, 3, run, "loss")
+    assert {side: best_rates(found["search"][side])[0] for side in "ab"} == {"a": 0.1, "b": 0.4}
+    assert [r["loss"] for r in found["runs"]["a"]] == [2, 3, 4] == [
         r["loss"] for r in found["runs"]["b"]]
-    assert {(side, rate) for side, rate, seed in ran if seed} == {("a", 0.1), ("b", 0.4)}
-    assert len([seed for *_, seed in ran if seed == 0]) == 4
-    ran.clear()
-    found = compare(1, {"a": (0.1, 0.2)}, 2, run, "loss", tries=2)
-    assert found["search"]["a"] == pytest.approx({"0.1": 0.5, "0.2": 0.6})
-    assert [(rate, seed) for _, rate, seed in ran] == [
-        (0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1), (0.1, 2), (0.1, 3)]
+    assert {(side, rate) for side, rate, seed in ran if seed > 1} == {("a", 0.1), ("b", 0.4)}
+    tried = {seed: sorted((s, rate) for s, rate, n in ran if n == seed) for seed in (0, 1)}
+    assert tried[0] == [("a", 0.1), ("a", 0.2), ("a", 0.3), ("b", 0.2), ("b", 0.4)]
+    assert tried[1] == [("a", 0.1), ("a", 0.2), ("b", 0.2), ("b", 0.4)]
+
+
+def test_a_rate_that_was_lucky_once_is_not_taken() -> None:
+    luck = {(0.1, 0): 1.0, (0.2, 0): 0.9, (0.1, 1): 1.0, (0.2, 1): 2.0, (0.3, 0): 1.1}
+    found = compare(1, {"a": (0.1, 0.2, 0.3)}, 1, lambda _, rate, seed: {
+        "loss": luck.get((rate, seed), rate)}, "loss")
+    assert found == {"search": {"a": {"0.1": [1.0, 1.0], "0.2": [0.9, 2.0], "0.3": [1.1]}},
+                     "runs": {"a": [{"loss": 0.1}]}}
 
 
 @pytest.mark.parametrize("host", quality_text.ADAM)

@@ -19,7 +19,7 @@ from moe_plugin.lab.bench import quality_images as images
 from moe_plugin.lab.bench import quality_text as text
 from moe_plugin.lab.bench.images import spread
 from moe_plugin.lab.bench.measure import said, versions
-from moe_plugin.lab.bench.paired import best_rate, paired
+from moe_plugin.lab.bench.paired import best_rates, paired
 from moe_plugin.lab.bench.quickstart import HOSTS
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
@@ -77,7 +77,7 @@ def difference(found: dict[str, Any], side: str, other: str, name: str, factor: 
 def rate_of(found: dict[str, Any], side: str) -> str:
     """The learning rate of a side; `*` where it is the smallest or largest that was tried."""
     tried = [float(rate) for rate in found["search"][side]]
-    rate = best_rate(found["search"][side])
+    rate = best_rates(found["search"][side])[0]
     return f"{rate:g}{'*' if rate in (min(tried), max(tried)) else ''}"
 
 
@@ -85,19 +85,18 @@ def runs_of(found: dict[str, Any]) -> str:
     """How often, and which rates were tried."""
     seeds = len(next(iter(found["runs"].values())))
     rates = ", ".join(next(iter(found["search"].values())))
-    others = f"{found['tries']} other{'s' * (found['tries'] > 1)}"
-    return (f"{seeds} seeds for each row, learning rates tried with {others}: {rates}")
+    return f"{seeds} seeds for each row, learning rates tried: {rates}"
 
 
 def intro(found: dict[str, Any]) -> str:
     return (
         f"{said(found['setup'])}. All sides of a comparison have equal data, steps and seeds, and "
-        "the same search for a learning rate: the one of the lowest held-out result with other "
-        "seeds, which the tables leave out (`*`: the smallest or largest that was tried). Tables "
-        "have means over seeds (smallest to largest). Differences are means of those of equal "
-        "seeds, with the interval that holds the true mean with 95 % by Student's t: where zero is "
-        "inside, the sign is *not significant*. The intervals are of one comparison each, not of "
-        "all together.")
+        "the same search for a learning rate: the one of the lowest held-out result with two "
+        "other seeds, the second of them for the two best of the first alone (`*`: the smallest or "
+        "largest that was tried). Tables have means over seeds (smallest to largest). Differences "
+        "are means of those of equal seeds, with the interval that holds the true mean with 95 % "
+        "by Student's t: where zero is inside, the sign is *not significant*. The intervals are of "
+        "one comparison each, not of all together.")
 
 
 def text_part(found: dict[str, Any]) -> Iterator[str]:
