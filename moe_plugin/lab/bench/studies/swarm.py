@@ -285,6 +285,7 @@ def per_second(row: dict[str, Any]) -> float:
 def body(found: dict[str, Any]) -> list[str]:
     fixed = per_second(found["rows"][0])
     ideal = sum(SPEEDS) / STAGES / LOAD / TASK_S
+    still = found["fixed"]["present"] * fixed
     places = ", ".join(f"{s}: {'none' if p < 0 else p}"
                        for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True))
     return [
@@ -297,11 +298,12 @@ def body(found: dict[str, Any]) -> list[str]:
         f"in use, and no boundary between stages, would do {ideal:.2f} a second.",
         "`fixed`: the best pipeline of these peers in which the peers of a stage take turns, found "
         f"by trying all (speed: stage; {places}); predicted {found['fixed']['rate']:.2f} "
-        "micro-batches a second. Peers vanish: each but "
-        f"{found['steady']} works for {found['lifetime']:g} s and is gone for "
-        f"{found['absence']:g} s, both exponentially distributed means; the time of day, as it "
-        "were, is the same for both lines. Gone: peers that the trainer lost. Sent again: tasks. "
-        "Computed again: backward passes that were summed and lost. Difference: the largest of a "
+        "micro-batches a second. Peers vanish: each but the "
+        f"{found['steady']} fastest works for {found['lifetime']:g} s and is gone for "
+        f"{found['absence']:g} s, means of exponential distributions, the same times in both "
+        "lines. Gone: peers that the trainer lost. Sent again: tasks. Computed again: backward "
+        "passes that were summed and lost. Moved: peers, at most one every 5 s. Difference: the "
+        "largest of a "
         "step's loss from that of one process, relative.",
         columns(found["rows"], {
             "peers": "{way}", "micro-batches / s": lambda r: f"{per_second(r):.2f}",
@@ -309,10 +311,10 @@ def body(found: dict[str, Any]) -> list[str]:
             "of the ideal": lambda r: f"{per_second(r) / ideal:.0%}", "steps": "{steps}",
             "gone": "{gone}", "moved": "{moved}", "sent again": "{resent}",
             "computed again": "{redone}", "difference": "{difference:.1e}"}),
-        "A fixed pipeline stands still while one of its peers is gone. By this trace all of them "
-        f"are there for {found['fixed']['present']:.0%} of the time: at most "
-        f"{found['fixed']['present'] * fixed:.2f} micro-batches a second, if nothing is lost by a "
-        "restart.",
+        "A fixed pipeline stands still while one of its peers is gone. In this minute all of them "
+        f"are there for {found['fixed']['present']:.0%} of the time: at most {still:.2f} "
+        "micro-batches a second, if a restart takes no time, of which the peers that vanish did "
+        f"{per_second(found['rows'][3]) / still:.2f} times as many.",
     ]
 
 
