@@ -23,7 +23,7 @@ from moe_plugin.lab.bench.child import call
 from moe_plugin.lab.bench.ranks import free_port
 from moe_plugin.lab.bench.train.run import train_side
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import FIXED
+from moe_plugin.lab.bench.train.sides import FIXED, Settings
 from moe_plugin.lab.planning.measured import (
     HOST,
     HOST_LAYERS,
@@ -37,6 +37,7 @@ from moe_plugin.observe.prediction import MEASUREMENTS, STEPS
 from moe_plugin.planner.prediction import FILE, PARTS, Prediction, dump_prediction
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
 
+DROPLESS: Settings = {"dispatch.name": "ragged"}  # as plans are; fairseq's default has a capacity
 NEEDS = {"fairseq": "fairseq", "megatron": "megatron"}  # packages
 TIMEOUT = timedelta(seconds=120)  # of the group: one rank's run may fail
 
@@ -96,7 +97,7 @@ def host_steps(host: str, model: ModelShape, layers: int, rank: int, ranks: int)
         path.write_text(dump_prediction(Prediction(parts={PARTS[0]: [0.0] * 3})),
                         encoding="utf-8")
         side = train_side(host, shape, torch.randint(256, (1 << 16,), dtype=torch.uint8),
-                          {**FIXED["linear"], "observe.prediction": str(path)})
+                          {**FIXED["linear"], **DROPLESS, "observe.prediction": str(path)})
         for number in range(STEPS):
             side.step(number)
         if rank:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_plugin.experts.marks import mark_expert
 from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import (
     LANGUAGE_MODEL,
@@ -68,6 +69,31 @@ def test_legacy_ddp_reduces_float32_gradients_in_float32() -> None:
     for found in run_gloo(2, _reduced_by_legacy_ddp):
         exact = 1 + (2.0**-12 + 2.0**-13) / 2
         assert found.tolist() == [1.0, 1.0, exact, exact]
+
+
+def _sent_by_legacy_ddp() -> tuple[list[int], list[float]]:
+    """Elements that are reduced, and the sums of dense parameters and an expert."""
+    from fairseq.distributed import LegacyDistributedDataParallel, utils
+
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(50, 40)])
+    for parameter in module[1].parameters():
+        mark_expert(parameter)
+    wrapped = LegacyDistributedDataParallel(module, dist.group.WORLD)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + 2 * dist.get_rank())
+    sent, reduce = [], utils.all_reduce
+    utils.all_reduce = lambda x, *args, **kwargs: (sent.append(x.numel()),
+                                                   reduce(x, *args, **kwargs))[1]
+    wrapped.all_reduce_grads()
+    return sent, [float(p.grad.mean()) for p in module.parameters()]
+
+
+@pytest.mark.distributed
+def test_legacy_ddp_sends_no_buffer_of_experts() -> None:
+    """As many elements as dense parameters have, not as many as all."""
+    for rank, (sent, means) in enumerate(run_gloo(2, _sent_by_legacy_ddp)):
+        assert sent == [3 * 3 + 3]
+        assert means == [2.0, 2.0, 1.0 + 2 * rank, 1.0 + 2 * rank]
 
 
 def test_other_packages_are_left_alone() -> None:

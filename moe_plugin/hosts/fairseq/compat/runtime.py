@@ -220,11 +220,13 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
 @replaces("distributed.LegacyDistributedDataParallel.__init__")
 def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
                                  *args: Any, **kwargs: Any) -> None:
-    """Reduce each gradient in its own dtype under `legacy_ddp`.
+    """Reduce each gradient in its own dtype under `legacy_ddp`, and no others.
 
     fairseq <= 0.12.3 copies all gradients into one buffer of the first parameter's dtype. Under
     `--fp16` and `--bf16` that lowers those of parameters that stay in float32 (`router.fp32`).
-    Parameters of another dtype are reduced one by one, without the buffer.
+    Parameters of another dtype are reduced one by one, without the buffer. The buffer is as large
+    as all parameters (up to 2^28), and is reduced as a whole, though experts' gradients are left
+    out of it: here it has the size of those that are in it.
     """
     original(self, module, *args, **kwargs)
     dtype, lists = next(module.parameters()).dtype, self.per_device_params
@@ -232,6 +234,9 @@ def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, modul
         *([p for p in params if p.dtype == dtype] for params in lists),
         *([p] for params in lists for p in params if p.dtype != dtype)
     ]
+    self.buffer_size = min(self.buffer_size, max(
+        (sum(p.numel() for p in params if p.requires_grad and not is_expert(p))
+         for params in self.per_device_params), default=0))
 
 
 @replaces("tasks.FairseqTask.valid_step")

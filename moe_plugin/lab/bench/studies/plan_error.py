@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.lab.bench.host_steps import host_steps
+from moe_plugin.lab.bench.host_steps import DROPLESS, host_steps
 from moe_plugin.lab.bench.own_cluster import grid_of, measure_network, measure_processor
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
@@ -114,8 +114,8 @@ def cell(where: Where, host: str, shape: TrainShape, layout: str, text: str,
     path = Path(tempfile.mkdtemp(dir=folder), FILE)
     path.write_text(dump_prediction(predicted_step(model, made, host, where.name, BASIS)))
     where.cluster.run(train_rank, host, shape, text,
-                      {**settings, "observe.prediction": str(path)}, timeout_s=TIMEOUT_S,
-                      group_timeout_s=120.0)
+                      {**settings, **DROPLESS, "observe.prediction": str(path)},
+                      timeout_s=TIMEOUT_S, group_timeout_s=120.0)
     row = json.loads((path.parent / MEASUREMENTS).read_text(encoding="utf-8"))
     log.info("%s, %s, %s, %s: %s", where.name, host, shape.name, layout,
              prediction_record(row).line())
