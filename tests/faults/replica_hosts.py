@@ -29,7 +29,7 @@ Members = Mapping[int, Sequence[int]]  # by step, from 1: replicas whose gradien
 @dataclass(frozen=True)
 class Replica:
     """folder: of the job. data: of the host. steps: of the job. log: name of its log in its own
-    folder.
+    folder. extra: arguments of the host.
     """
 
     folder: str
@@ -38,6 +38,7 @@ class Replica:
     lighthouse: str
     number: int
     log: str = "log.jsonl"
+    extra: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -87,8 +88,7 @@ def _in_child(host: str, replica: Replica) -> None:
                       os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         for stream in (1, 2):
             os.dup2(out, stream)
-        _replace(recorded.recorded(host, replica.path.parent, replica.number))
-        PROGRAMS[host](replica, {})
+        run_program(host, replica)
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
@@ -100,14 +100,21 @@ def _in_child(host: str, replica: Replica) -> None:
         os._exit(code)
 
 
+def run_program(host: str, replica: Replica) -> None:
+    """The host's program as this replica, which records its steps."""
+    _replace(recorded.recorded(host, replica.path.parent, replica.number))
+    PROGRAMS[host](replica, {})
+
+
 def replay(host: str, folder: str, data: str, steps: int, members: Members,
-           batches: Sequence[Mapping[int, Any]]) -> None:
+           batches: Sequence[Mapping[int, Any]], trace: str = "") -> None:
     """A rank: its replica in the uninterrupted run. batches: of each replica by step, see
-    `_fairseq`.
+    `_fairseq`. trace: folder in its own one for what its tokens choose.
     """
     number = _number()
     Path(folder, "finish").touch()
-    replica = Replica(folder, data, steps, "none", number, "replay.jsonl")
+    traced = ("--moe-stats-trace", f"{folder}/{number}/{trace}") if trace else ()
+    replica = Replica(folder, data, steps, "none", number, "replay.jsonl", traced)
 
     def replayed(*args: Any, **kwargs: Any) -> Replayed:
         return Replayed(replica, members, len(batches), *args[2:4])
@@ -213,7 +220,7 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
         f"{replica.data} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update {replica.steps} --no-save "
         f"--disable-validation --moe-lighthouse {replica.lighthouse} --moe-replica "
         f"{replica.number} --moe-timeout 60 --moe-router sigmoid_bias --moe-router-bias-rate 0.1 "
-        f"--seed {replica.number + 1}").split())
+        f"--seed {replica.number + 1}").split() + list(replica.extra))
 
 
 def _megatron(replica: Replica, _: Mapping[int, Any]) -> None:
@@ -237,7 +244,7 @@ def _megatron(replica: Replica, _: Mapping[int, Any]) -> None:
         "0.1", "--min-lr", "0.1", "--moe-router", "sigmoid_bias", "--train-iters",
         str(replica.steps), "--log-file", str(replica.path), "--moe-timeout", "60",
         "--moe-lighthouse", replica.lighthouse, "--moe-replica", str(replica.number), "--seed",
-        str(replica.number + 1)]))
+        str(replica.number + 1), *replica.extra]))
 
 
 PROGRAMS = {"fairseq": _fairseq, "megatron": _megatron}
