@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Row:
         spent: where the time went.
         passes: of layers in steps that stay, whose routing was compared; others: of them not equal.
         loss: the largest difference.
+        load: average of the machine before the run.
     """
 
     host: str
@@ -55,6 +57,7 @@ class Row:
     passes: int
     others: int
     loss: float
+    load: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -66,6 +69,11 @@ class Row:
         """Seconds for each failure."""
         lost = sum(self.spent.lost[name] for name in LOSSES if name != "writing")
         return lost / max(1, self.failures)
+
+    @property
+    def compressed(self) -> float:
+        """How often more failures than one every `MTBF_S` came."""
+        return MTBF_S * self.failures / self.spent.wall_s
 
     @property
     def writing(self) -> float:
@@ -187,15 +195,18 @@ def body(rows: Sequence[Row]) -> list[str]:
         M:""",
         "```text\nratio = (1 - L / M) / (1 + C / T),   T = sqrt(2 C M)  (Young, Daly)\n```",
         f"""An hour with M = 600 s has 6 failures. Here the time between them is compressed: the
-        next one comes a drawn time, {EVERY_S:g} s in the mean, after all ranks train again; so
-        minutes have as many. Starts, checkpoints and detection are not compressed, and T is that of
+        next one comes a drawn time, {EVERY_S:g} s in the mean, after all ranks train again; a
+        column says how much. Starts, checkpoints and detection are not compressed, and T is that of
         M = 600 s: {every}. *Here* is the ratio with failures as often as they were injected, *10
         minutes* the formula's with the numbers of this table; the aim is {AIM}. A second failure
         before the run is whole again is not injected. In each step ranks wait {PAUSE_S:g} s, as
-        for an accelerator. Seconds are for each failure, a mean over the ranks.""",
-        table(["host", "replicas", "failures", "steps made again", "detection, s", "restart, s",
-               "made again, s", "writing", "here", "10 minutes"], [[
-            HOSTS[row.host], str(row.replicas or "no"), str(row.failures), str(row.spent.redone),
+        for an accelerator. Seconds are for each failure, a mean over the ranks. Load average of the
+        machine before the runs: {", ".join(dict.fromkeys(f"{row.load:g}" for row in rows))}, on two
+        cores.""",
+        table(["host", "replicas", "failures", "compressed", "steps made again", "detection, s",
+               "restart, s", "made again, s", "writing", "here", "10 minutes"], [[
+            HOSTS[row.host], str(row.replicas or "no"), str(row.failures),
+            f"{row.compressed:.0f} times", str(row.spent.redone),
             *(f"{row.spent.lost[name] / max(1, row.failures):.1f}"
               for name in ("detection", "restart", "redone")),
             f"{row.writing:.1%}".replace("%", " %"), f"{row.ratio:.2f}", f"{row.hour():.3f}"]
@@ -233,11 +244,13 @@ def measured(args: argparse.Namespace, home: Path) -> Iterator[Row]:
     """The rows that are asked for."""
     for host in args.hosts:
         data, server = data_of(host, home / f"{host}_data")
+        load = round(os.getloadavg()[0], 1)
         if "without" in args.replicas:
-            yield without_replicas(host, home / host / "alone", data, args.steps, args.every)
+            yield replace(without_replicas(host, home / host / "alone", data, args.steps,
+                                           args.every), load=load)
         if "with" in args.replicas:
-            yield with_replicas(host, home / host / "replicas", data, server, 2 * args.steps,
-                                args.every)
+            yield replace(with_replicas(host, home / host / "replicas", data, server,
+                                        2 * args.steps, args.every), load=load)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
