@@ -101,6 +101,15 @@ class RegisteredExchange(FunctionExchange):
         return self._lacks(comm) is None and self._tried(comm)
 
 
+# functions with names: a layer that holds a registered algorithm is pickled
+def _nothing(comm: Comm) -> None:
+    return None
+
+
+def _everywhere(comm: Comm) -> bool:
+    return True
+
+
 def several_nodes(comm: Comm) -> str | None:
     """For `lacks`: what a hierarchical algorithm needs and a group has not."""
     return comm.topology.why_flat()
@@ -110,9 +119,9 @@ class ExchangeRegistry(Registry[Exchange]):
     """All-to-all algorithms by name: `Exchange` objects, or plain functions, which become one."""
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
-                 lacks: Callable[[Comm], str | None] = lambda comm: None,
-                 tried: Callable[[Comm], bool] = lambda comm: True,
-                 cost: CostModel | None = None, **options: Any) -> Callable[[Algorithm], Algorithm]:
+                 lacks: Callable[[Comm], str | None] = _nothing,
+                 tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
+                 **options: Any) -> Callable[[Algorithm], Algorithm]:
         """Decorator: `@algorithms.register("mine")` on a function `(comm, x, send, recv) -> rows`.
 
         It returns what it decorates; `get` returns the `Exchange`. An `Exchange` object declares

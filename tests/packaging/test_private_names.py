@@ -23,6 +23,8 @@ ALLOWED = {
     ("hosts/plain/test_peers.py", "_group"): "how many are in an average, while it is made",
     ("hosts/plain/test_peers.py", "_kept"): "the outer optimizer's momenta are nobody else's",
     ("hosts/plain/test_peers.py", "_manager"): "torchft's, which is told of an error",
+    ("hosts/plain/test_swarm.py", "_backward"): "a peer that fails in this request",
+    ("hosts/plain/test_swarm.py", "_reduce"): "a peer that fails in this request",
     ("kernels/test_workspace.py", "_lock"): "a thread that holds it while the process forks",
 }
 
