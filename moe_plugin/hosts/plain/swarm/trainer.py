@@ -38,6 +38,7 @@ from moe_plugin.hosts.plain.swarm.saved import load_swarm, save_swarm
 from moe_plugin.planner.peer_choice import BACKWARD
 
 log = logging.getLogger(__name__)
+ROUNDS = 3  # in which silent peers are asked again where there is no other
 _Taken = dict[tuple[int, int], tuple[Address, Message]]
 
 
@@ -226,7 +227,16 @@ class Swarm:
         size = BACKWARD if what == "backward" else 1.0
         task = (self.steps, number)
         reasons: dict[Address, str] = {}
-        while (address := self.members.choose(stage, number, size, set(reasons))) is not None:
+        rounds = 0
+        while True:
+            address = self.members.choose(stage, number, size, set(reasons))
+            if address is None and self.members.stages[stage] and rounds < ROUNDS:
+                rounds, reasons = rounds + 1, {}  # they may be slow, not gone
+                continue
+            if address is None:
+                raise RuntimeError(
+                    f"{what} of micro-batch {number}: no peer of stage {stage} did it: "
+                    f"{'; '.join(reasons.values()) or 'none is left'}")
             start = time.perf_counter()
             try:
                 with self._connections.to(address) as connection:
@@ -244,8 +254,6 @@ class Swarm:
             taken_s = time.perf_counter() - start - answer["queued"]
             self.members.done(stage, address, size, taken_s)
             return answer
-        raise RuntimeError(f"{what} of micro-batch {number}: no peer of stage {stage} did it: "
-                           f"{'; '.join(reasons.values()) or 'none is left'}")
 
     # -- a step's end
 
