@@ -241,7 +241,8 @@ def test_command_text_and_files(tmp_path: Path, capsys) -> None:
     script = (tmp_path / "out" / "launch.sh").read_text()
     assert "torchrun --nnodes 2 --nproc_per_node 8" in script
     assert f"--moe-config {tmp_path}" in script
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["launch.sh", "moe.yaml"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "launch.sh", "moe.yaml", "prediction.json"]
 
 
 @pytest.mark.parametrize("more", [[], ["--script", "pretrain_gpt.py", "--data", "a prefix"],
