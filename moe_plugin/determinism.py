@@ -9,6 +9,9 @@ in a fixed order anyway.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
 
 import torch
 
@@ -31,3 +34,19 @@ def check(wanted: bool) -> None:
             "deterministic=True does not fit torch's present mode: must be "
             "torch.use_deterministic_algorithms(True), without warn_only; "
             "call moe_plugin.determinism.enable() before the layer is built")
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed for these numbers, such as step and micro-batch: the same in every process."""
+    name = ".".join(map(str, numbers)).encode()
+    return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Random numbers on the CPU and this device by the seed alone; torch's own generators go on
+    afterwards as if nothing had been drawn.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

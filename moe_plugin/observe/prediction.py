@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 SKIPPED, MEASURED, PROFILED = 5, 10, 3
 STEPS = SKIPPED + MEASURED + PROFILED
-MEASUREMENTS = "measured.jsonl"  # beside the prediction, where records go to no other file
+MEASUREMENTS = "measured.jsonl"  # next to the prediction, unless another file is given
 Span = tuple[float, float]
 
 
 class PredictionCheck(RunFeature):
-    """Measures a run's steady steps and writes one record of them beside their prediction.
+    """Measures a run's steady steps and writes one record of them with their prediction.
 
     Args:
         config: `prediction`, the file of the `Prediction`; `jsonl`, where the record goes, else to
-            `MEASUREMENTS` beside it; `timeline`, a step that another profiler has.
+            `MEASUREMENTS` next to it; `timeline`, a step that another profiler has.
         comm: all ranks of the run; its rank 0 writes.
         device: of this rank.
         parameter_bytes: of this rank's parameters, which exist before the first step.
@@ -206,7 +206,7 @@ def profiled() -> Iterator[Callable[[], float]]:
 
 
 def exchange_s(events: Iterable[Any]) -> float:
-    """Seconds of exchanges beside which this rank computes nothing.
+    """Seconds of exchanges during which this rank computes nothing.
 
     events: `torch.profiler.profile.events()`; used are `name`, `time_range` (microseconds) and
     `device_type`. Of a GPU its kernels count.

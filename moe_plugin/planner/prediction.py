@@ -2,7 +2,7 @@
 (`observe.prediction`).
 
 A step has three parts, which are predicted and can be measured alike: *products* (all that a rank
-computes), *exchange* (what it waits for other ranks; what hides behind products is no part of it)
+computes), *exchange* (what it waits for other ranks; what overlaps with products does not count)
 and *optimizer* (clipping and update).
 """
 

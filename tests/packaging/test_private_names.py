@@ -21,7 +21,7 @@ ALLOWED = {
     ("faults/test_steps_apart.py", "_commit"): "a replica that fails where it agrees on a step",
     ("hosts/plain/test_peers.py", "_commit"): "a replica that fails where it agrees on a step",
     ("hosts/plain/test_peers.py", "_group"): "how many are in an average, while it is made",
-    ("hosts/plain/test_peers.py", "_kept"): "the outer optimizer's momenta are nobody else's",
+    ("hosts/plain/test_peers.py", "_kept"): "the outer optimizer's momenta are not public",
     ("hosts/plain/test_peers.py", "_manager"): "torchft's, which is told of an error",
     ("hosts/plain/test_swarm.py", "_backward"): "a peer that fails in this request",
     ("hosts/plain/test_swarm.py", "_reduce"): "a peer that fails in this request",

@@ -61,7 +61,7 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
     found = list(_losses(case, right, [step.loss for step in steps], tolerance))
     for step in steps:
         for name, rows in right.grads.items():
-            size = float(rows.sum((0, 1)).norm())  # what is small beside it counts as zero
+            size = float(rows.sum((0, 1)).norm())  # what is small compared with it counts as zero
             for expert, ids, g in _tensors(question, name, step):
                 readings, error = read_gradient(
                     case, step.rank, right.tokens, rows[..., ids],

@@ -73,7 +73,7 @@ def measure_host(host: str, model: ModelShape, comm: Comm) -> list[Timing]:
 def own_run(host: str, model: dict[str, Any], layers: int, rank: int, ranks: int, address: str,
             port: int) -> list[dict[str, Any]]:
     """`host_steps` on one of new ranks, plain values."""
-    logging.disable(logging.WARNING)  # of a run of few steps nobody wants to know
+    logging.disable(logging.WARNING)  # of no interest in a run of few steps
     store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:

@@ -27,7 +27,7 @@ SIDES = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
 
 
 def flops(side: str) -> int:
-    """Of the products of a token's forward pass; attention to all of a sample."""
+    """Of the matmuls of a token's forward pass; attention to all of a sample."""
     width, inner = SIZES["width"], SIZES["hidden"]
     visited = SIZES["top_k"] if side == "moe" else SIDES[side]
     attention = 4 * width ** 2 + 2 * SIZES["length"] * width

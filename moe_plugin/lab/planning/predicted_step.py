@@ -32,7 +32,7 @@ def predicted_step(model: ModelShape, estimate: Estimate, host: str, machine: st
                       memory_bytes=estimate.cost.memory_bytes)
 
 
-# by how much, up and down, constants after a data sheet may be off: nobody has measured it here
+# by how much, up and down, constants after a data sheet may be off; not measured
 DATA_SHEET = 2.0
 
 

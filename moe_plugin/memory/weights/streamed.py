@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.comm.job_abort import ends_all_ranks
+from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.memory.copier import Copier, OnDevice
 from moe_plugin.memory.flat import give_back_free_memory
 from moe_plugin.memory.passes import BlockPasses
@@ -323,17 +323,11 @@ class StreamedTrainer:
         yield
         setattr(self.profile[block.number], field, time.perf_counter() - started)
 
-    @contextmanager
-    def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
+    def randomness(self, micro_batch: int, block: int) -> AbstractContextManager[None]:
         """The random numbers of a block in a micro-batch of the present step; torch's own generator
         goes on afterwards as if nothing had been drawn.
         """
-        name = f"{self.seed}.{self.steps}.{micro_batch}.{block}".encode()
-        seed = int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            yield
+        return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 
     @ends_all_ranks(TierError)
     def replace_weights(self, change: Callable[[Iterator[list[Tensor]]], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""What a run measured of a step, beside what was predicted of it."""
+"""What a run measured of a step, and what was predicted of it."""
 
 from __future__ import annotations
 

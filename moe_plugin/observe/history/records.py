@@ -163,7 +163,7 @@ class RunRecord:
         layers: records by layer's name, in the order of layers and steps.
         copies: by copier, in the order of steps, of all pipeline stages together.
         timelines: spans by (step, rank).
-        predictions: what was measured of a step beside what was predicted of it.
+        predictions: what was measured of a step, and what was predicted of it.
         settings: flag or field and its value, as given.
         changed: (as the user wrote it, default) of the settings that were chosen otherwise than
             the defaults; None: unknown.

@@ -22,9 +22,13 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
+from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.dispatch.wire import FORMATS
 from moe_plugin.hosts.plain.swarm import StagePeer, Swarm, make_stage
 from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
+from moe_plugin.hosts.plain.swarm.messages import PeerError, ask
+from moe_plugin.hosts.plain.swarm.saved import save_swarm
+from moe_plugin.hosts.plain.swarm.stage import ServedStage
 from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
 from moe_plugin.output import weighted_loss
 
@@ -73,8 +77,8 @@ def alone(steps: int, optimizer: Any = SGD, clip: float | None = None) -> list[f
         for number, (x, target) in enumerate(batches(step)):
             own = []
             for module in modules:
-                torch.manual_seed(hash((SEED, step, number)) % 2**63)
-                x = module(x)
+                with seeded(torch.device("cpu"), seed_of(SEED, step, number)):
+                    x = module(x)
                 if isinstance(x, tuple):
                     x, balance = x
                     own.append(balance)
@@ -245,7 +249,7 @@ def test_any_peers_die_at_any_step(data: st.DataObject) -> None:
         expected, got, dead = alone(4), [], set()
         for step in range(4):
             got += losses(swarm, [step])
-            # nobody knows here which stage a process serves: as long as each has two
+            # which stage a process serves is not known here: as long as each has two
             if step < 2 and min(map(len, swarm.members.stages)) > 1:
                 dead |= {data.draw(st.sampled_from(sorted(set(range(8)) - dead)))}
                 made.signal(signal.SIGKILL, *dead)
@@ -310,6 +314,54 @@ def test_a_stage_without_peers_and_a_saved_folder(tmp_path: Path) -> None:
         assert swarm.steps == 2
         assert before + losses(swarm, [2, 3]) == pytest.approx(alone(4), rel=2e-6)
         swarm.close()
+
+
+@pytest.mark.parametrize("name", ["swarm.json", "step_1_stage_0.pt"])
+@pytest.mark.parametrize("damage", [lambda data: data[:len(data) // 2], lambda data: b"[1]",
+                                    lambda data: b""])
+def test_a_damaged_folder_is_named(name: str, damage: Callable[[bytes], bytes], tmp_path: Path
+                                   ) -> None:
+    save_swarm(tmp_path, 1, [{"module": nn.Linear(2, 2).state_dict(), "optimizer": {}}])
+    path = tmp_path / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
+        Swarm(1, resume=tmp_path)
+
+
+class PartlyFrozen(nn.Module):
+    """A bias that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.linear.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_what_is_frozen_stays() -> None:
+    """Also under weight decay, which changes every parameter that has a gradient."""
+    stage = ServedStage(make_stage([PartlyFrozen], 0, SEED),
+                        partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5),
+                        lambda out, target: out.sum(), SEED, 0)
+    before = {name: x.clone() for name, x in stage.module.named_parameters()}
+    stage.backward(0, torch.ones(2, 4), None, None)
+    stage.count(0)
+    stage.apply(stage.gradients)
+    after = dict(stage.module.named_parameters())
+    assert torch.equal(after["linear.bias"], before["linear.bias"])
+    assert not torch.equal(after["linear.weight"], before["linear.weight"])
+
+
+def test_a_peer_does_what_is_listed_alone() -> None:
+    peer = StagePeer(("127.0.0.1", 1), STAGES, SGD, loss)
+    try:
+        for what in ("_class__", "answer", "nothing"):
+            with pytest.raises(PeerError, match=f"unknown request '{what}'; known: apply"):
+                ask(peer.about["address"], what, 5.0)
+    finally:
+        peer.close()
 
 
 @pytest.mark.parametrize(("options", "match"), [

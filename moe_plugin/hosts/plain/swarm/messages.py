@@ -65,7 +65,7 @@ class Connection:
         """The next message."""
         magic, size = _HEAD.unpack(self._read(_HEAD.size))
         if magic != _MAGIC:
-            raise ConnectionError(f"{magic!r} is no message of a peer")
+            raise ConnectionError(f"{magic!r} does not begin a message of a peer")
         try:
             return torch.load(io.BytesIO(self._read(size)), weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
@@ -118,7 +118,7 @@ class Connections:
             self._idle.setdefault(address, []).append(connection)
 
     def close(self, address: Address) -> None:
-        """Close those that nobody uses."""
+        """Close those that are not in use."""
         with self._lock:
             idle = self._idle.pop(address, [])
         for connection in idle:

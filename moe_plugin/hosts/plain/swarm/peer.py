@@ -38,6 +38,8 @@ from moe_plugin.planner.spill import round_shares
 
 log = logging.getLogger(__name__)
 BEATS = 10  # of a time-out, in which a peer says that it is here
+REQUESTS = {"become", "forward", "backward", "count", "forget", "reduce", "part", "apply", "state",
+            "stop"}
 
 
 class StagePeer:
@@ -79,7 +81,7 @@ class StagePeer:
     def run(self) -> None:
         """Serve until the trainer is gone or says that it has ended.
 
-        Raises: OSError: there is no trainer at this address for `timeout_s`.
+        Raises: OSError: no trainer answers at this address for `timeout_s`.
         """
         met, last = False, time.monotonic()
         while not self._stopped.is_set():
@@ -103,7 +105,10 @@ class StagePeer:
         self._server.close()
 
     def _answer(self, request: Message) -> Message | None:
-        return getattr(self, f"_{request.pop('do')}")(**request)
+        what = request.pop("do")
+        if what not in REQUESTS:
+            raise ValueError(f"unknown request {what!r}; known: {', '.join(sorted(REQUESTS))}")
+        return getattr(self, f"_{what}")(**request)
 
     # -- what a trainer asks
 
@@ -115,7 +120,7 @@ class StagePeer:
         with self._compute:
             last = number == len(self.stages) - 1
             stage = ServedStage(make_stage(self.stages, number, seed, self.device), self.optimizer,
-                          self.loss if last else None, seed, step)
+                                self.loss if last else None, seed, step)
             if state is not None:
                 stage.load(state)
             self.stage, self._wire = stage, (wire, dtype)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 from pathlib import Path
 
 import torch
 
 from moe_plugin.hosts.plain.swarm.messages import Message
+from moe_plugin.messages import cut
 from moe_plugin.regular_files import make_folder, write_regular
 
 _INDEX = "swarm.json"
@@ -33,13 +35,22 @@ def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message])
 def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
     """(step, states by stage).
 
-    Raises: ValueError: no such folder, or of another number of stages.
+    Raises: ValueError: no such folder, of another number of stages, or a damaged file.
     """
     path = Path(folder) / _INDEX
     if not path.is_file():
         raise ValueError(f"{path} is missing: give a folder that `Swarm.save` wrote")
-    index = json.loads(path.read_text(encoding="utf-8"))
-    if len(index["stages"]) != stages:
-        raise ValueError(f"{path} has {len(index['stages'])} stages, the swarm {stages}")
-    return index["step"], [torch.load(Path(folder) / name, weights_only=True)
-                           for name in index["stages"]]
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        step, names = int(index["step"]), list(index["stages"])
+        if len(names) == stages:
+            found: list[Message | None] = []
+            for name in names:
+                path = Path(folder) / name
+                found.append(torch.load(path, weights_only=True))
+            return step, found
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
+            pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}): give another folder "
+                         "that `Swarm.save` wrote") from error
+    raise ValueError(f"{path} has {len(names)} stages, the swarm {stages}: give as many")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.hosts.plain.swarm.messages import Message
 
 MakeStage = Callable[[], nn.Module]
@@ -17,18 +18,10 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[Tensor, Any], Tensor]
 
 
-@contextlib.contextmanager
-def randomness(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers that depend on the seed alone, and leave those outside as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
     """A stage's module with the weights that every run with this seed begins with."""
-    with randomness(device, seed + number):
+    with seeded(device, seed + number):
         return stages[number]().to(device).train()
 
 
@@ -43,9 +36,9 @@ class ServedStage:
     def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
                  step: int) -> None:
         self.module, self.loss, self.seed, self.step = module, loss, seed, step
-        self.parameters = list(module.parameters())
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters:
-            raise ValueError("a stage has no parameters: put it together with another one")
+            raise ValueError("a stage has no parameters to train: put it together with another one")
         self.device = self.parameters[0].device
         self.optimizer = optimizer(self.parameters)
         self.size = sum(p.numel() for p in self.parameters)
@@ -93,7 +86,7 @@ class ServedStage:
                 self.counted.add(micro_batch)
 
     def forget(self) -> None:
-        """Begin the step anew."""
+        """Begin the step again."""
         with self._lock:
             self.counted: set[int] = set()
             self._pending: dict[int, Tensor] = {}
@@ -125,7 +118,7 @@ class ServedStage:
 
     def _pass(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         # of step and micro-batch alone: both passes, on any peer, draw the same numbers
-        return randomness(self.device, hash((self.seed, self.step, micro_batch)) % 2**63)
+        return seeded(self.device, seed_of(self.seed, self.step, micro_batch))
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:

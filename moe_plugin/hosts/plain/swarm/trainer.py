@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +39,7 @@ from moe_plugin.hosts.plain.swarm.saved import load_swarm, save_swarm
 from moe_plugin.planner.peer_choice import BACKWARD
 
 log = logging.getLogger(__name__)
-ROUNDS = 3  # in which silent peers are asked again where there is no other
+ROUNDS = 3  # in which silent peers are asked again, if the stage has no others
 _Taken = dict[tuple[int, int], tuple[Address, Message]]
 
 
@@ -84,7 +85,7 @@ class Swarm:
         members: who serves which stage.
         steps: done.
     Raises:
-        ValueError: an argument is out of bounds, or `resume` is no such folder.
+        ValueError: an argument is out of bounds, or `resume` is not a folder of `save`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -106,6 +107,7 @@ class Swarm:
         self._connections = Connections(timeout_s)
         self._taken: _Taken = {}  # by (stage, micro-batch): who did the backward pass, what it got
         self._result, self._whole, self._refused = SwarmStep(), True, ""
+        self._counting = threading.Lock()
         self._server = MessageServer(host, port, self._answer)
         self.address = self._server.address
 
@@ -204,9 +206,10 @@ class Swarm:
                 raise self._lost(stage)
 
     def _lost(self, stage: int) -> RuntimeError:
+        lost = self.steps and self._first[stage] is None
         return RuntimeError(f"stage {stage} of {self.stages} has no peer; " + (
             "its weights are gone with them: continue from the last folder of `save`"
-            if self.steps else "start a peer for each stage, and `wait_for` them") + self._refused)
+            if lost else "start a peer for each stage, and `wait_for` them") + self._refused)
 
     # -- tasks
 
@@ -244,7 +247,8 @@ class Swarm:
                     if what == "backward":
                         connection.send({"do": "count", "task": task})
             except (OSError, PeerError) as error:
-                self._result.resent += 1
+                with self._counting:
+                    self._result.resent += 1
                 reasons[address] = f"{address}: {error}"
                 if not isinstance(error, TimeoutError):
                     self._ban(stage, address, error)

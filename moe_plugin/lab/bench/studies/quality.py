@@ -111,7 +111,7 @@ def text_part(found: dict[str, Any]) -> Iterator[str]:
         f"balance loss 0.01. The dense models have {text.SIDES['active']} and "
         f"{text.SIDES['total']} times that inner width: as many FLOPs as the experts that a token "
         "visits, or as all experts would take, with their number of parameters. *FLOPs* are of the "
-        "products of a token's forward pass, counted from the sizes: attention, feed-forward, "
+        "matmuls of a token's forward pass, counted from the sizes: attention, feed-forward, "
         "router, output.")
     rows = [(host, side) for host in HOSTS for side in SIDES if f"{host} {side}" in found["runs"]]
     yield columns(rows, {
@@ -139,7 +139,7 @@ def vision_part(found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"5,000 handwritten digits of 28 by 28 pixels (`--example {images.EXAMPLE}`, from the "
         f"package `{MNIST_PACKAGE.partition('=')[0]}`), shown at {size.image} by {size.image}; "
-        "4,000 train, 1,000 validate: another fifth for each seed in turn, so that every image is "
+        "4,000 train, 1,000 validate: each seed has another fifth, so that every image is "
         f"held out. `--preset {images.PRESET}`: SwinV2 of {sum(size.depths)} blocks and width "
         f"{size.width}, one of two with {size.experts} experts, with the published settings (one "
         f"for each token, capacity 1.25). {found['epochs']} epochs, {runs_of(found)}. *FLOPs* of "
