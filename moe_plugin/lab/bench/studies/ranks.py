@@ -1,6 +1,6 @@
 """What a group of 2 to 4,096 ranks costs the host of one of them: building a layer, calling it,
-planning a whole model. The code is the real one; the other ranks are none: what they would send is
-at hand, and nothing is waited for.
+tuning it, planning a live change of its experts' places, and a whole model. The code is the real
+one; the other ranks are none: what they would send is at hand, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from moe_plugin.comm.resharding import Resharding
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.equal_ranks import EqualRanks
 from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.layer import MoELayer
+from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.planner.units import show_size, show_time
 
 TITLE = "Ranks: what a large group costs the host"
@@ -42,16 +44,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
               for experts in args.experts for ranks in args.ranks
               if ranks <= experts * (MOST_SHARDS if kind == "rows" else 1)]
     return {"versions": versions("cpu"), "layers": layers,
+            "tuned": [_tuned(ranks, experts, args.calls) for experts in args.experts
+                      for ranks in args.ranks if ranks <= experts],
+            "moves": [_move(ranks, max(args.experts)) for ranks in args.ranks],
             "plans": [_search(ranks) for ranks in args.ranks if ranks >= 8]}
 
 
-def _layer(kind: str, ranks: int, experts: int, calls: int) -> dict[str, Any]:
-    """Processor time (s) and Python's memory (bytes, at most) of a build and of a training call."""
+def _built(comm: EqualRanks, experts: int, settings: dict[str, Any]) -> tuple[
+        float, MoELayer, Callable[[], None]]:
+    """Processor time (s) of building a layer, the layer, and a training call of it."""
     config = from_dict({"model_dim": WIDTH, "num_experts": experts, "router": {"top_k": 2},
-                        "parallel": {"mode": "fixed"}, "comm": {"all_to_all": "linear"},
-                        "experts": {"hidden_dim": WIDTH}, **KINDS[kind]})
-    comm, x_TD = EqualRanks(ranks), torch.randn(TOKENS, WIDTH, requires_grad=True)
-    built: list[MoELayer] = []
+                        "comm": {"all_to_all": "linear"}, "experts": {"hidden_dim": WIDTH},
+                        **settings})
+    x_TD, built = torch.randn(TOKENS, WIDTH, requires_grad=True), list[MoELayer]()
     build_s = _seconds(lambda: built.append(MoELayer(config, comm)))
     layer = built[0]
 
@@ -59,6 +64,13 @@ def _layer(kind: str, ranks: int, experts: int, calls: int) -> dict[str, Any]:
         out = layer(x_TD)
         torch.autograd.backward([out.output.sum(), *out.losses.values()])
 
+    return build_s, layer, call
+
+
+def _layer(kind: str, ranks: int, experts: int, calls: int) -> dict[str, Any]:
+    """Processor time (s) and Python's memory (bytes, at most) of a build and of a training call."""
+    build_s, _, call = _built(EqualRanks(ranks), experts,
+                              {"parallel": {"mode": "fixed"}, **KINDS[kind]})
     first_s = _seconds(call)
     call()
     seconds = sorted(_seconds(call) for _ in range(calls))
@@ -68,6 +80,36 @@ def _layer(kind: str, ranks: int, experts: int, calls: int) -> dict[str, Any]:
     tracemalloc.stop()
     return {"kind": kind, "ranks": ranks, "experts": experts, "build_s": build_s,
             "first_s": first_s, "call_s": seconds[len(seconds) // 2], "bytes": most}
+
+
+def _tuned(ranks: int, experts: int, calls: int) -> dict[str, Any]:
+    """Processor time (s) of a call while layouts are tried, all on one node, and of one after."""
+    _, layer, call = _built(EqualRanks(ranks, per_node=ranks), experts,
+                            {"parallel": {"mode": "auto"}})
+    tuner, trying = layer.layouts.tuner, list[float]()
+    assert tuner is not None
+    while not trying or tuner.exploring:
+        trying.append(_seconds(call))
+    settled = sorted(_seconds(call) for _ in range(calls))
+    return {"ranks": ranks, "experts": experts, "trials": len(trying),
+            "trials_s": sum(trying), "settled_s": settled[len(settled) // 2]}
+
+
+def _move(ranks: int, experts: int) -> dict[str, Any]:
+    """Processor time (s) of planning who sends what to whom, where the experts' groups become half
+    as large: of one tensor of the experts.
+    """
+    group = min(ranks, experts)
+
+    def layout(size: int) -> TensorLayout:
+        each = experts // size
+        return TensorLayout((experts, WIDTH, WIDTH), {
+            rank: ((rank % size * each, (rank % size + 1) * each), (0, WIDTH), (0, WIDTH))
+            for rank in range(ranks)})
+
+    old, new = layout(group), layout(group // 2)
+    return {"ranks": ranks, "experts": experts, "before": group, "after": group // 2,
+            "seconds": _seconds(lambda: Resharding(EqualRanks(ranks), old, new))}
 
 
 def _search(ranks: int) -> dict[str, Any]:
@@ -113,6 +155,21 @@ def body(found: dict[str, Any]) -> Iterator[str]:
             "first call": lambda one: show_time(one["first_s"]),
             "call": lambda one: show_time(one["call_s"]),
             "memory": lambda one: show_size(one["bytes"])})
+    yield "## Choosing the layout"
+    yield ("`parallel.mode: auto`, all ranks as one node: training calls until the layer has "
+           "settled, each with its agreement among the ranks on what was measured, and one of the "
+           "layout that it settled on.")
+    yield columns(found["tuned"], {
+        "experts": "{experts:,}", "ranks": "{ranks:,}", "calls that try": "{trials}",
+        "one of them": lambda one: show_time(one["trials_s"] / one["trials"]),
+        "settled": lambda one: show_time(one["settled_s"])})
+    yield "## Changing the experts' places"
+    yield ("`change_expert_parallel` to groups of half the size, of one tensor of the experts: "
+           "planning who sends what to whom, without sending it. Once for each tensor and its "
+           "optimizer state, at a change.")
+    yield columns(found["moves"], {
+        "ranks": "{ranks:,}", "experts": "{experts:,}", "groups": "{before:,} to {after:,}",
+        "time": lambda one: show_time(one["seconds"])})
     yield "## Planning a whole model"
     yield ("`moe-plugin plan` of `configs/plans/gpt_64_experts.yaml` (at least a sequence a rank) "
            "on nodes of eight H100: every plan of the space is bounded, and tried where its bound "
