@@ -82,7 +82,8 @@ class Series:
                  recvs: Sequence[Sequence[int]], even: bool) -> None:
         self.comm, self.algorithm, self.even = comm, algorithm, even
         self.sends, self.recvs = sends, recvs
-        self.expected: list[_Expected] | None = None
+        # each until it is sent: rows that autograd is given would keep its nodes, and those these
+        self.expected: dict[int, _Expected] | None = None
         self.posted: dict[int, Handle] = {}
 
     def put(self, number: int, x: Tensor) -> None:
@@ -94,10 +95,10 @@ class Series:
             algorithm = algorithm.resolve(self.comm, x, *splits)
         if self.expected is None:
             alone = self.comm.threaded and algorithm.direct is not None and not x.is_cuda
-            self.expected = [_Expected(self.comm, algorithm.direct, x, recv)
-                             for recv in self.recvs if alone]
+            self.expected = {index: _Expected(self.comm, algorithm.direct, x, recv)
+                             for index, recv in enumerate(self.recvs) if alone}
         if self.expected:
-            self.posted[number] = self.expected[number].send(x, self.sends[number])
+            self.posted[number] = self.expected.pop(number).send(x, self.sends[number])
         else:
             self.posted[number] = start(self.comm, algorithm, x, *splits)
 
