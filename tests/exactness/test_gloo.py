@@ -5,6 +5,7 @@ ranks.
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -100,18 +101,18 @@ def test_cells(world: int, few: bool) -> None:
             compare(case, [results[index] for _, results in by_rank], reference(case), **loose)
 
 
-def _kept(world: int) -> dict[str, int]:
-    """How many tensors the second run of a cell leaves behind, where it leaves any."""
+def _kept(world: int) -> dict[str, list[int]]:
+    """How many tensors there are after each run of a cell, where each leaves some behind."""
     comm, found = TorchComm(), {}
     comm.prepare(Topology.uniform(world, 2))
     for cell in gloo_cells(world, few=True):
         alive = []
-        for _ in range(2):
+        for _ in range(4):  # one or two are now and then still on their way out
             run_rank(cells.case_of(cell), comm, cells.settings_of(cell))
             gc.collect()
-            alive.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
-        if alive[1] > alive[0]:
-            found[name_of(cell)] = alive[1] - alive[0]
+            alive.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        if all(more > fewer for fewer, more in itertools.pairwise(alive)):
+            found[name_of(cell)] = alive
     return found
 
 
