@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from moe_plugin.regular_files import check_output, write_regular
@@ -142,9 +143,13 @@ def simulate_all_to_all(args: argparse.Namespace) -> int:
 
 def simulate_routing_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin simulate routing`."""
+    from moe_plugin.lab.bench.options import add_links
+
     p.description = ("Replays routing traces (observe.trace, or Megatron's "
                      "--moe-routing-trace-path) through the planner: what each policy for "
-                     "overloaded experts would take on a cluster, compared with forced balance.")
+                     "overloaded experts would take on a cluster, compared with forced balance. "
+                     "With --emulate also through the layer itself, on nodes that this machine "
+                     "emulates (Linux, root).")
     p.add_argument("trace", metavar="FOLDER", help="with router_trace_rank0.jsonl, ...")
     p.add_argument("--model", required=True, metavar="FILE", help="model file (configs/plans)")
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
@@ -159,6 +164,14 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
                    help="experts that a rank may borrow, parallel.guests (default: %(default)s)")
     p.add_argument("--replan", type=int, default=10, metavar="N",
                    help="steps of a placement that stands, parallel.replan (default: %(default)s)")
+    p.add_argument("--emulate", metavar="NxP", help="nodes x ranks per node that share the experts "
+                   "and run the layer, in float32, e.g. 2x2; --cluster and --device: files of such "
+                   "nodes and processors, e.g. configs/clusters/emulated.yaml and "
+                   "configs/devices/cpu_core.yaml")
+    p.add_argument("--steps", type=int, default=None, metavar="N",
+                   help="with --emulate, steps of the trace, a third each from its beginning, "
+                        "middle and end (default: 12)")
+    add_links(p)
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -171,7 +184,11 @@ def simulate_routing(args: argparse.Namespace) -> int:
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.device import load_device
 
-    check_counts(args, "nodes", "ranks_per_node", "tokens", "guests", "replan")
+    check_counts(args, "nodes", "ranks_per_node", "tokens", "guests", "replan", "steps")
+    if args.emulate is not None:
+        return _emulate_routing(args)
+    if args.steps is not None:
+        raise ValueError(f"--steps {args.steps} goes with --emulate; leave it out")
     cluster, ranks = load_cluster(args.cluster), None
     if args.nodes or args.ranks_per_node:
         cluster = cluster.resized(args.nodes or 1, args.ranks_per_node)
@@ -179,4 +196,24 @@ def simulate_routing(args: argparse.Namespace) -> int:
     found = replay(read_traces(args.trace), load_model(args.model), cluster,
                    load_device(args.device), args.guests, args.replan, ranks, args.tokens)
     print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
+    return 0
+
+
+def _emulate_routing(args: argparse.Namespace) -> int:
+    """Replay through the layer itself, and print."""
+    from moe_plugin.lab.bench.options import links_of
+    from moe_plugin.lab.bench.replayed import STEPS, Emulation, as_json, emulate, excerpt, explain
+    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.observe.traces import read_traces
+    from moe_plugin.planner.units import parse_grid
+
+    if args.nodes or args.ranks_per_node:
+        raise ValueError(f"--emulate {args.emulate} says nodes and ranks, and so do --nodes and "
+                         "--ranks-per-node: must be one of them; leave these out")
+    where = Emulation(parse_grid(args.emulate), links_of(args), load_model(args.model),
+                      os.path.abspath(args.cluster), os.path.abspath(args.device), args.guests,
+                      args.replan)
+    found = emulate(excerpt(read_traces(args.trace), where.model.experts, where.ranks,
+                            args.steps or STEPS, args.tokens), where)
+    print(json.dumps(as_json(found), indent=1) if args.json else explain(found, args.emulate))
     return 0

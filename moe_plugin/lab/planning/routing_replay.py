@@ -92,28 +92,37 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
     Raises: ValueError: ranks or experts that do not fit, or ranks of unequal layers.
     """
     wanted = ranks or len(traces)
-    if wanted % len(traces) and len(traces) % wanted or experts % wanted:
-        raise ValueError(
-            f"ranks={wanted} does not fit a trace of {len(traces)} ranks and {experts} experts: "
-            "must be a multiple or a divisor of the one, and divide the other; give --nodes and "
-            "--ranks-per-node")
-    if not all(list(trace) == list(traces[0]) for trace in traces):
-        raise ValueError("ranks have traces of different layers; give a folder of ranks that share "
-                         "experts")
+    check_fits(traces, experts, wanted)
     return {key: [[_counts(call, experts, wanted) for call in zip(*of_ranks, strict=False)]
                   for of_ranks in zip(*(trace[key] for trace in traces), strict=False)]
             for key in traces[0]}
 
 
+def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) -> None:
+    """`ValueError` unless the traces of ranks stand for so many ranks; see `calls_of`."""
+    if ranks % len(traces) and len(traces) % ranks or experts % ranks:
+        raise ValueError(
+            f"ranks={ranks} does not fit a trace of {len(traces)} ranks and {experts} experts: "
+            "must be a multiple or a divisor of the one, and divide the other; give --nodes and "
+            "--ranks-per-node, or another --emulate")
+    if not all(list(trace) == list(traces[0]) for trace in traces):
+        raise ValueError("ranks have traces of different layers; give a folder of ranks that share "
+                         "experts")
+
+
+def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
+    """The choices [T, K] of a call by rank, in parts, for another number of ranks."""
+    if ranks >= len(of_ranks):
+        return [[part] for ids_TK in of_ranks
+                for part in ids_TK.tensor_split(ranks // len(of_ranks))]
+    each = len(of_ranks) // ranks
+    return [of_ranks[at:at + each] for at in range(0, len(of_ranks), each)]
+
+
 def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]]:
     """of_ranks: [T, K] choices of each rank of the trace."""
-    if ranks >= len(of_ranks):
-        parts = [part.flatten().tolist() for ids_TK in of_ranks
-                 for part in ids_TK.tensor_split(ranks // len(of_ranks))]
-    else:
-        each = len(of_ranks) // ranks
-        parts = [[one for ids_TK in of_ranks[at:at + each] for one in ids_TK.flatten().tolist()]
-                 for at in range(0, len(of_ranks), each)]
+    parts = [[one for ids_TK in some for one in ids_TK.flatten().tolist()]
+             for some in resplit(of_ranks, ranks)]
     counts = []
     for part in parts:
         rows = Counter(part)

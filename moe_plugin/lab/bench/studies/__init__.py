@@ -56,6 +56,8 @@ STUDIES = {study.name: study for study in (
     Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
           ("checkout",), stem="data/predicted"),
     Study("spill", "overloaded experts: rows on other ranks against the plain layer", ("nodes",)),
+    Study("routing", "routing traces replayed: each policy for overloaded experts over forced "
+          "balance", ("nodes", *_HOSTS)),
     Study("swarm", "a pipeline of peers that come and go, against the best fixed one", ("nodes",)),
     Study("pipeline", "steps of pipeline schedules over slow links, measured and predicted",
           ("nodes", "megatron")),
