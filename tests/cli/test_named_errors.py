@@ -90,7 +90,9 @@ WRONG = {
     "simulate routing": ["simulate routing", *(
         f"simulate routing {folder} {PLAN[5:]}" for folder in ("NONE", "FILE", "DIR", "BAD")), *(
         f"simulate routing DIR {PLAN[5:]} {rest}" for rest in (
-            "--tokens 0", "--guests -1", "--replan 0", f"--nodes {HUGE}", "--ranks-per-node 0"))],
+            "--tokens 0", "--guests -1", "--replan 0", f"--nodes {HUGE}", "--ranks-per-node 0",
+            "--steps 3", "--emulate 2x2 --steps 0", "--emulate 2x", f"--emulate {HUGE}x2",
+            "--emulate 2x2 --nodes 2", "--emulate 2x2 --rate 0mbit", "--emulate 2x2"))],
     "plan": ["plan", f"{PLAN} --nodes 0", f"{PLAN} --nodes -1", f"{PLAN} --nodes 1000000000000",
              f"{PLAN} --ranks-per-node 0", f"{SMALL_PLAN} --top 0", f"{PLAN} --scale 0",
              f"{PLAN} --scale many", f"{PLAN} --scale 1 --experts-per-rank nan",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,12 +142,12 @@ def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
         parallel["replan"] = where.replan
     plan = ModelPlan(tp=1, pp=1, dp=where.ranks, ep=where.ranks, etp=1, micro_batch=1,
                      layout=LayoutChoice(r=1))
-    tree = {"model_dim": where.model.model_dim, "comm": {"cluster": where.cluster},
-            "tuner": {"device": where.device}, **moe_settings(where.shape, plan, auto=False)}
-    tree["parallel"] = {**tree["parallel"], **parallel}
-    if side == BALANCE:
-        tree["router"] = {**tree["router"], "force": "balance"}
-    return MoELayer(from_dict(tree), comm)
+    tree = moe_settings(where.shape, plan, auto=False)
+    for section, more in {"comm": {"cluster": where.cluster}, "tuner": {"device": where.device},
+                          "parallel": parallel,
+                          "router": {"force": "balance"} if side == BALANCE else {}}.items():
+        tree[section] = {**tree.get(section, {}), **more}
+    return MoELayer(from_dict({"model_dim": where.model.model_dim, **tree}), comm)
 
 
 class Replayed:
@@ -162,11 +162,16 @@ class Replayed:
         draw = torch.Generator().manual_seed(self.comm.rank)
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
+    def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
+        """While open, a side's layer has these choices; the balanced one keeps its own."""
+        if side == BALANCE:
+            return nullcontext()
+        return replay_choices([self.layers[side].router], ids_TK[:, None])
+
     def step(self, side: str, ids_TK: Tensor) -> tuple[float, int]:
         """Seconds of forward and backward, which all ranks begin together; rows computed here."""
         layer, x_TD = self.layers[side], self.tokens(len(ids_TK))
-        with (nullcontext() if side == BALANCE else
-              replay_choices([layer.router], ids_TK[:, None])):
+        with self.routed(side, ids_TK):
             seconds, stats = timed_step(layer, x_TD, None)
         layer.zero_grad(set_to_none=True)
         return seconds, int(stats.rows)

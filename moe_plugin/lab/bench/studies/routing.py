@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,16 @@ from torch import Tensor
 
 from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.quickstart import begin, quickstart, settings
-from moe_plugin.lab.bench.replayed import HEADER, MEANING, Emulation, Trace, emulate, excerpt
-from moe_plugin.lab.bench.replayed import rows_of, times_of
+from moe_plugin.lab.bench.replayed import (
+    HEADER,
+    MEANING,
+    Emulation,
+    Trace,
+    emulate,
+    excerpt,
+    rows_of,
+    times_of,
+)
 from moe_plugin.lab.bench.report import columns, table
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.lab.planning.model import ModelShape
@@ -171,11 +178,12 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield columns(rows, {
         "trace": "{trace}", "share of `never`": "{never:.1%}", "the planner takes": "`{taken}`",
         "its share": "{share:.1%}", "predicted": "{predicted:.1%}", "over `never`": "{over:.2f}",
-        "fastest": "`{fastest}`", "its share ": "{most:.1%}"})
+        "fastest": "`{fastest}`", "share of the fastest": "{most:.1%}"})
     yield (f"The quick start's models have 8 experts and train for {found['steps']} steps; the "
-           "third has 64 of inner width 128. Ranks of a run are split in two here, and tokens "
-           "repeated. `drifting`: popularity is a wave that goes once around the experts, at most "
-           "3.2 times the mean. `a hot expert`: nearly all tokens choose it, and another one. "
+           "third has 64 of inner width 128. Ranks of a trace are split for those here, and "
+           "tokens repeated. `drifting`: popularity is a wave that goes once around the experts, "
+           "at most 3.2 times the mean. `a hot expert`: nearly all tokens choose it, and another "
+           "one. "
            f"`standing` places replicas every {REPLAN} steps, by those before; at the end of each "
            "third its loads are of another part of the run. Shares above 100 %: rows of a lent "
            "expert need not travel, which those of the balanced run do. Layouts other than r = 1 "
