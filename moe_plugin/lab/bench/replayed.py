@@ -1,5 +1,5 @@
 """A routing trace through the layer itself, on emulated nodes: each policy for overloaded experts,
-beside the same layer under forced balance and the planner's prediction.
+with the same layer under forced balance and the planner's prediction.
 
 Every call of the trace runs once on every side, one side after the other in the same processes,
 with the choices that the trace has (`routing.rollouts`) or those of `router.force: balance`.
@@ -282,7 +282,7 @@ def explain(found: Mapping[str, Any], grid: str) -> str:
         use = (f"Use parallel.spill: {chosen.policy} (--moe-spill {chosen.policy}): "
                f"{1 - chosen.mean / plain.mean:.0%} less of a call than never, measured.")
     about = (f"{len(plain.calls):,} calls of layers, forward and backward, on {grid} emulated "
-             f"nodes; times of the slowest rank, all policies in turn. {MEANING}")
+             f"nodes; times of the slowest rank, all policies alternately. {MEANING}")
     return "\n".join([paragraph(about), "", aligned([HEADER, *rows_of(found)]), "",
                       paragraph(f"{use} By the prediction: {best(predicted).policy}.")])
 

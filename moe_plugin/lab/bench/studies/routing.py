@@ -96,9 +96,9 @@ OPTIONS = {
     "grid": Option("4x1", "nodes x ranks per node", quick="2x1"),
     "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
     "tokens": Option(1024, "of a rank in a call", quick=64),
-    "replayed": Option(18, "steps of a trace that are replayed, a third each from its beginning, "
+    "replayed": Option(12, "steps of a trace that are replayed, a third each from its beginning, "
                        "middle and end", quick=3),
-    "steps": Option(500, "of each model's training", quick=20),
+    "steps": Option(200, "of each model's training", quick=20),
     "runs": Option("runs/routing", "folder of corpus and runs"),
     "fresh": Option(False, "discard earlier runs"),
 }
@@ -188,7 +188,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
            "third its loads are of another part of the run. Shares above 100 %: rows of a lent "
            "expert need not travel, which those of the balanced run do. Layouts other than r = 1 "
            "are not compared. Ranks share the processors of this machine, so an uneven load of "
-           "products is felt less than on ranks with processors of their own.")
+           "matmuls is felt less than on ranks with processors of their own.")
     yield MEANING
     for name, one in found["traces"].items():
         yield f"## {name[0].upper()}{name[1:]}, {len(one['third'])} calls"
