@@ -111,7 +111,7 @@ def test_what_is_missed_is_said() -> None:
     page = " ".join(STUDIES["routing"].page({**made, "traces": {
         "one": record(3.0, 1.2), "two": record(1.0, 2.0)}}).split())
     assert "missed: one 50.0%; never below the plain layer, reached." in page
-    assert "lowest over the plain layer is 0.667 (`least_loaded`, two)" in page
+    assert "slowest of all policies is at 0.667 of the plain layer (`least_loaded`, two)" in page
     said = explain(record(3.0, 1.2), "2x1")
     assert "Use parallel.spill: least_loaded (--moe-spill least_loaded): 45% less" in said
     assert "Use parallel.spill: never." in explain(record(1.0, 2.0), "2x1")
