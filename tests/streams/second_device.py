@@ -16,13 +16,13 @@ import triton  # noqa: F401  (ranks are forked from a process that has imported 
 from torch import Tensor
 
 from moe_plugin import TorchComm, machine
-from moe_plugin.comm import Comm, LocalComm, Topology
-from moe_plugin.comm.watchdog import TimeoutWatch
+from moe_plugin.comm import Comm, LocalComm, Topology, watchdog
 from moe_plugin.memory.copier import Copier
-from moe_plugin.tuning import compute_times, timer
+from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.tuning import compute_times, standing, timer
 from tests.streams.fake import install
 from tests.streams.gpu import Cuda, Event, Stream
-from tests.streams.programs import ALONE
+from tests.streams.programs import ALONE, drawn, layer_of
 from tests.streams.seen import HostThread, Launch, Observer
 from tests.waits import stand_ins
 from tests.waits.device import CountingDevice, OnDevice, tensors_of
@@ -62,14 +62,18 @@ class OnItsDevice(Observer):
 
 
 def timed(comm: Comm) -> list[Tensor]:
-    """Timers of a call, of a strategy, of collectives."""
+    """Timers of a call, of a strategy, of collectives, of a rank's experts."""
     clock, x_N = timer.CallTimer(AT), torch.ones(4).to(AT).requires_grad_()
     clock.start()
     clock.stopped(clock.started(x_N * 2, None)).sum().backward()
     assert clock.over and clock.seconds() > 0
     compute_times.timed(lambda: x_N + 1, AT)()
-    watch = TimeoutWatch(ModuleType("a group"), 60, "", str)
+    watch = watchdog.TimeoutWatch(ModuleType("a group"), 60, "", str)
     watch.add("a collective", AT)
+    experts = layer_of(comm).experts
+    speeds = standing.MeasuredSpeeds(comm, experts)
+    experts(ExpertRows(drawn(8), RowCounts([2] * 4)))
+    assert speeds.agreed()
     return []
 
 
@@ -86,15 +90,19 @@ def _careless_stream(of: type[Stream]) -> Callable[..., Stream]:
     return lambda *device, **_: of()
 
 
+TIMERS = {f"the device of events in {module.__name__}": (module,)
+          for module in (watchdog, timer, compute_times, standing)}
+EVENTS = {"the device of events": (machine, *(module for (module,) in TIMERS.values())), **TIMERS}
+
+
 @contextlib.contextmanager
 def without(what: str) -> Iterator[None]:
     """Inside, one of what cares for the device is missing."""
     with contextlib.ExitStack() as inside:
         if what == "the guard of kernels":
             inside.enter_context(patch.object(torch.cuda, "device_of", contextlib.nullcontext))
-        if what == "the device of events":
-            for module in (machine, timer, compute_times):
-                inside.enter_context(patch.object(module, "record_event", _careless_event))
+        for module in EVENTS.get(what, ()):
+            inside.enter_context(patch.object(module, "record_event", _careless_event))
         if what == "the device of streams":
             inside.enter_context(patch.object(torch.cuda, "Stream", _careless_stream(Stream)))
         if what == "the number of a copier's device":
@@ -103,7 +111,9 @@ def without(what: str) -> Iterator[None]:
 
 
 FAULTS = ("the guard of kernels", "the device of events", "the device of streams",
-          "the number of a copier's device")
+          "the number of a copier's device", *TIMERS)
+# exchanges in pieces record no event by themselves, and copy nothing to the host
+OF_RANKS = ("the guard of kernels", "the device of streams")
 
 
 def run(world: int, folder: str) -> dict[str, tuple[list[str], dict[str, int]]]:
@@ -121,10 +131,10 @@ def run(world: int, folder: str) -> dict[str, tuple[list[str], dict[str, int]]]:
         comm = CountingComm(group)
     names = PROGRAMS if world == 1 else ["layers"]
     found = {name: _looked(looks, gpu, [name], comm) for name in names}
-    for fault in FAULTS:
+    for fault in FAULTS if world == 1 else OF_RANKS:
         comm.state.stream = None
         with without(fault):
-            found[fault] = _looked(looks, gpu, names, comm)
+            found[fault] = _looked(looks, gpu, ["timed"] if fault in TIMERS else names, comm)
     return found
 
 
