@@ -138,14 +138,22 @@ def fp8_why_not(*args: Any) -> str | None:
     return reason if reason is not None or device is None else no_e4m3(device)
 
 
+def fp8_product_why_not(*args: Any) -> str | None:
+    """`fp8_why_not`; also where the installed Triton makes products that the GPU cannot run."""
+    reason, device = fp8_why_not(*args), _gpu(args)
+    return reason if reason is not None or device is None else no_products(device)
+
+
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
     """Why a GPU has no float8 of e4m3fn; None: it has. Looked up once for a device."""
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    # CDNA 4 and RDNA 4 have the format of the OCP (e4m3fn); CDNA 3 has e4m3fnuz
-    return None if name.startswith(("gfx95", "gfx12")) else f"{name} has another fp8 format"
+    # CDNA 4 and RDNA 4 have the format of the OCP (e4m3fn); CDNA 3 has e4m3fnuz, others have none
+    if name.startswith(("gfx95", "gfx12")):
+        return None
+    return f"{name} has another fp8 format" if name.startswith("gfx94") else f"{name} has no fp8"
 
 
 def _gpu(args: Iterable[Any]) -> torch.device | None:
@@ -175,7 +183,7 @@ def register() -> None:
     """Add the Triton implementations to their operations; called once by the package."""
     special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
     for name, module in MODULES.items():
-        can = special.get(module, why_not)
+        can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
     assert {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
             "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"

@@ -112,8 +112,9 @@ def test_bfloat16_is_refused_where_a_gpu_has_none(
 
 @pytest.mark.parametrize(("name", "reason"), [
     ("gfx942:sramecc+:xnack-", "gfx942 has another fp8 format"), ("gfx950", None),
-    ("gfx1201", None)])
-def test_fp8_is_refused_where_an_amd_gpu_has_another_format(
+    ("gfx1201", None), ("gfx90a:sramecc+:xnack-", "gfx90a has no fp8"),
+    ("gfx1100", "gfx1100 has no fp8")])
+def test_fp8_is_refused_where_an_amd_gpu_has_no_such_format(
         name: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "INSTALLED", True)
     monkeypatch.setattr(torch.version, "hip", "7.0")
@@ -142,11 +143,17 @@ def test_products_are_refused_where_a_triton_makes_them_too_large(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    triton_ops.no_products.cache_clear()
-    assert triton_ops.product_why_not(fake(SECOND)) == (None if fits else (
+    monkeypatch.setattr(triton_ops, "INSTALLED", True)
+    for cached in (triton_ops.no_products, triton_ops.no_e4m3):
+        monkeypatch.setattr(triton_ops, cached.__name__, cached.__wrapped__)
+    reason = None if fits else (
         f"Triton {version} makes products that take more shared memory than a GPU of compute "
-        f"capability {capability[0]}.{capability[1]} has: needs 3.4"))
-    triton_ops.no_products.cache_clear()
+        f"capability {capability[0]}.{capability[1]} has: needs 3.4")
+    lacks = ("no e4m3 in a GPU of compute capability 8.0: needs 8.9"
+             if capability == (8, 0) else None)
+    for name, wanted in (("expert_matmul", reason), ("expert_matmul_fp8", lacks or reason),
+                         ("quantize_fp8", lacks)):  # no product
+        assert kernels.get(name).why_not("triton", fake(SECOND)) == wanted
 
 
 @pytest.mark.parametrize(("version", "fits"), [("3.2.0", False), ("3.4.0", False), ("3.6.0", True)])
