@@ -12,7 +12,7 @@ set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 OUT=${1:-docs/benchmarks}
 OPTIONS=("${@:2}")
-export LOGS="$OUT/gpu_logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OUT LOGS="$OUT/gpu_logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python3 -c 'import importlib.util as u, sys
 missing = [name for name in ("torch", "triton") if u.find_spec(name) is None]
 sys.exit("bench_gpu.sh needs " + " and ".join(missing) if missing else 0)' || exit 2
@@ -32,10 +32,24 @@ step() { # NAME SECONDS COMMAND ...
 }
 export -f step
 
+told() { # write the page with what is said of the steps
+    python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
+}
+
+told_once() { # one process at a time, for all steps that ended before it
+    local ended
+    exec 9> "$LOGS/told" && flock 9
+    ended=$(wc -l < "$LOGS/steps.txt")
+    [ "$ended" -le "$(wc -l < "$LOGS/told.txt")" ] || {
+        told
+        head -n "$ended" "$LOGS/steps.txt" > "$LOGS/told.txt"
+    }
+}
+export -f told told_once
+
 page() { # PART SECONDS: measure a part of the page, and write the page
     step "$1" "$2" python3 -m moe_plugin.cli.main bench gpu --parts "$1" --rounds 10 \
-        --attempts 1 --out "$OUT" "${OPTIONS[@]}" ||
-        python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
+        --attempts 1 --out "$OUT" "${OPTIONS[@]}" || told
 }
 
 layer() { for n in 0 1 2; do page "layer_$n" 180; done; }
@@ -46,11 +60,12 @@ checks() { # compiling takes the time, not the GPU: one process an operation
     local workers=$(($(getconf _NPROCESSORS_ONLN) * 3 / 4))
     [ "$workers" -ge 1 ] || workers=1
     [ "$workers" -le 12 ] || workers=12
-    step checks 60 python3 -m tests.kernels.on_gpu --list
+    : > "$LOGS/told.txt"
+    step checks 60 python3 -m tests.kernels.on_gpu --list || told
     grep -x '[a-z0-9_]*' "$LOGS/checks.log" | xargs -P "$workers" -I{} bash -c \
-        'step check_{} 240 python3 -m tests.kernels.on_gpu --quick {}'
+        'step check_{} 240 python3 -m tests.kernels.on_gpu --quick {}; told_once'
 }
 
 for name in ${STEPS:-layer checks operations peers}; do "$name"; done
-python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
+told
 ! grep -qv ': passed$' "$LOGS/steps.txt"

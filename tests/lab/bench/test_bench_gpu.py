@@ -20,8 +20,16 @@ echo "$*" >> {folder}/calls
 case "$*" in
     -c*) exit {missing} ;;
     *{step}) echo "the last line of {step}"; {does} ;;
+    *"--parts steps"*) {page} > {folder}/page ;;
     *--list) printf 'a warning: 1\\ntake_rows\\nlayer\\n' ;;
 esac
+"""
+FAKE_GPU = """#!/usr/bin/env bash
+case "$*" in
+    -c* | *"--parts steps"*) exec {python} "$@" ;;
+    *"--parts layer_2"*) exit 0 ;;
+esac
+exec {python} -m tests.lab.bench.counting_gpu {fails} "$@"
 """
 FORBIDDEN = ("yaml", "numpy", "hydra", "omegaconf")
 # a hook of Python's own start
@@ -35,7 +43,8 @@ sys.meta_path.insert(0, Forbid())
 """
 
 
-def run(folder: Path, step: str, does: str, missing: int = 0) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, step: str, does: str, missing: int = 0,
+        page: str = "true") -> subprocess.CompletedProcess[str]:
     """The script with a stub for Python, in which one step does something else."""
     words = {"checks": "on_gpu --list", "check_take_rows": "--quick take_rows",
              "check_layer": "--quick layer"}
@@ -43,7 +52,7 @@ def run(folder: Path, step: str, does: str, missing: int = 0) -> subprocess.Comp
     stub.parent.mkdir(parents=True)
     pattern = words.get(step, f"--parts {step} *") if step else "nothing"
     stub.write_text(STUB.format(folder=folder, step=pattern.replace(" ", "\\ "), does=does,
-                                missing=missing))
+                                missing=missing, page=page.format(folder=folder)))
     stub.chmod(0o755)
     return subprocess.run(["bash", str(ROOT / "scripts/bench_gpu.sh"), str(folder / "out")],
                           env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
@@ -60,8 +69,15 @@ def test_it_runs_to_its_end_whichever_step_fails(step: str, tmp_path: Path) -> N
     assert [line for line in said if not line.endswith(": passed")] == (
         [f"{step}: failed with status 7"] if step else [])
     calls = (tmp_path / "calls").read_text().splitlines()
-    pages = [call for call in calls if "--parts steps" in call]
-    assert len(pages) == 1 + (step in PARTS) and calls[-1] == pages[-1]
+    pages = [n for n, call in enumerate(calls) if "--parts steps" in call]
+    parts = [n for n, call in enumerate(calls) if "--rounds" in call]
+    checked = [n for n, call in enumerate(calls) if "--quick" in call]
+    if step in PARTS:  # else the part has written the page
+        assert parts[PARTS.index(step)] + 1 in pages
+    if checked:  # of those that ended meanwhile at once
+        assert [n for n in pages if checked[-1] < n < parts[3]]
+    assert pages[-1] == len(calls) - 1
+    assert len(pages) <= 1 + (step in PARTS) + (step == "checks") + len(checked)
     if step:
         assert "the last line" in (tmp_path / f"out/gpu_logs/{step}.log").read_text()
 
@@ -71,6 +87,33 @@ def test_a_step_has_a_limit(tmp_path: Path) -> None:
     done = run(tmp_path, "operations_1", "exit 124")
     said = (tmp_path / "out/gpu_logs/steps.txt").read_text()
     assert done.returncode == 1 and "operations_1: over its limit of 180 s\n" in said
+
+
+def test_the_page_tells_of_a_check_while_others_run(tmp_path: Path) -> None:
+    """The page of the stub is what the script has told when it is written."""
+    wait = f"until grep -q take_rows {tmp_path}/page; do sleep 0.1; done"
+    done = run(tmp_path, "check_layer", wait, page="cat {folder}/out/gpu_logs/steps.txt")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_kernel_that_fails_on_the_gpu(tmp_path: Path) -> None:
+    """Real steps, on a fake GPU. The page has what did not fail, and the end of what did."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from tests.lab.bench.counting_gpu import ERROR
+
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(FAKE_GPU.format(python=sys.executable, fails="layer_1"))
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/bench_gpu.sh"), str(out), "--device", "cuda", "--quick"],
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "STEPS": "layer"},
+        capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stdout.splitlines() == [
+        "layer_0: passed", "layer_1: failed with status 1", "layer_2: passed"], done.stderr
+    page = (out / "gpu.md").read_text()
+    assert page.count("| moe-plugin ") == 1 and f"RuntimeError: {ERROR}" in page
 
 
 def test_what_is_missing_is_said_before_anything_runs(tmp_path: Path) -> None:

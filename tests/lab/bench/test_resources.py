@@ -32,8 +32,6 @@ from tests.kernels.problems import SHAPES, arguments
 pytest.importorskip("triton", reason="triton is not installed")
 FINE = LAYERS["cuda"][1]
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}
-# rows are gathered in the loop of their sum, which takes two stages a buffer: see `weight_tiling`
-KNOWN = {"weight_kernel": ("4 of 7 stages", "2 of 7 stages", "3 of 5 stages", "2 of 5 stages")}
 
 
 @functools.cache
@@ -47,8 +45,7 @@ def launches(target: str, *kernels_: str) -> list[Launch]:
 def check(launch: Launch, target: str) -> Resources:
     """Compile within the rules."""
     r, gpu = compile_for(launch, target), GPUS[target]
-    assert [why for why in r.failed(gpu)
-            if not why.startswith(KNOWN.get(launch.kernel, ()))] == [], r
+    assert list(r.failed(gpu)) == [], r
     assert r.blocks >= 1, r
     product = "product" in launch.kernel or launch.kernel in ("act_backward_kernel",
                                                                "weight_kernel")
@@ -70,17 +67,20 @@ def test_every_launch_of_a_layer_on_hopper(kernel: str) -> None:
             assert r.copies == any(of.startswith("tensordesc") for _, of in launch.types)
 
 
-def test_weight_gradients_read_shared_memory_from_four_buffers() -> None:
-    """Of rows that are gathered in the loop of the sum, of one gradient and of two."""
-    found = launches("sm_90", "weight_kernel")
+@pytest.mark.parametrize(("target", "buffers"), [("sm_80", 3), ("sm_90", 4)])
+def test_weight_gradients_have_as_many_buffers_as_a_gpu_takes(target: str, buffers: int) -> None:
+    """Of rows that are gathered in the loop of the sum, of one gradient and of two; mma.sync reads
+    one of them from registers, wgmma all from shared memory.
+    """
+    found = launches(target, "weight_kernel")
     assert {dict(launch.constants)["PAIR"] for launch in found} == {False, True}
     for launch in found:
-        r = compile_for(launch, "sm_90")
-        assert (r.buffers, r.spilled, r.through_registers[0]) == (4, 0, 0), r
-        assert r.through_registers[1], r
+        r = compile_for(launch, target)
+        assert (r.buffers, r.spilled, r.through_registers[0]) == (buffers, 0, 0), r
+        assert bool(r.through_registers[1]) == (target == "sm_90"), r
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", [target for target in GPUS if target != "sm_90"])
 def test_other_targets(target: str) -> None:
     """The product with most operands."""
     check(launches(target, "product_kernel")[0], target)

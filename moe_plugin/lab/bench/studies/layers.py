@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -105,6 +106,8 @@ class OneLayer:
         return [said(found["versions"]), *layer.parts(found)]
 
 
+# what Triton's bindings print at the end of a process that failed
+LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skipped)")
 DRAWN = 4  # of the problems
 
 
@@ -234,6 +237,7 @@ def _end(path: Path) -> str:
         lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return ""
+    lines = [line for line in lines if not LEAKS.match(line)]
     return "\n".join(line[:200].replace("`", "'") for line in lines[-12:])
 
 
