@@ -12,6 +12,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.experts.lora import ExpertRanks
 from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
+from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.records import ExpertRows
 from moe_plugin.registry import Registry
 
@@ -30,6 +31,7 @@ class Experts(nn.Module):
         reduced: `gradients.sync.reduce_experts` was called; each parameter that has its
             hooks carries this mark, too.
         adapters: low-rank ones on these experts, see `experts.lora`; None: there are none.
+        later: where a host has weight gradients left that asks for them after the backward pass.
         seed_comm: ranks that draw initial values from one seed, whatever their generators are at;
             None: the generators are alike, or values of one rank are copied to the others.
     """
@@ -39,6 +41,7 @@ class Experts(nn.Module):
     traceable: ClassVar[bool] = True
     reduced: bool = False
     adapters: ExpertRanks | None = None
+    later: LaterGrads | None = None
     seed_comm: Comm | None = None
 
     def __init__(self) -> None:

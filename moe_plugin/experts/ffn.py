@@ -41,7 +41,7 @@ from moe_plugin.kernels.expert_ffn import (
     strategies,
 )
 from moe_plugin.kernels.rounded import RoundedWeights
-from moe_plugin.kernels.weight_grads import WEIGHTS, LaterGrads, has_main_grad, redirect_grad
+from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import exporting
 from moe_plugin.records import ExpertRows, HostContext, Placement
@@ -70,8 +70,6 @@ class FFNExperts(Experts):
 
     gated = False
     supports_gather = True
-    # where a host has them left that asks for them after the backward pass
-    later: LaterGrads | None = None
 
     def __init__(self, config: MoEConfig, placement: Placement, *,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,

@@ -125,7 +125,7 @@ class LayerLayout:
         anchor = self.experts.anchor if anchored else None
         if experts is not self.experts:
             anchor = self._anchor_of(experts)
-        if self.plain:
+        if self.plain and self.experts.later is None:
             return self.dispatcher.dispatch(x_TD, plan, anchor)
         parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
         sent = self.dispatcher.dispatch(x_TD, plan, anchor)
@@ -154,7 +154,10 @@ class LayerLayout:
         if self.gather is not None:
             whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
             parameters = self.experts.compute_parameters(whole, self.first_shard)
-        if self.dispatcher.overlap.pieces > 1:
+        # exchanges of the other pieces run beside their products, or those of another micro-batch,
+        # which weight gradients that are left for later wait for: kernels leave them processors
+        if self.dispatcher.overlap.pieces > 1 or (self.experts.later is not None
+                                                  and experts is self.experts):
             more["sums"] = GradSums()
         if self.stash is not None and may_keep():
             more["keep"] = self.stash.keep

@@ -5,14 +5,16 @@ operation in Triton.
 from __future__ import annotations
 
 import copy
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import moe_plugin.kernels.gpu.common as common
 from moe_plugin.comm import LocalComm
-from moe_plugin.kernels import groups, kernels
-from moe_plugin.kernels.weight_grads import WEIGHTS
+from moe_plugin.kernels import RowGroups, groups, kernels
+from moe_plugin.kernels.gpu import expert_ffn
+from moe_plugin.kernels.weight_grads import WEIGHTS, LaterGrads
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.experts.problems import make_layer
 from tests.oracle import Case
@@ -44,6 +46,7 @@ def main() -> None:
     print(f"cells: {cells}")
     main_grads()
     tables()
+    beside()
 
 
 def main_grads() -> None:
@@ -96,6 +99,31 @@ def tables() -> None:
         assert len(set(made)) == len(made) > 1, (dispatch, experts, made)
     groups.tile_table = compute
     print("tables: once")
+
+
+def beside() -> None:
+    """Where weight gradients are left for later, exchanges of another micro-batch run beside all
+    products, which have a program a tile; results are the same bits.
+    """
+    made: list[RowGroups] = []
+    results = []
+    x_TD = torch.randn(60, 16)
+    for later in (None, LaterGrads()):
+        torch.manual_seed(1)
+        layer = make_layer("kernels", experts={"hidden_dim": 24, "compute": "kernels",
+                                               "kind": "gated_ffn"})
+        layer.experts.later = later
+        with patch.object(expert_ffn, "RowGroups",
+                          lambda *args: made.append(RowGroups(*args)) or made[-1]):
+            y_TD = layer(x_TD).output
+        y_TD.square().sum().backward()
+        if later is not None:
+            assert layer.experts.w_in_LDF.grad is None
+            later.compute(dict(layer.experts.named_parameters(recurse=False)))
+        results.append([y_TD, *(p.grad for p in layer.parameters())])
+    assert [groups.beside for groups in made] == [False, True]
+    assert all(map(torch.equal, *results))
+    print("beside: the same")
 
 
 if __name__ == "__main__":

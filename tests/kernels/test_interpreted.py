@@ -47,4 +47,5 @@ def test_parity_of_all_arguments_in_all_dtypes() -> None:
 
 def test_layer_on_kernels() -> None:
     said = interpret("tests.kernels.interpreted_layer")
-    assert "cells: 8" in said and "main_grad: added" in said and "tables: once" in said
+    for words in ("cells: 8", "main_grad: added", "tables: once", "beside: the same"):
+        assert words in said
