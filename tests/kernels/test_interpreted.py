@@ -49,3 +49,8 @@ def test_layer_on_kernels() -> None:
     said = interpret("tests.kernels.interpreted_layer")
     for words in ("cells: 8", "main_grad: added", "tables: once", "beside: the same"):
         assert words in said
+
+
+def test_flattened_loops() -> None:
+    pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has none")
+    assert "flattened: 8" in interpret("tests.kernels.interpreted_flat")
