@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from moe_plugin.lab.bench.chips import GPUS
@@ -12,6 +16,7 @@ from moe_plugin.lab.bench.studies.layers import LAYERS
 
 pytest.importorskip("triton", reason="triton is not installed")
 GPU = GPUS["sm_90"]
+PAGES = Path(__file__).resolve().parents[3] / "docs/benchmarks"
 
 
 @pytest.mark.parametrize("problem", LAYERS["cuda"], ids=lambda problem: problem.label())
@@ -39,3 +44,20 @@ def test_the_bound_is_the_dense_time_over_all_times() -> None:
     layer = {"rows": [{"flops": int(dense * GPU.tflops * 1e12), "seconds": 2.5e-3},
                       {"flops": 0, "seconds": 0.5e-3}], "operation_seconds": 1e-3}
     assert bound(layer, GPU) == pytest.approx(0.5)
+
+
+def test_the_committed_page_is_of_this_code() -> None:
+    """Each state says which code it is of; the last one has today's launches, with their sizes."""
+    states = json.loads((PAGES / "data/gpu_predicted.json").read_text())["states"]
+    page = (PAGES / "gpu_predicted.md").read_text()
+    for state, found in states.items():
+        assert re.fullmatch(r"kernels/gpu [0-9a-f]{8}", found["code"]), state
+        assert len(re.findall(rf"\| {state} +\| {found['code']} ", page)) == len(found["layers"])
+    for problem, layer in zip(LAYERS["cuda"], states["after"]["layers"], strict=True):
+        today = recorded(step(problem), GPU.chip)
+        assert [(row["label"], row["flops"], row["bytes"], row["programs"])
+                for row in layer["rows"]] == [
+            (call.launch.label, flops(call), call.bytes, call.programs) for call in today.calls], (
+            "measure again: moe-plugin bench gpu-predicted --state after --code ...")
+        assert (layer["operations"], layer["operation_bytes"]) == (
+            len(today.operations), sum(size for _, size in today.operations))

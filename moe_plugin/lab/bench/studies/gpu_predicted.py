@@ -23,6 +23,7 @@ from moe_plugin.planner.units import show_time
 TITLE = "One GPU, predicted"
 OPTIONS = {"state": Option("after", "of the code: a heading of the page"),
            "target": Option("sm_90", "the GPU", choices=GPUS),
+           "code": Option("", "what is compiled, e.g. a commit: it is on the page"),
            "problems": Option(len(LAYERS["cuda"]), "of the benchmark's layers, from the first",
                               quick=1)}
 AIM = (0.85, 0.70, 0.70)
@@ -33,7 +34,8 @@ READ = (
     "follow each other, nothing overlaps, loads are even. The bound is the time of the products' "
     "FLOPs at the dense rate over the sum of these times: what no measurement will exceed, with "
     "launches themselves and all that the rates leave out (latencies, clocks under load, bank "
-    "conflicts, gathered rows that are read again) still to be subtracted."
+    "conflicts, gathered rows that are read again) still to be subtracted. `code`: git's tree of a "
+    "folder, whose launches these are."
 )
 
 
@@ -78,7 +80,7 @@ def used(call: Call, gpu: GPU, blocks: int) -> float:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     made = [_layer(problem, args.target) for problem in LAYERS["cuda"][:args.problems]]
     return {"states": {args.state: {"target": args.target, "triton": version("triton"),
-                                    "layers": made}}}
+                                    "code": args.code, "layers": made}}}
 
 
 def _layer(problem: Any, target: str) -> dict[str, Any]:
@@ -126,6 +128,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
              if any(one["label"] == label for one in state["layers"])]
     yield report.columns(cells, {
         "layer": lambda c: c[0], "state": lambda c: c[1],
+        "code": lambda c: states[c[1]].get("code", ""),
         "Triton launches": lambda c: str(len(c[2]["rows"])),
         "operations of torch": lambda c: str(c[2]["operations"]),
         "TFLOP": lambda c: f"{sum(row['flops'] for row in c[2]['rows']) / 1e12:.2f}",
