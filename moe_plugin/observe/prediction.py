@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.machine import device_name
+from moe_plugin.machine import device_name, wait_for_device
 from moe_plugin.observe.history.predictions import PredictionRecord
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import EXCHANGES
@@ -88,7 +88,7 @@ class PredictionCheck(RunFeature):
         if self.done >= self.last:
             # the profiler takes memory, too
             self.peak_bytes = self.peak_bytes or self.memory.peak_bytes()
-            with profiled() as found:
+            with profiled(self.device) as found:
                 yield
             self._waited = found()
         else:
@@ -193,16 +193,17 @@ def _status(name: str) -> int:
 
 
 @contextmanager
-def profiled() -> Iterator[Callable[[], float]]:
-    """Records what runs inside; gives a function that tells seconds of exchange in it."""
+def profiled(device: torch.device) -> Iterator[Callable[[], float]]:
+    """Records what runs inside, on this device; gives a function that tells seconds of exchange in
+    it.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its own lines on stderr: start and stop
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as recorded:
         yield lambda: exchange_s(recorded.events())
-        if gpu:
-            torch.cuda.synchronize()
+        wait_for_device(device)
 
 
 def exchange_s(events: Iterable[Any]) -> float:

@@ -18,6 +18,7 @@ from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
+from moe_plugin.machine import wait_for_device
 from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.sinks import JsonlSink
 
@@ -73,8 +74,9 @@ class StepTimeline:
         try:
             with profile(activities=[ProfilerActivity.CPU, *gpu]) as recorded:
                 yield
-                if gpu:
-                    torch.cuda.synchronize()
+                for device in {p.device for layer in self.layers.values()
+                               for p in layer.parameters()}:
+                    wait_for_device(device)
         finally:
             for handle in handles:
                 handle.remove()

@@ -15,6 +15,7 @@ from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import ObserveConfig
 from moe_plugin.observe.history import read_run
+from moe_plugin.observe.prediction import profiled
 from moe_plugin.observe.timeline import BACKWARD, MARK, StepTimeline, spans
 
 pytestmark = pytest.mark.fast
@@ -48,6 +49,25 @@ def test_one_step_is_recorded_with_both_passes_of_each_layer(tmp_path: Path) -> 
     assert [[s.track, s.name, s.start_s, s.end_s] for s in found] == row["timeline"]
     assert all(not layer._forward_pre_hooks and not layer._forward_hooks
                for layer in layers.values())
+
+
+def test_a_step_ends_when_the_devices_of_the_layers_have_done_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the current device, of which a model in parts may have nothing."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    there = [torch.device("cuda", 1), torch.device("cuda", 2)]
+    layers = {}
+    for device in there:
+        layers[str(device)] = torch.nn.Linear(1, 1)
+        layers[str(device)].parameters = lambda of=device: [SimpleNamespace(device=of)] * 2
+    config = ObserveConfig(jsonl=str(tmp_path / "x.jsonl"), timeline=1)
+    with StepTimeline(config, layers).around(1):
+        pass
+    assert sorted(waited, key=str) == there
+    with profiled(there[1]):
+        waited.clear()
+    assert waited == there[1:]
 
 
 def test_other_ranks_record_nothing(tmp_path: Path) -> None:

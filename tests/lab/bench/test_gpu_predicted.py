@@ -31,12 +31,16 @@ def test_products_have_the_layer_s_flops_and_fill_the_gpu(problem: object) -> No
 
 @pytest.mark.parametrize("dispatch,gated", [("ragged", True), ("bounded", False)])
 def test_launches_of_a_layer_step(dispatch: str, gated: bool) -> None:
-    """At most 45: each costs the host some 10 us, and small layers take no longer on a GPU."""
+    """As many as docs/kernels_gpu.md says: each costs the host some 10 us, and small layers take no
+    longer on a GPU.
+    """
     problem = Problem(tokens=32, model_dim=32, hidden_dim=24, experts=4, top_k=2, dtype="bfloat16",
                       gated=gated, device="cuda")
     found = recorded(step(problem, dispatch={"name": dispatch}), GPU.chip)
     assert {call.launch.kernel for call in found.calls} >= {"top_k_kernel", "weight_kernel"}
-    assert len(found.calls) + len(found.operations) <= 45, found.operations
+    number = len(found.calls) + len(found.operations)
+    page = (PAGES.parent / "kernels_gpu.md").read_text()
+    assert f"| launches | {number} for forward and backward of a small" in page, found.operations
 
 
 def test_the_bound_is_the_dense_time_over_all_times() -> None:
