@@ -14,7 +14,8 @@ _PLAIN: dict[str, Any] = {
     "prioritized": False, "kind": "gated_ffn", "compute": "kernels", "dropout": 0.0,
     "weights_first": False, "rows_computed": "own", "collectives": "native"
 }
-FEW = (0, 2, 6, 7)  # of those of two ranks: each dispatcher, pages, spilled rows
+# by number of ranks: each dispatcher, pages, spilled rows
+FEW = {2: (0, 2, 6, 7), 4: (0, 2, 3, 4)}
 
 
 @functools.cache

@@ -44,8 +44,9 @@ def held_to_the_reference(world: int, places: Sequence[int], seeds: Sequence[int
         assert not [fault for fault, seed in shown.items() if seed is None]
 
 
-def test_ranks_under_some_seeds(tmp_path: Any) -> None:
-    held_to_the_reference(2, FEW_CELLS, FEW, str(tmp_path))
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_under_some_seeds(world: int, tmp_path: Any) -> None:
+    held_to_the_reference(world, FEW_CELLS[world], FEW, str(tmp_path))
 
 
 @pytest.mark.slow
