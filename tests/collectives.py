@@ -3,8 +3,8 @@
 On NCCL two ranks that call in another order wait for each other forever, or add up what does not
 belong together; on gloo such a fault may pass. Each rank notes its calls of `torch.distributed`,
 by group, and what must be equal of them: the operation, the dtype, the number of elements. The
-harness of the test compares them when all ranks have ended; no rank sends anything for it. So do
-some runs of launched hosts (`Server.run(compare=True)`).
+harness of the test compares them when all ranks have ended; no rank sends anything for it. So does
+`Server.run`.
 
 A test that expects a collective to fail, and ends well, is not compared in that group. Not seen:
 messages between two ranks, collectives in C++ (DDP's own) and in graphs, and those that a host has

@@ -37,16 +37,15 @@ ROOT = str(Path(__file__).resolve().parents[1])
 
 @dataclass(frozen=True)
 class Finished:
-    """What the ranks of one job left. code: 0, or the first exit status other than 0; late: ranks
-    that were killed because they did not end in time; log: what all ranks printed; difference: in
-    their collectives, where they were to be compared.
+    """What the ranks of one job left. code: 0, or the first exit status other than 0, or 1: their
+    collectives differ; late: ranks that were killed because they did not end in time; log: what all
+    ranks printed, then the difference.
     """
 
     code: int
     late: list[int]
     log: str
     results: list[Any]
-    difference: str = ""
 
 
 class Server:
@@ -59,13 +58,15 @@ class Server:
 
     def run(self, world: int, function: Callable[..., Any], *args: Any,
             environment: Mapping[str, str] | None = None, cwd: str | Path | None = None,
-            timeout_s: float = 300.0, grace_s: float = 5.0, compare: bool = False) -> Finished:
+            timeout_s: float = 300.0, grace_s: float = 5.0) -> Finished:
         """`function(*args)` in `world` processes, which find their rank in the variables that
         torchrun sets.
 
-        Once a rank fails, the others get `grace_s` to end. compare: their collectives, see
-        `tests.collectives`; those alone that they look up in torch when they call them.
+        Once a rank fails, the others get `grace_s` to end. Collectives of several ranks are
+        compared, see `tests.collectives`; those alone that they look up in torch when they call
+        them.
         """
+        compare = world > 1
         with tempfile.TemporaryDirectory() as folder:
             call = (function.__module__, function.__qualname__, args)
             Path(folder, "call").write_bytes(pickle.dumps(call))
@@ -82,8 +83,11 @@ class Server:
                         for path in paths]
 
             log = Path(folder, "log").read_text(errors="replace")
-            difference = first_difference(left("calls"), answer["code"] == 0) if compare else ""
-            return Finished(answer["code"], answer["late"], log, left("result"), difference)
+            code = answer["code"]
+            difference = first_difference(left("calls"), code == 0) if compare else ""
+            if difference:
+                code, log = code or 1, f"{log}\n{difference}"
+            return Finished(code, answer["late"], log, left("result"))
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         with _connected(self.preload) as connection, connection.makefile("rw") as stream:

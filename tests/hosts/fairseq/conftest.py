@@ -110,13 +110,10 @@ def command(tool: str, arguments: str, ranks: int = 1) -> list[str]:
     return [*start, program, *arguments.split()]
 
 
-def run(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None,
-        compare: bool = False) -> Result:
+def run(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None) -> Result:
     """A command in processes that are forked with fairseq imported (saves 5 s of CPU time a rank).
-
-    compare: the ranks' collectives, see `Server.run`.
     """
-    return fork(ranks, run_command, tool, arguments.split(), cwd=cwd, compare=compare)
+    return fork(ranks, run_command, tool, arguments.split(), cwd=cwd)
 
 
 def run_stock(arguments: str) -> Result:
@@ -130,14 +127,12 @@ def run_on_its_own_ranks(tool: str, arguments: str) -> Result:
 
 
 def fork(ranks: int, function: Callable[..., None], *args: Any, cwd: Path | None = None,
-         source: Server = server, compare: bool = False) -> Result:
+         source: Server = server) -> Result:
     """`function(*args)` in each of these processes."""
     variables = environment()
     if ranks > 1:
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = source.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=600,
-                      compare=compare)
-    assert not done.difference, done.difference
+    done = source.run(ranks, function, *args, environment=variables, cwd=cwd, timeout_s=600)
     return Result(done.code, done.log)
 
 
@@ -193,7 +188,7 @@ def ep2(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         "fairseq-train",
         f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --save-interval-updates 4 "
         f"--save-dir {home}",
-        ranks=2, compare=True)
+        ranks=2)
     return home, result.ok()
 
 
@@ -209,5 +204,4 @@ def mt2(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         "--criterion moe_label_smoothed_cross_entropy --label-smoothing 0.1 --moe-gate-loss-wt "
         "0.01 --moe-expert-count 4 "
         "--encoder-moe-freq 2 --decoder-moe-freq 2 --use-moe-pad-mask")
-    return home, run("fairseq-train", f"{corpus.mt} {flags} --save-dir {home}", ranks=2,
-                     compare=True).ok()
+    return home, run("fairseq-train", f"{corpus.mt} {flags} --save-dir {home}", ranks=2).ok()
