@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from moe_plugin.comm import algorithms
+from tests.combinations import name_of
 from tests.preloaded import Server
 from tests.races import mutants
+from tests.races.cells import found_in
 from tests.races.orders import ORDERS, kinds
 from tests.races.programs import ALONE, alone
 from tests.races.together import ALGORITHMS, programs, together
+from tests.waits.matrix import WORLDS, matrix
 
 pytest.importorskip("triton", reason="triton is not installed")
 SERVER = Server("tests.races.together")
@@ -41,6 +45,17 @@ def test_no_race(world: int) -> None:
     names = ALONE if world == 1 else programs(world)
     wrong = [f"rank {rank}, {name}: {what}" for rank, each in enumerate(found(world))
              for name in names for what in each[name]]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_race_in_the_matrix_of_waits(world: int, tmp_path: Path) -> None:
+    places = [place for place, cell in enumerate(matrix()) if cell["size"].world == world]
+    done = SERVER.run(world, found_in, world, str(tmp_path), places, timeout_s=3000)
+    assert done.code == 0, done.log
+    wrong = [f"rank {rank}, {name_of(matrix()[place])}: {what}" for rank, each in enumerate(
+        done.results) for place in places for what in each[place]]
     assert not wrong, "\n".join(wrong)
 
 

@@ -63,7 +63,10 @@ def install(executor: Executor | None = None, *observers: Observer,
             "data_ptr": lambda x: x.inner.data_ptr(), "tolist": lambda x: x.cpu().tolist(),
             "record_stream": _record_stream}.items():
         setattr(OnDevice, name, value)
-    torch.autograd._engine_run_backward = _seen_in_backward(torch.autograd._engine_run_backward)
+    torch.autograd._engine_run_backward = _seen_inside(torch.autograd._engine_run_backward)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    begin = hooks.__init__
+    hooks.__init__ = lambda self, pack, unpack: begin(self, _seen_inside(pack), unpack)
     for module in [*sys.modules.values()]:
         if getattr(module, "ThreadPoolExecutor", None) is futures.ThreadPoolExecutor and (
                 module.__name__.startswith("moe_plugin.")):
@@ -71,9 +74,9 @@ def install(executor: Executor | None = None, *observers: Observer,
     return gpu
 
 
-def _seen_in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls of torch's interface are seen in backward, too: torch leaves the mode that sees them
-    where it calls it for `backward`.
+def _seen_inside(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls of torch's interface are seen in backward and in what packs saved tensors, too: torch
+    leaves the mode that sees them where it calls it for `backward`, or an operation that saves.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

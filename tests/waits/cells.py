@@ -88,9 +88,9 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
         with contextlib.ExitStack() as inside:
             plans = inside.enter_context(planned(random_planner(0))) if "spill" in cell else []
             config = config_of(cell)
-            want = _Call(cell, config, group or LocalComm(), torch.device("cpu"))
+            want = CellCall(cell, config, group or LocalComm(), torch.device("cpu"))
             with CountingDevice():
-                call = _Call(cell, config, LocalComm() if group is None else CountingComm(group),
+                call = CellCall(cell, config, LocalComm() if group is None else CountingComm(group),
                              register())
                 call.forward()  # what a first call agrees on is not counted
                 with _looks() as looks:
@@ -105,7 +105,7 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
     return seen
 
 
-class _Call:
+class CellCall:
     """A layer of a cell on one device, with its inputs."""
 
     def __init__(self, cell: Cell, config: MoEConfig, comm: Comm, device: torch.device) -> None:
