@@ -9,6 +9,7 @@ from torch import nn
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import distributed_state, is_expert
 from moe_plugin.experts.marks import mark_experts
+from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.routing import HasFinishStep
 from moe_plugin.routing.contract import FLOAT32, float32_state
 from moe_plugin.routing.replay import OwnsReplayLogs
@@ -72,8 +73,9 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
         """See `moe_plugin.routing.replay.forget`."""
         if self.link is not None:
             self.link.forget()
-        if self.experts.later is not None:
-            self.experts.later.forget()
+        later: LaterGrads | None = self.experts.later
+        if later is not None:
+            later.forget()
         self.layouts.forget_recordings()
 
 
