@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import LocalComm
+from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
@@ -93,3 +93,16 @@ def test_experts_that_are_fetched_are_refused() -> None:
     layer = MoELayer(WIDTH, LocalComm(), num_experts=EXPERTS, experts_on="host").eval()
     with pytest.raises(ValueError, match="must be on the device; export with experts.store=device"):
         torch.export.export(layer, (torch.randn(4, WIDTH),))
+
+
+@pytest.mark.parametrize("send", ["ranks", "nodes"])
+def test_rows_sent_once_are_refused(send: str) -> None:
+    def rank(comm: Comm) -> None:
+        layer = MoELayer(WIDTH, comm, num_experts=EXPERTS, dispatch={"send": send},
+                         parallel={"mode": "fixed"}).eval()
+        if comm.rank == 0:  # the ranks are threads, of which one may export at a time
+            torch.export.export(layer, (torch.randn(4, WIDTH),))
+
+    with pytest.raises(ValueError, match=f"dispatch.send='{send}' does not fit torch.export, "
+                       "which traces no exchange of pairs: export with dispatch.send='rows'"):
+        run_simulated(2, rank)

@@ -232,7 +232,7 @@ class Layouts:
                             algorithm=self.config.comm.all_to_all,
                             kernel=self.config.experts.compute, piece_axis=parallel.cut,
                             spill=(parallel.spill or "never") if place.comm.size > 1 else "never",
-                            send=self.sends()[0] if r else "rows")
+                            send=self.sends()[0])
 
     def legal(self) -> list[int]:
         """Values of r that this layer can run in."""

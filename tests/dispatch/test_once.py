@@ -269,6 +269,8 @@ def test_one_copy_of_a_token_is_computed_from() -> None:
     ({"dispatch": {"name": "bounded", "stash_mib": 1.0}}, "dispatch.stash_mib=1.0: use "
      "dispatch.stash_mib=0, or dispatch.send='rows'"),
     ({"parallel": {"d": 2, "cut": "experts"}}, "parallel.cut='experts': use one of"),
+    *[({"parallel": {"r": 0, "mode": mode}}, "parallel.r=0, gather_tokens=False: use a layout in "
+       "which rows travel, or dispatch.send='rows'") for mode in ("fixed", "auto", "predicted")],
 ])
 @pytest.mark.parametrize("send", ["ranks", "nodes"])
 def test_what_does_not_fit_is_refused_when_a_layer_is_built(send: str, settings: dict,
