@@ -39,6 +39,9 @@ class TunerSettings:
         slow_warm_up_s: after a longer warm-up there is one sample per candidate.
         prune: once each has a sample that is not of its first call in this process, candidates
             slower than this factor times the fastest get no other.
+        finals: samples more of the fastest candidate and its nearest rival, in turn, which then
+            decide between the two: few samples choose finalists, and are biased by that choice. Not
+            where `agree` makes times equal only when a bucket settles.
         statistic: one time from several samples.
         hysteresis: relative gain below which the current choice stays.
         ordered: a candidate must gain as much over every earlier one, not over the current
@@ -55,6 +58,7 @@ class TunerSettings:
     samples: int = 2
     slow_warm_up_s: float = math.inf
     prune: float = math.inf
+    finals: int = 0
     statistic: Callable[[Sequence[float]], float] = min
     hysteresis: float = 0.03
     ordered: bool = False
@@ -104,6 +108,7 @@ class _Entry(Generic[Choice]):
         awaited: trials whose time may still arrive.
         unused: those of `tried` that had not run before.
         pruned: those that got fewer samples, because they are far behind.
+        finals: of each finalist, how many times it had before.
         untimed: calls since the last timed one.
     """
 
@@ -117,6 +122,7 @@ class _Entry(Generic[Choice]):
     times: dict[Choice, list[float]] = field(default_factory=dict)
     unused: set[Choice] = field(default_factory=set)
     pruned: set[Choice] = field(default_factory=set)
+    finals: dict[Choice, int] = field(default_factory=dict)
     measured: dict[Choice, float] = field(default_factory=dict)
     baseline: float | None = None
     recent: list[float] = field(default_factory=list)
@@ -216,7 +222,7 @@ class Tuner(Generic[Bucket, Choice]):
             entry.times.setdefault(choice, []).append(seconds)
             entry.awaited -= 1
             self._shorten(entry, choice)
-            if not entry.exploring:
+            if not entry.exploring and (agree is not None or not self._begin_finals(entry)):
                 self._settle(bucket, entry, agree)
         elif choice == entry.settled and not entry.trials and 0 < seconds < math.inf:
             self._watch(bucket, entry, seconds)
@@ -280,6 +286,7 @@ class Tuner(Generic[Bucket, Choice]):
         entry.trials = deque(entry.tried * (rules.warm_up + rules.samples))
         entry.awaited, entry.idle, entry.times, entry.recent = len(entry.trials), 0, {}, []
         entry.unused, entry.pruned = set(entry.tried) - self._used, set()
+        entry.finals = {}
         self._note(bucket, entry, "explore",
                    f"{why}: timing {len(entry.tried)} of {len(ranked)} candidates")
 
@@ -300,6 +307,19 @@ class Tuner(Generic[Bucket, Choice]):
         entry.awaited -= len(entry.trials) - len(left)
         entry.trials = deque(left)
 
+    def _begin_finals(self, entry: _Entry[Choice]) -> bool:
+        """Issue the trials of the two finalists, once; False: there are none."""
+        found = {c: self._seconds(entry, c) for c in entry.tried if c not in entry.pruned}
+        found = {c: s for c, s in found.items() if s < math.inf}
+        if not self.settings.finals or entry.finals or len(found) < 2:
+            return False
+        first = self._fastest(entry.settled, found)
+        rival = min((c for c in found if c != first), key=found.__getitem__)
+        entry.finals = {c: len(entry.times[c]) for c in (first, rival)}
+        entry.trials = deque([first, rival] * self.settings.finals)
+        entry.awaited, entry.idle = len(entry.trials), 0
+        return True
+
     def _behind(self, entry: _Entry[Choice]) -> set[Choice]:
         """Candidates far behind the fastest, by samples that are not of their first calls."""
         best = {}
@@ -315,13 +335,14 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _settle(self, bucket: Bucket, entry: _Entry[Choice], agree: Agree | None = None) -> None:
         entry.awaited, entry.known, entry.baseline, entry.recent = 0, True, None, []
-        seconds = [self._statistic(entry.times.get(c, [])) for c in entry.tried]
+        seconds = [self._seconds(entry, c) for c in entry.tried]
         seconds = seconds if agree is None else agree(seconds)
         fresh = {c: s for c, s in zip(entry.tried, seconds, strict=True) if s < math.inf}
         # fewer samples say that one is slow, not how slow: they correct no neighbour's predictions
         entry.measured.update({c: s for c, s in fresh.items() if c not in entry.pruned})
         if fresh:
-            entry.settled = self._fastest(entry.settled, fresh)
+            last = {c: fresh[c] for c in entry.finals if c in fresh}
+            entry.settled = self._fastest(entry.settled, last or fresh)
         listed = ", ".join(f"{c} {show_time(fresh[c])}" if c in fresh else f"{c} not measured"
                            for c in entry.tried)
         why = f"measured: {listed}" if fresh else f"no time was measured: {listed}"
@@ -329,8 +350,12 @@ class Tuner(Generic[Bucket, Choice]):
         if self.memory is not None:
             self.memory.put(bucket, str(entry.settled), why)
 
-    def _statistic(self, times: list[float]) -> float:
-        counted = [s for s in times[self.settings.warm_up :] if s > 0]
+    def _seconds(self, entry: _Entry[Choice], choice: Choice) -> float:
+        """From its finals, else from its samples; infinity: none, or it cannot run."""
+        times = entry.times.get(choice, [])
+        first = self.settings.warm_up
+        counted = [s for s in times[entry.finals.get(choice, first):] if s > 0] or [
+            s for s in times[first:] if s > 0]
         return math.inf if not counted or math.inf in times else self.settings.statistic(counted)
 
     def _fastest(self, current: Choice, fresh: Mapping[Choice, float]) -> Choice:

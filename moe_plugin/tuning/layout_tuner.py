@@ -48,6 +48,7 @@ EVERY = 8
 LOOKS = 16
 WITHIN = 2.0  # times the best prediction: what the model of a cluster file says is not tried
 PRUNE = 1.5  # times the fastest layout's time: slower ones are not timed again
+FINALS = 3  # calls more of each of the two fastest layouts
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
@@ -97,7 +98,7 @@ class LayoutTuner(OwnsReplayLogs):
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
             self.candidates,
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
-                          within=within, prune=PRUNE),
+                          within=within, prune=PRUNE, finals=FINALS),
             always=self.plain)
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # as agreed last, where rows may be sent once

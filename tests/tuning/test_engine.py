@@ -283,6 +283,70 @@ def test_times_of_candidates_that_were_left_early_correct_no_prediction() -> Non
     assert t.entries[(1,)].predicted == {near: 2.0, far: 2.0}
 
 
+def settled_with(finals: int, early: dict[str, list[float]], truth: dict[str, float],
+                 **rules) -> tuple[str, list[str]]:
+    """What is settled, and the trials, where the first samples of a name are `early`."""
+    t, issued = names(finals=finals, **rules), []
+    for name in t.trials(0):
+        issued.append(name)
+        times = early.get(name, [])
+        number = issued.count(name) - 1
+        t.record(0, name, times[number] if number < len(times) else truth[name])
+    return t.latest(0).choice, issued
+
+
+@pytest.mark.parametrize("early", [{"b": [1.3, 1.3]}, {"a": [0.8, 1.1]}, {"b": [1.2, 1.3],
+                                                                       "a": [0.9, 0.9]}], ids=str)
+def test_two_finalists_are_timed_again_and_the_better_one_wins(early: dict) -> None:
+    """Noise in the first samples slows the best one, or flatters its rival."""
+    truth = {"a": 1.1, "b": 1.0, "c": 1.4}
+    assert settled_with(0, early, truth)[0] == "a"
+    settled, issued = settled_with(3, early, truth)
+    assert settled == "b" and issued == ["c", "b", "a"] * 2 + ["a", "b"] * 3
+
+
+def test_finals_choose_better_under_noise() -> None:
+    """Of ten candidates with noise of up to a half, over many runs: the mean loss falls."""
+    def loss(finals: int) -> float:
+        total = 0.0
+        for seed in range(200):
+            noise = random.Random(seed)
+            truth = {c: noise.uniform(1.0, 1.3) for c in CHOICES[:10]}
+            t = tuner(dict.fromkeys(truth, 1.0), tries=10, finals=finals, allowance=1000)
+            _, chosen = drive(t, lambda c, _, truth=truth, noise=noise: truth[c] * noise.uniform(
+                1.0, 1.5), 40)
+            assert sum(d.event == "settle" for d in t.log) == 1
+            total += truth[chosen[-1]] / min(truth.values()) - 1
+        return total / 200
+
+    assert loss(3) < 0.9 * loss(0)
+
+
+def test_no_finals_where_nothing_is_close_or_times_are_not_equal_yet() -> None:
+    truth = {"a": 5.0, "b": 1.0, "c": 5.0}
+    assert len(settled_with(3, {}, truth, samples=4, prune=1.5)[1]) < 3 * 4  # no rival
+    t, issued = names(finals=3), []
+    for name in t.trials(0):
+        issued.append(name)
+        t.record(0, name, 1.0, lambda values: values)
+    assert issued == ["c", "b", "a"] * 2 and t.known(0)
+
+
+@pytest.mark.parametrize("delay", [0, 2, 5])
+def test_finals_with_late_times_and_with_none(delay: int) -> None:
+    truth = {c: 1.0 + 0.01 * i for i, c in enumerate(CHOICES[:3])}
+    t = tuner(truth, tries=3, finals=2, hysteresis=0.0)
+    _, chosen = drive(t, lambda c, _: truth[c], 60, delay=delay)
+    assert chosen[-1] == CHOICES[0] and chosen.count(CHOICES[1]) == 4
+    # the times of finals never arrive: what was measured before them decides
+    t = tuner(truth, tries=3, finals=2)
+    drive(t, lambda c, _: truth[c] * (2.0 if c == CHOICES[0] else 1.0), 6)
+    t.record((0,), CHOICES[2], truth[CHOICES[2]])
+    for _ in range(20):
+        t.choose((0,))
+    assert t.latest((0,)).event == "settle" and t.latest((0,)).choice == CHOICES[1]
+
+
 def test_a_candidate_that_cannot_run_is_not_tried_again() -> None:
     t, issued = names(warm_up=1), []
     for name in t.trials(0):
