@@ -44,8 +44,8 @@ class DispatchConfig(SettingsSection):
     max_rows_factor: float | None = option(
         None,
         "bounded: f lets ceil(f*T*k/W) rows through from one rank to one other (T tokens, k "
-        "experts a token, W ranks: f times an even load); none: T*k, which fits any load of "
-        "max_tokens tokens",
+        "experts a token, W ranks: f times an even load); none: T times k or a rank's experts, "
+        "whichever are fewer, which fits any load of max_tokens tokens",
         flag="max-rows-factor")
     max_tokens: int = option(
         0, "bounded: T, the most tokens that a rank has in a call; 0: the most that any has in the "

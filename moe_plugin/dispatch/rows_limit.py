@@ -92,9 +92,11 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 class RowsLimit(Limit):
     """The bound on rows from one rank to one other, of one layer, and where it was exceeded.
 
-    T tokens of the rank that has most, k choices, W ranks, f factor, r ranks to which each choice
-    goes: min(T k, ceil(f T k r / W)) rows, at least one. Nothing exceeds f = W / r. Rows that are
-    sent once are T at most.
+    T tokens of the rank that has most, k choices, L experts of a rank, W ranks, f factor, r ranks
+    to which each choice goes: min(T k, T L, ceil(f T k r / W)) rows, at least one. Nothing exceeds
+    f = W / r. T L relies on a token's experts being different (`records.Routing`): of a router that
+    names one twice rows may not fit, which is found as any overflow is. Rows that are sent once are
+    T at most.
 
     Args:
         config: of the layer. device: of its parameters.
@@ -143,7 +145,7 @@ class RowsLimit(Limit):
             choices, tokens = _most(ids_TK, place.comm)
             if choices and torch.is_grad_enabled():
                 self.choices, self.tokens = choices, tokens
-        bound = choices
+        bound = min(choices, tokens * place.local)
         if self.factor is not None:
             copies = place.copies or place.shards
             bound = min(bound, math.ceil(self.factor * choices * copies / place.comm.size))

@@ -15,6 +15,7 @@ from moe_plugin.config import MoEConfig, ObserveConfig, from_dict
 from moe_plugin.dispatch.rows_limit import RowsLimit, RowsOverflow, overflowed
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe import StatsRecorder
+from moe_plugin.planner.choice import SENDS
 from moe_plugin.resilience.overflow import limits_of, until_rows_fit
 from moe_plugin.row_counts import DeviceCounts
 from tests.distributed import run_gloo
@@ -109,6 +110,29 @@ def test_rows_sent_once_are_bounded_by_the_tokens_of_a_rank() -> None:
         return [*found, bool(layer(alike, top_k=1).output.isfinite().all())]
 
     assert run_simulated(4, rank) == [[(12, 6), True, 13, True, True]] * 4
+
+
+@pytest.mark.parametrize("send", SENDS)
+@pytest.mark.parametrize("experts,k,bound", [(8, 4, 2), (4, 4, 1), (2, 2, 1), (16, 3, 3)])
+def test_a_token_has_no_more_rows_for_a_rank_than_its_experts(send: str, experts: int, k: int,
+                                                              bound: int) -> None:
+    """So many slots are made, and any load fits: also where all tokens choose the same experts."""
+    case = Case(4, experts, k, [6, 3, 5, 6], None, None, skew=8.0)
+    config = config_of(case, dispatch__name="bounded", dispatch__send=send,
+                       parallel__mode="fixed")
+
+    def rank(comm: Comm) -> tuple[RankResult, int, int]:
+        layer = loaded(case, config, comm)
+        result = run_layer(case, layer)
+        [limit] = limits_of([layer])
+        slots, _ = limit.slots(torch.zeros(6, k), layer.placement)
+        return result, int(limit.needed), slots
+
+    results, needed, slots = zip(*run_simulated(4, rank, topology=Topology.uniform(4, 2)),
+                                 strict=True)
+    assert set(needed) == {0} and set(slots) == {6 * bound}
+    assert sum(max(result.stats["load"]) for result in results) == sum(case.tokens)  # it is skewed
+    compare(case, list(results), reference(case))
 
 
 def one_heavy_rank(on_overflow: str, factor: float = 1.0) -> tuple[Case, dict]:

@@ -19,7 +19,10 @@ from moe_plugin.config import from_dict
 from moe_plugin.dispatch.base import DispatchContext
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
+from moe_plugin.dispatch.rows_limit import overflowed
+from moe_plugin.planner.choice import SENDS
 from moe_plugin.records import KeptRouting, Placement, Routing, TokenInfo
+from moe_plugin.resilience.overflow import limits_of
 from moe_plugin.routing import RouterModule
 from moe_plugin.tuning.default_hardware import as_visits, count_visits
 from tests.exactness.harness import compare, config_of, naming, reference, run_rank
@@ -199,6 +202,27 @@ def test_rows_that_did_not_fit_leave_no_gradient(send: str, topology: Topology) 
 
     for found in run_simulated(world, rank, topology=topology):
         assert [bool(values.isnan().all()) for values in found] == [True] * 3
+
+
+@pytest.mark.parametrize("send", SENDS)
+def test_bounded_rows_have_no_room_for_an_expert_twice(send: str) -> None:
+    """A bound of the experts of a rank relies on routers; one that breaks it is found, and has room
+    in the next step where overflow repeats.
+    """
+    config = from_dict({
+        "model_dim": WIDTH, "num_experts": 4, "losses": {}, "router": {"top_k": 3},
+        "parallel": {"r": 1}, "dispatch": {"name": "bounded", "send": send,
+                                           "on_overflow": "repeat"}})
+
+    def rank(comm: Comm) -> tuple[bool, int, bool]:
+        layer = MoELayer(config, comm, router=Fixed(torch.full((5, 3), 2)), dtype=torch.float64)
+        [limit] = limits_of([layer])
+        x = torch.randn(5, WIDTH, dtype=torch.float64)
+        lost, needed = layer(x).output.isnan().all(), int(limit.needed)
+        assert overflowed([limit], comm)
+        return bool(lost), needed, bool(layer(x).output.isfinite().all())
+
+    assert run_simulated(4, rank, topology=NODES[0]) == [(True, 15, True)] * 4
 
 
 @pytest.mark.parametrize("send", ["ranks", "nodes"])
