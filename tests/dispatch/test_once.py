@@ -1,11 +1,9 @@
-"""Rows sent once: which bytes go from which rank to which, on any nodes, in any dtype; what is
-refused. In all layouts: tests/exactness.
+"""Rows sent once: on any nodes, in any dtype and wire format; what is refused. In all layouts:
+tests/exactness. Bytes: `test_once_bytes.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import Comm, Topology, Traffic, run_simulated
+from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.comm.algorithms import algorithms
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch.base import DispatchContext
@@ -21,138 +19,16 @@ from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
 from moe_plugin.dispatch.rows_limit import overflowed
 from moe_plugin.planner.choice import SENDS
-from moe_plugin.records import KeptRouting, Placement, Routing, TokenInfo
+from moe_plugin.records import KeptRouting, Placement
 from moe_plugin.resilience.overflow import limits_of
-from moe_plugin.routing import RouterModule
 from moe_plugin.tuning.default_hardware import as_visits, count_visits
+from tests.dispatch.fixed_routing import UNEQUAL, WIDTH, Fixed, drawn
 from tests.exactness.harness import compare, config_of, naming, reference, run_rank
 from tests.oracle import Case
 
 pytestmark = pytest.mark.fast
 
-WIDTH, FLOAT, CODE, COUNT = 8, 8, 2, 8  # bytes of a number of float64, of a pair's code, of a count
-UNEQUAL = Topology(((0, 3, 4), (1,), (2, 5)))
 NODES = [Topology.uniform(4, 2), Topology.one_node(4), UNEQUAL]
-
-
-class Fixed(RouterModule):
-    """The experts of each token as given; weights are parameters."""
-
-    def __init__(self, ids_TK: Tensor) -> None:
-        super().__init__()
-        self.ids_TK = ids_TK
-        self.weights_TK = nn.Parameter(torch.rand(ids_TK.shape, dtype=torch.float64))
-
-    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
-                info: TokenInfo | None = None) -> Routing:
-        return Routing(self.ids_TK, self.weights_TK, torch.zeros(len(x_TD)), {}, torch.zeros(()),
-                       torch.tensor(len(x_TD)))
-
-
-def sent(ids_WTK: list[Tensor], experts: int, send: str, topology: Topology, d: int = 1) -> Traffic:
-    """What a call of a layer and its backward pass send, its settings being agreed."""
-    world, traffic = len(ids_WTK), Traffic()
-    config = from_dict({
-        "model_dim": WIDTH, "num_experts": experts, "losses": {}, "parallel": {"d": d, "r": 1},
-        "dispatch": {"send": send}, "router": {"top_k": ids_WTK[0].shape[1]}})
-
-    def rank(comm: Comm) -> None:
-        router = Fixed(ids_WTK[comm.rank])
-        layer = MoELayer(config, comm, router=router, dtype=torch.float64)
-        comm.barrier()
-        traffic.bytes.clear()
-        comm.barrier()
-        x = torch.randn(len(router.ids_TK), WIDTH, dtype=torch.float64, requires_grad=True)
-        layer(x).output.sum().backward()
-        assert router.weights_TK.grad is not None
-
-    run_simulated(world, rank, traffic=traffic, topology=topology)
-    return traffic
-
-
-def by_hand(ids_WTK: list[Tensor], experts: int, send: str, topology: Topology,
-            d: int = 1) -> dict[tuple[int, int], int]:
-    """The bytes of `sent`, counted token by token."""
-    world, sizes = len(ids_WTK), Counter()
-    local, nodes = experts // world, topology.nodes
-    node_of, place_of = topology.node_of, topology.local_of
-
-    def via(source: int, node: int) -> int:
-        return nodes[node][place_of[source] % len(nodes[node])]
-
-    def travel(source: int, target: int, pairs: int) -> None:
-        """A row there, its result back, both gradients; pairs there, gradients of weights back."""
-        sizes[source, target] += 2 * WIDTH * FLOAT + pairs * (CODE + FLOAT)
-        sizes[target, source] += 2 * WIDTH * FLOAT + pairs * FLOAT
-
-    for source, ids_TK in enumerate(ids_WTK):
-        for token in ids_TK.tolist():
-            pairs = Counter(expert // local for expert in token if expert >= 0)
-            if send == "ranks":
-                for rank, number in pairs.items():
-                    travel(source, rank, number)
-                continue
-            for node in {node_of[rank] for rank in pairs}:
-                peer = via(source, node)
-                inside = {rank: n for rank, n in pairs.items() if node_of[rank] == node}
-                travel(source, peer, sum(inside.values()))
-                for rank, number in inside.items():
-                    travel(peer, rank, number)
-    table = COUNT * d * (1 + local)
-    for source, target in itertools.product(range(world), repeat=2):
-        if send == "ranks" or topology.same_node(source, target):
-            sizes[source, target] += table
-        if send == "nodes" and via(source, node_of[target]) == target:
-            sizes[source, target] += COUNT + table * len(topology.peers(target))
-    return {pair: size for pair, size in sizes.items() if size and pair[0] != pair[1]}
-
-
-def drawn(world: int, experts: int, k: int, tokens: list[int]) -> list[Tensor]:
-    """Some tokens' experts on each rank; a few choices are none."""
-    g = torch.Generator().manual_seed(k)
-    found = []
-    for rank in range(world):
-        ids_TK = torch.rand(tokens[rank % len(tokens)], experts, generator=g).argsort(1)[:, :k]
-        found.append(ids_TK.masked_fill(torch.rand(ids_TK.shape, generator=g) < 0.1, -1))
-    return found
-
-
-@pytest.mark.parametrize("send,topology,d", [
-    ("ranks", NODES[0], 1), ("ranks", NODES[0], 2), ("nodes", NODES[0], 1), ("nodes", NODES[0], 3),
-    ("nodes", UNEQUAL, 1), ("nodes", UNEQUAL, 2)])
-def test_bytes_between_every_two_ranks(send: str, topology: Topology, d: int) -> None:
-    world = topology.size
-    for k in (1, 2, 4, 8):
-        ids_WTK = drawn(world, 4 * world, k, [9, 0, 5])
-        assert sent(ids_WTK, 4 * world, send, topology, d).bytes == by_hand(
-            ids_WTK, 4 * world, send, topology, d), k
-
-
-@pytest.mark.parametrize("send,targets,topology", [
-    ("ranks", 4, NODES[0]), ("nodes", 2, NODES[0]), ("nodes", 4, Topology.uniform(8, 2))])
-def test_rows_of_even_routing_are_those_of_the_formula(send: str, targets: int,
-                                                       topology: Topology) -> None:
-    """Tokens choose every k-tuple of ranks, or nodes, equally often: to others go exactly
-    (W - 1) (1 - (1 - 1/W)^k) rows of a token, forward and backward, in each direction.
-    """
-    world, k = topology.size, 3
-    local = 4
-    per_target = world // targets * local
-    tuples = list(itertools.product(range(targets), repeat=k))
-    ids_TK = torch.tensor([[target * per_target + j for j, target in enumerate(choice)]
-                           for choice in tuples])
-    traffic = sent([ids_TK] * world, world * local, send, topology)
-    if send == "ranks":
-        crossing = sum(traffic.bytes.values())
-        tables = world * (world - 1) * COUNT * (1 + local)
-        pairs = world * len(tuples) * k * (1 - 1 / targets)
-    else:
-        crossing = traffic.between(topology, "bytes")
-        per_node = world // targets
-        tables = world * (targets - 1) * COUNT * (1 + per_node * (1 + local))
-        pairs = world * len(tuples) * k * (1 - 1 / targets)
-    rows = (targets - 1) * (1 - (1 - 1 / targets) ** k) * len(tuples) * world
-    assert crossing == tables + pairs * (CODE + 2 * FLOAT) + 4 * rows * WIDTH * FLOAT
 
 
 def test_a_token_may_choose_an_expert_twice() -> None:
@@ -251,19 +127,46 @@ def test_visits_are_the_rows_that_travel(send: str, experts: int, r: int) -> Non
                                        (torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
 def test_any_nodes_and_dtypes(topology: Topology, dtype: torch.dtype, off: float) -> None:
     world = topology.size
-    for k, all_to_all, wire, name in (
-            (8, "linear", "none", "ragged"), (2, "leader", "none", "ragged"),
-            (4, "2dh", "bf16", "ragged"), (4, "leader", "none", "bounded"),
-            (2, "2dh", "none", "bounded")):
-        case = Case(world, 2 * world, k, [6, 0, 4, 3, 2, 5][:world], None, None, seed=3)
-        if wire != "none" and dtype not in (torch.bfloat16,):
-            wire = "none"
+    for k, all_to_all, name in ((8, "linear", "ragged"), (2, "leader", "ragged"),
+                                (4, "2dh", "ragged"), (4, "leader", "bounded"),
+                                (2, "2dh", "bounded")):
+        case = case_of(topology, k)
         config = config_of(case, dispatch__send="nodes", comm__all_to_all=all_to_all,
-                           comm__wire=wire, parallel__d=k // 2, dispatch__name=name)
+                           parallel__d=k // 2, dispatch__name=name)
         results = run_simulated(world, lambda comm, case=case, config=config: run_rank(
             case, comm, config, dtype), topology=topology)
         with naming(f"{name} k={k}"):
             compare(case, results, reference(case, dtype), rtol=off, atol=off)
+
+
+def case_of(topology: Topology, k: int) -> Case:
+    return Case(topology.size, 2 * topology.size, k, [6, 0, 4, 3, 2, 5][:topology.size], None, None,
+                seed=3)
+
+
+@pytest.mark.parametrize("wire,off", [("bf16", 0.02), ("fp16", 0.003), ("fp8", 0.2),
+                                      ("mxfp8", 0.2)])
+@pytest.mark.parametrize("send", ["ranks", "nodes"])
+@pytest.mark.parametrize("name,topology,d", [("ragged", NODES[0], 2), ("bounded", NODES[0], 1),
+                                             ("ragged", UNEQUAL, 1)])
+def test_rows_in_a_wire_format(wire: str, off: float, send: str, name: str, topology: Topology,
+                               d: int) -> None:
+    """Float32 rows rounded on the way, there and back, forward and backward: off by what the format
+    rounds, of the norm; and not as exact as without one.
+    """
+    case = case_of(topology, 4)
+    answer, found = reference(case, torch.float32), {}
+    for each in (wire, "none"):
+        config = config_of(case, dispatch__send=send, comm__wire=each, parallel__d=d,
+                           dispatch__name=name)
+        found[each] = run_simulated(
+            topology.size, lambda comm, config=config: run_rank(case, comm, config, torch.float32),
+            topology=topology)
+    compare(case, found[wire], answer, of_norm=off)
+    for exact in ("output", "input_grad"):
+        rounded, plain = (torch.cat([getattr(result, exact) for result in found[each]])
+                          for each in (wire, "none"))
+        assert float((rounded - plain).norm() / plain.norm()) > 1e-4
 
 
 def test_one_copy_of_a_token_is_computed_from() -> None:

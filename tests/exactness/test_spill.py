@@ -171,9 +171,10 @@ def test_gradients_of_expert_replicas() -> None:
                                        atol=1e-10)
 
 
-def test_a_recomputation_repeats_its_plan() -> None:
+@pytest.mark.parametrize("send", SENDS)
+def test_a_recomputation_repeats_its_plan(send: str) -> None:
     case = Case(4, 4, 2, [6, 3, 8, 5], None, None, skew=1.0)
-    config = config_of(case, parallel__spill="least_loaded")
+    config = config_of(case, parallel__spill="least_loaded", dispatch__send=send)
 
     def rank(comm: Comm) -> list[Tensor]:
         grads = []
@@ -188,7 +189,7 @@ def test_a_recomputation_repeats_its_plan() -> None:
         return grads
 
     with planned(random_planner(1)) as made:
-        for plain, again in run_simulated(4, rank):
+        for plain, again in run_simulated(4, rank, topology=Topology.uniform(4, 2)):
             torch.testing.assert_close(plain, again, rtol=1e-12, atol=1e-12)
     assert len(made) == 3 * 4
 

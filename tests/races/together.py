@@ -33,6 +33,7 @@ from tests.streams.programs import layer_of
 # of pieces, forward and backward; by every algorithm that a group of so many ranks has
 PIECES = ((2, 0), (1, 2), (3, 2))
 ALGORITHMS = {2: ("linear", "native"), 4: ("2dh", "leader")}
+ONCE = ("ranks", "nodes")
 Program = Callable[[StreamComm], None]
 
 
@@ -102,10 +103,12 @@ def in_buckets(comm: StreamComm) -> None:
     train(layer, step=BucketHooks(layer.parameters(), comm).step)
 
 
-def once(send: str, comm: StreamComm) -> None:
+def once(send: str, name: str, comm: StreamComm, spill: str = "never") -> None:
     """Tokens once to each rank or node, in pieces."""
-    train(layer_of(comm, dispatch={"name": "ragged", "send": send},
-                   parallel={"d": 2}), steps=1, tokens=6 + 2 * comm.rank)
+    with planned(random_planner(0)) as plans:
+        train(layer_of(comm, dispatch={"name": name, "send": send},
+                       parallel={"d": 2, "spill": spill}), steps=1, tokens=6 + 2 * comm.rank)
+    assert bool(plans) == (spill != "never"), "no expert was borrowed"
 
 
 def shared(comm: StreamComm) -> None:
@@ -133,7 +136,10 @@ PROGRAMS: dict[str, Program] = {
     "pieces": pieces, "spilled": spilled, "pages": pages, "pre-gated": pre_gated,
     "gradient hooks": hooked, "DDP": partial(in_ddp, False), "DDP, views": partial(in_ddp, True),
     "main_grad in buckets": in_buckets,
-    "once to ranks": partial(once, "ranks"), "once to nodes": partial(once, "nodes"),
+    **{f"once to {send}": partial(once, send, "ragged") for send in ONCE},
+    **{f"once to {send}, bounded": partial(once, send, "bounded") for send in ONCE},
+    **{f"once to {send}, spilled": partial(once, send, "ragged", spill="least_loaded")
+       for send in ONCE},
     "slots shared": shared,
     **{name: partial(by_package, name) for name in ("deepep", "deepep_v2", "hybridep", "nccl_ep")}}
 
@@ -143,11 +149,12 @@ def programs(world: int) -> dict[str, Program]:
     steps = 2 if world == 2 else 1  # what one step leaves to the next, two ranks show
     made: dict[str, Program] = {name_of(cell): partial(exchanges, cell, steps=steps)
                                 for cell in exchange_cells(world)}
-    nodes = "once to nodes"
+    nodes = {name: program for name, program in PROGRAMS.items()
+             if name.startswith("once to nodes")}
     if world == 2:  # one node
         return made | {name: program for name, program in PROGRAMS.items()
-                       if name not in ("pieces", nodes)}
-    return made | {nodes: PROGRAMS[nodes]}
+                       if name != "pieces" and name not in nodes}
+    return made | nodes
 
 
 def group(world: int, folder: str) -> TorchComm:
