@@ -43,8 +43,12 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
         dispatch["send"] = "auto" if auto and not keeps_send else plan.layout.send
     if model.capacity_factor is not None:
         dispatch = {"name": "padded", "capacity_factor": model.capacity_factor}
+    router: dict[str, Any] = {"top_k": model.top_k}
+    if model.groups > 1:
+        router |= {"name": "group_limited", "groups": model.groups,
+                   "group_top_k": model.group_top_k}
     return {
-        "num_experts": model.experts, "router": {"top_k": model.top_k},
+        "num_experts": model.experts, "router": router,
         "experts": {
             "kind": "gated_ffn" if model.gated else "ffn", "hidden_dim": model.expert_dim,
             **({"latent_dim": model.latent_dim} if model.latent_dim else {})
@@ -70,6 +74,8 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
             model.global_batch
         ]
         flags += ["--moe-latent-size", model.latent_dim] if model.latent_dim else []
+        flags += ["--moe-router-num-groups", model.groups, "--moe-router-group-topk",
+                  model.group_top_k] if model.groups > 1 else []
         switches = {"--sequence-parallel": plan.tp > 1, "--swiglu": model.gated}
         return [str(f) for f in flags] + [name for name, on in switches.items() if on]
     if host != "fairseq":

@@ -13,6 +13,7 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape
 from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
+from moe_plugin.planner.once import Limits
 
 GRADIENT_BYTES = 4  # gradients are added up in fp32
 MAX_SIZE = 10**12  # more than any model has; products stay within floats
@@ -31,6 +32,9 @@ class ModelShape:
         latent_dim: width in which rows travel and experts compute; 0: `model_dim`.
         sequence: tokens per sequence.
         global_batch: sequences per step.
+        groups, group_top_k: a token's experts are in `group_top_k` of `groups` groups of
+            consecutive experts (DeepSeek's node-limited routing, where groups are nodes), which
+            bounds the ranks and nodes that its row goes to; 1: not limited.
         capacity_factor: None: dropless.
         element_bytes: of weights and activations.
         state_bytes: gradient and optimizer state per parameter, without its weight (fp32
@@ -50,6 +54,8 @@ class ModelShape:
     hidden_dim: int = 0
     latent_dim: int = 0
     top_k: int = 2
+    groups: int = 1
+    group_top_k: int = 1
     capacity_factor: float | None = None
     gated: bool = False
     element_bytes: int = 2
@@ -65,6 +71,14 @@ class ModelShape:
             if not least <= value <= MAX_SIZE:
                 raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
                                  f"{MAX_SIZE}; correct the file")
+        if self.experts % self.groups:
+            raise ValueError(f"model groups={self.groups} does not fit experts={self.experts}: "
+                             "must be a divisor; correct the file")
+        least = -(-self.top_k * self.groups // self.experts)  # groups that have top_k experts
+        if self.groups > 1 and not least <= self.group_top_k <= self.groups:
+            raise ValueError(f"model group_top_k={self.group_top_k} does not fit top_k="
+                             f"{self.top_k} and groups={self.groups}: must be from {least} to "
+                             f"{self.groups}; correct the file")
 
     def in_host(self, host: str) -> ModelShape:
         """The same with experts in the layers where this host has them."""
@@ -134,7 +148,12 @@ class ModelShape:
                           latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
                           experts=self.experts,
                           top_k=self.top_k, capacity_factor=self.capacity_factor, gated=self.gated,
-                          element_bytes=self.element_bytes)
+                          element_bytes=self.element_bytes, limits=self.limits)
+
+    @property
+    def limits(self) -> Limits:
+        """Where a token's experts may be."""
+        return Limits(self.groups, self.group_top_k if self.groups > 1 else 1)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)

@@ -21,6 +21,8 @@ from moe_plugin.lab.planning.model_search import Space, alternatives, search, va
 from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.files import record
+from moe_plugin.planner.layer_cost import layer_cost
+from moe_plugin.planner.once import rows_of_token
 from tests.cli.examples import Shell, commands
 from tests.planner.problems import A100, cluster, model
 
@@ -278,3 +280,34 @@ def test_shipped_models() -> None:
     for path in sorted(Path("configs/plans").glob("*.yaml")):
         assert load_model(path).layers > 0
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_groups_of_experts_bound_the_rows_that_are_predicted() -> None:
+    """Eight of 64 experts in two of four groups, which are the nodes: rows to nodes cost what two
+    nodes cost, and the plan, its file and its flags say how the router is limited.
+    """
+    free = dataclasses.replace(model(), experts=64, top_k=8)
+    limited = dataclasses.replace(free, groups=4, group_top_k=2)
+    nodes, choice = cluster(4, 4), LayoutChoice(r=1, send="nodes")
+    rows = [rows_of_token(nodes, 8, limits=m.layer(128).limits).nodes for m in (free, limited)]
+    assert rows[0] > 3.5 and rows[1] == pytest.approx(2 * (1 - 2**-8))
+    seconds = [layer_cost(m.layer(4096), nodes, A100, choice).seconds for m in (free, limited)]
+    assert seconds[1] < seconds[0]
+    by_rows = [layer_cost(m.layer(4096), nodes, A100, LayoutChoice(r=1)) for m in (free, limited)]
+    assert by_rows[0].seconds == by_rows[1].seconds
+    plan = ModelPlan(tp=1, pp=1, dp=16, ep=16, etp=1, micro_batch=1, layout=choice)
+    tree = yaml.safe_load(plan_yaml(limited, plan, "fairseq", False, "note"))
+    assert from_dict({"model_dim": 64, **tree}).router.group_top_k == 2
+    flags = " ".join(host_flags(limited, plan, "megatron"))
+    assert "--moe-router-num-groups 4 --moe-router-group-topk 2" in flags
+    assert "num-groups" not in " ".join(host_flags(free, plan, "megatron"))
+
+
+@pytest.mark.parametrize("values,words", [
+    ({"groups": 3}, "groups=3 does not fit experts=64: must be a divisor"),
+    ({"groups": 16, "group_top_k": 1}, "group_top_k=1 does not fit top_k=8 and groups=16: must be "
+     "from 2 to 16"),
+    ({"groups": 4, "group_top_k": 5}, "must be from 1 to 4"), ({"groups": 0}, "groups=0")])
+def test_groups_that_do_not_fit_are_refused(values: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(model(), experts=64, top_k=8, **values)
