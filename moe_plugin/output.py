@@ -21,8 +21,8 @@ class LayerStats:
             back, counts, and parameters where the layout gathers them.
         rows: of this rank's experts, see `DispatchPlan`.
         rows_sent: of this rank's tokens, by `ragged`: once for each expert, rank or node of a token
-            (`dispatch.send`), its own among them; 0: by another dispatcher. rows_between: of them
-            those to other nodes.
+            (`dispatch.send`), its own among them; by `bounded`: slots, filled or not; 0: by another
+            dispatcher. rows_between: of them those to other nodes.
         capacity: slots per expert and source rank; None: dropless.
         layout: that it ran in, e.g. `r=1 d=2 linear auto`. exchanges: all-to-alls by algorithm.
         collectives: `comm.collectives` that gather and sum, e.g. `forest`; None: a rank alone.

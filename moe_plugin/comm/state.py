@@ -25,7 +25,8 @@ class Counters:
         bytes, messages: totals.
         exchanges: number of all-to-alls by the algorithm that ran, which is `linear` where a
             hierarchical one falls back to it.
-        rows: of this rank's tokens, those to itself too, where the host knows how many are sent.
+        rows: of this rank's tokens, those to itself too, where the host knows how many are sent;
+            where it does not, the slots that they have.
         rows_between: of them those to other nodes.
     """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.pieces import ExchangePlan, Piece, slot_positions
+from moe_plugin.dispatch.pieces import ExchangePlan, Piece, count_rows, slot_positions
 from moe_plugin.dispatch.rows import inverse_permutation
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.choices import running_count, slot_sources
@@ -61,8 +61,10 @@ class BoundedDispatcher(ExchangeDispatcher):
         starts = [slots * c // number for c in range(number + 1)]
         position_TK = slot_positions(rank_TK, slot_TK, comm.size, starts)
         pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(starts))
-        return ExchangePlan(recv_WL.sum(), slot_sources(position_TK, comm.size * slots),
+        plan = ExchangePlan(recv_WL.sum(), slot_sources(position_TK, comm.size * slots),
                             position_TK, weights_TK, pieces, True)
+        count_rows(plan, place)
+        return plan
 
     def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
         """See `ExchangeDispatcher`. For the gates' gradient rows are kept: without filler."""

@@ -29,7 +29,7 @@ from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, code_dtype
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.once import Forwarding, OncePiece, OncePlan, Sizes
 from moe_plugin.dispatch.once_nodes import NodePeers
-from moe_plugin.dispatch.pieces import slot_positions
+from moe_plugin.dispatch.pieces import count_rows, slot_positions
 from moe_plugin.dispatch.rows import sort_by_expert
 from moe_plugin.kernels.choices import expert_load, slot_sources
 from moe_plugin.records import KeptRouting, RowPlan
@@ -219,10 +219,12 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         source_N, position_TK = loaded.rows(starts)
         pieces = tuple(OncePiece(*hop.sizes(end - start), False, self.weights_first)
                        for start, end in pairwise(starts))
-        return BoundedOncePlan(
+        plan = BoundedOncePlan(
             rows, source_N, position_TK, None, pieces, self.even, False, gates_TK * sound,
             loaded.pairs(ids_TK, place.virtual), hop=hop, starts=starts, slots=slots,
             sound=sound)
+        count_rows(plan, place)
+        return plan
 
     def dispatch(self, x_TD: Tensor, plan: BoundedOncePlan, anchor: Tensor | None) -> Sent:
         """See `OnceDispatcher`."""

@@ -34,7 +34,13 @@ from moe_plugin.comm.functional import all_to_all
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, Sent, expand
 from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, first_of_each
 from moe_plugin.dispatch.exchange import ExchangeDispatcher, by_piece
-from moe_plugin.dispatch.pieces import ExchangePlan, PieceShares, order_by_piece, shares_along
+from moe_plugin.dispatch.pieces import (
+    ExchangePlan,
+    PieceShares,
+    count_rows,
+    order_by_piece,
+    shares_along,
+)
 from moe_plugin.dispatch.ragged import spilled
 from moe_plugin.dispatch.rows import positions
 from moe_plugin.kernels import combine_rows, gather_rows, weigh_rows
@@ -199,11 +205,12 @@ class OnceDispatcher(ExchangeDispatcher):
             OncePiece(*([rows for [rows] in by_rank] for by_rank in both), piece in shares.local,
                       self.weights_first)
             for piece, both in enumerate(zip(send_PW1, recv_PW1, strict=True)))
-        comm.counters.send_rows(first.send, comm.topology, comm.rank)
         pairs = Pairs.of(bundles, ids_TK, comm.size * width, first.pairs_out, first.pairs_in)
-        return OncePlan(sum(map(sum, agreed.counts_PL)), source_N,
+        plan = OncePlan(sum(map(sum, agreed.counts_PL)), source_N,
                         positions(source_N, ids_TK, complete), None, pieces, False, complete,
                         gates_TK, pairs, agreed, width, spill)
+        count_rows(plan, place)
+        return plan
 
     def dispatch(self, x_TD: Tensor, plan: OncePlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`. Pairs go first, in a small exchange of their own."""

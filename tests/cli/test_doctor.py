@@ -19,6 +19,7 @@ from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher
 from moe_plugin.kernels import Op
+from moe_plugin.planner.choice import SENDS
 from moe_plugin.registry import KINDS
 from moe_plugin.tuning.compute_times import ChoiceFiles
 
@@ -241,12 +242,16 @@ def test_render_lists_what_is_missing(no_hosts: None) -> None:
         "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
         "devices": [], "compiled": [], "backends": [], "hosts": [], "fused": [], "registries": {},
         "expert_compute_choices": [], "expert_dropout": [], "default_when_unset": [], "guard": [],
-        "send": [],
+        "send": registries.send_rows(),
         "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
             "name": "triton", "version": None, "use": "kernels", "state": "missing",
             "install": "pip install triton"
         }]
     }
     text = render(report)
+    sends = text[text.index("dispatch.send (docs/once.md)"):].splitlines()
+    states = {line.split()[0]: line.split()[1] for line in sends if len(line.split()) > 1}
+    assert [states[send] for send in SENDS] == ["active", "available", "available"]
+    assert "once to each rank that has some of them: bounded, ragged" in text
     assert "triton (kernels):\n    pip install triton" in text and ("moe_plugin.x does not import: "
                                                                     "gone") in text

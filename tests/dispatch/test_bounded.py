@@ -126,6 +126,9 @@ def test_a_token_has_no_more_rows_for_a_rank_than_its_experts(send: str, experts
         result = run_layer(case, layer)
         [limit] = limits_of([layer])
         slots, _ = limit.slots(torch.zeros(6, k), layer.placement)
+        rows = {"rows": 4 * slots, "ranks": 4 * min(6, slots), "nodes": 2 * min(6, 2 * slots)}
+        assert result.stats["rows_sent"] == rows[send]  # slots, filled or not, half of them away
+        assert result.stats["rows_between"] == rows[send] // 2
         return result, int(limit.needed), slots
 
     results, needed, slots = zip(*run_simulated(4, rank, topology=Topology.uniform(4, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -101,6 +102,17 @@ def made_run(layers: int = 2, experts: int = 4, records: int = 3, name: str = "m
         name=name, host="megatron", steps=[
             StepRecord(step=s, loss=5 / s, tokens_per_s=1000.0 + s) for s in range(1, records + 1)
         ], layers=found, files=["log.jsonl"])
+
+
+def test_rows_of_a_token_and_those_between_nodes_are_drawn() -> None:
+    run = made_run(layers=1)
+    [(name, records)] = run.layers.items()
+    run.layers[name] = [dataclasses.replace(r, tokens=4.0, rows_sent=3.0 + r.step,
+                                            rows_between=1.0 + r.step) for r in records]
+    page = render(run)
+    assert curves(page, "rows-sent") == {name: {s: (3 + s) / 4 for s in (1, 2, 3)}}
+    assert curves(page, "rows-between") == {name: {s: (1 + s) / 4 for s in (1, 2, 3)}}
+    assert "rows-between" not in embedded(render(made_run()))
 
 
 @pytest.mark.parametrize("host", ["fairseq", "megatron"])

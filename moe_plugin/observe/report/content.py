@@ -86,7 +86,7 @@ LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], O
               _bytes_per_call, {"unit": "B"}),
     "rows-sent": ("Rows sent, per token",
                   "Once for each expert, rank or node that a token visits (`dispatch.send`), its "
-                  "own among them.", _rows_per_token, {}),
+                  "own among them; of `bounded` all slots, filled or not.", _rows_per_token, {}),
     "rows-between": ("Rows sent to other nodes, per token", "Of the rows sent those that leave "
                      "their node; there and back, and as often in backward.", _rows_between, {}),
     "rows-saved": ("Rows saved by sending once",
@@ -263,7 +263,8 @@ def exchange(run: RunRecord) -> list[Figure]:
     if any(r.extra.get("all_to_all_cuda_time_ms") for r in run.steps):  # without a GPU all are 0
         times.append(_extra(run, "on the GPU", "all_to_all_cuda_time_ms"))
     return [
-        *of_layers(run, "bytes"), *of_layers(run, "rows-sent"), *of_layers(run, "rows-saved"),
+        *(figure for id in ("bytes", "rows-sent", "rows-between", "rows-saved")
+          for figure in of_layers(run, id)),
         *chart("exchange-time", "Time in exchanges",
                "All-to-all of one layer, forward and backward, from the training log.",
                times, unit="ms"),

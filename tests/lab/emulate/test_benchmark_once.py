@@ -26,6 +26,22 @@ def test_the_page_compares_with_rows_and_with_the_formula() -> None:
             and "| 0.45 " in page and "| 0.25 " in page)
 
 
+def test_columns_in_pieces_and_the_floor_are_on_the_page_where_they_were_measured() -> None:
+    seconds = {"rows": 1.0, "ranks": 0.8, "nodes": 0.7, "ranks, d=2": 0.6, "nodes, d=2": 0.5,
+               "auto": 0.55}
+    part = {"grid": "8x4", "rounds": 3, "tokens": 8, "rate": 1e9, "load": [0, 0], "cells": [
+        {"width": 512, "k": 8, "seconds": seconds, "layout": "r=1 d=2"}]}
+    page = STUDIES["once"].page({"about": [], "exchange-8x4": part})
+    [row] = [line for line in page.splitlines() if line.startswith("| 512")]
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[5:10] == ["700 (0.70)", "600 (0.60)", "500 (0.50)", "550 (0.55)", "1.10"]
+    # rows of 2,048 bytes to 7/8 x 8 (1 - (7/8)^8) other nodes, 8 pairs of 6; as rows 8 of them
+    assert cells[-2] == f"{(8 * (1 - (7 / 8)**8) * 2048 + 48) / (8 * 2048):.2f}" == "0.66"
+    for name in once.IN_PIECES:
+        del seconds[name]
+    assert "floor" not in STUDIES["once"].page({"about": [], "exchange-8x4": part}).lower()
+
+
 def test_whole_steps_are_compared_with_todays_best() -> None:
     seconds = dict(zip(once.SIDES, (0.2, 0.4, 0.3, 0.1, 0.1), strict=True))
     cell = {"shape": "width 8", "seconds": seconds, "layouts": dict.fromkeys(seconds, "r=1"),
@@ -67,5 +83,6 @@ def test_parts_that_are_there_are_left_out(tmp_path: Path,
 def test_it_runs(tmp_path: Path) -> None:
     subprocess.run([*COMMAND, "--out", str(tmp_path), "--quick"], check=True, timeout=400)
     found = json.loads((tmp_path / "data" / "once.json").read_text())
-    assert list(found["exchange-2x2"]["cells"][0]["seconds"]) == [*SENDS, "auto"]
+    assert list(found["exchange-2x2"]["cells"][0]["seconds"]) == [
+        *SENDS, *once.IN_PIECES, "auto"]
     assert list(found["megatron-2x2"]["cells"][0]["seconds"]) == list(once.SIDES)
