@@ -226,7 +226,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
         start: what is not of the plan.
     """
     from moe_plugin.lab.planning.launch import launch_script, launch_text, launch_words, plan_yaml
-    from moe_plugin.lab.planning.model_cost import needs_send
+    from moe_plugin.lab.planning.plan_cost import needs_send
     from moe_plugin.planner.units import show_time
 
     note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "

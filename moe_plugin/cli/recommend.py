@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moe_plugin.comm import Comm
     from moe_plugin.lab.planning.measured import MeasuredNetwork, Processor, Record
     from moe_plugin.lab.planning.model import ModelShape
-    from moe_plugin.lab.planning.model_cost import PlanCost
+    from moe_plugin.lab.planning.plan_cost import PlanCost
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
 
@@ -139,7 +139,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
     """Plans that fit the memory, some of them with layers recomputed."""
     from moe_plugin.lab.planning.model_search import Space, search
     from moe_plugin.lab.planning.recompute import recomputed
-    from moe_plugin.planner.all_to_all import distinct
+    from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.device import MAX_NUMBER
 
     space = Space(data_parallel_only=args.host == "fairseq", algorithms=distinct(cluster))

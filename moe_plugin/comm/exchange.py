@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.planner.all_to_all import COSTS, CostModel
+from moe_plugin.planner.all_to_all_cost import COSTS, CostModel
 from moe_plugin.registry import Registry
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
@@ -130,7 +130,7 @@ class ExchangeRegistry(Registry[Exchange]):
         Args:
             direct, rounds, lacks, tried: see `Exchange`.
             cost: by which the planner predicts it; None: it is measured only, or predicted by name
-                in `planner.all_to_all` already.
+                in `planner.all_to_all_cost` already.
         Raises:
             ValueError: the name is taken.
             TypeError: neither an `Exchange` nor a function.

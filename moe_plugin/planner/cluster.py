@@ -45,7 +45,7 @@ class Cluster:
         copy_s: seconds per byte of a memory copy (read or write).
         phase_s: fixed seconds of one round of messages (propagation delay, synchronization).
         host, wake_s: of clusters emulated on one machine, CPU cost of every message, and of
-            waking a rank; zero elsewhere. See `planner.all_to_all`.
+            waking a rank; zero elsewhere. See `planner.all_to_all_cost`.
         fit_error: as a `Device` has it.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_plugin.planner.all_to_all import COSTS, predict
+from moe_plugin.planner.all_to_all_cost import COSTS, predict
 from moe_plugin.planner.cluster import Cluster
 
 

@@ -18,7 +18,7 @@ from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.machine import wait_for_device
-from moe_plugin.planner.all_to_all import COSTS, predict
+from moe_plugin.planner.all_to_all_cost import COSTS, predict
 from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.tuning.engine import Tuner, TunerSettings
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels.choices import expert_load
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.planner.once import Visits

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import receive_first
 from moe_plugin.comm.exchange import algorithms
-from moe_plugin.planner.all_to_all import linear_cost
+from moe_plugin.planner.all_to_all_cost import linear_cost
 
 
 @algorithms.register("linear", direct=True, cost=linear_cost)

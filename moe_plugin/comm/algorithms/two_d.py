@@ -21,7 +21,7 @@ from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, stride_copy, swap_equal
 from moe_plugin.comm.exchange import algorithms, several_nodes
 from moe_plugin.comm.topology import Topology
-from moe_plugin.planner.all_to_all import two_d_cost
+from moe_plugin.planner.all_to_all_cost import two_d_cost
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from moe_plugin.lab.bench.study import DATA, ROOT, read_numbers
 from moe_plugin.lab.planning.forest.baselines import baselines
 from moe_plugin.lab.planning.forest.simulate import program_of
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.model_cost import dense_layer_s, time_of
+from moe_plugin.lab.planning.plan_cost import dense_layer_s, time_of
 from moe_plugin.lab.planning.static_layer import ScaleRow, scale_table, static_layer_s
-from moe_plugin.planner.all_to_all import predict
+from moe_plugin.planner.all_to_all_cost import predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link, load_cluster
 from moe_plugin.planner.collectives import GroupShape, all_reduce_s

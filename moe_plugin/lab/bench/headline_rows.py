@@ -170,8 +170,8 @@ def rows() -> tuple[Headline, ...]:
         Headline(
             system="Tutel", result="2DH all-to-all over the best before, 2,048 GPUs",
             said="up to 20.7 x", value=20.7, hardware="2,048 A100", source=TUTEL,
-            predict=models.two_dimensional, model="`planner.all_to_all`, `a100_ib`: linear over "
-            "2DH, the largest of 64 KiB to 256 MiB a GPU.",
+            predict=models.two_dimensional, model="`planner.all_to_all_cost`, `a100_ib`: linear "
+            "over 2DH, the largest of 64 KiB to 256 MiB a GPU.",
             measured=("all_to_all", hierarchical, "linear over 2DH, 16 KiB to 8 MiB a rank, up to "
                       "8x4 emulated ranks at 200 Mbit/s, also with 1 ms for each message"),
             why="Small messages cost their number: 2,040 against 255 between nodes, so that no "

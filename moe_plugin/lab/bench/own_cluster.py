@@ -42,7 +42,7 @@ from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.lab.planning.trust import layer_of_rank, times_more
 from moe_plugin.layer import MoELayer
 from moe_plugin.machine import device_name, memory_bytes, wait_for_device
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device

@@ -8,7 +8,7 @@ from typing import Any
 from moe_plugin.lab.planning.measured import ALL_REDUCE, MATMUL, MeasuredNetwork, Processor, Timing
 from moe_plugin.lab.planning.model import ModelShape
 from moe_plugin.lab.planning.trust import EXCHANGES, INSIDE, Estimate, Residuals, mean_error
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.offload.activation_problem import RECOMPUTE
 from moe_plugin.planner.units import show_size, show_time

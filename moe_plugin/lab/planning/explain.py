@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moe_plugin.lab.planning.model import ModelShape
-from moe_plugin.lab.planning.model_cost import PlanCost
 from moe_plugin.lab.planning.model_search import Found, Space, alternatives, value_of
+from moe_plugin.lab.planning.plan_cost import PlanCost
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.units import show_change, show_size, show_time

@@ -29,7 +29,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
     Args:
         auto: the tuner starts with the plan's layout and may change it. How often a token's row
             is sent it begins with `rows`.
-        keeps_send: it may not change that (see `model_cost.needs_send`).
+        keeps_send: it may not change that (see `plan_cost.needs_send`).
     """
     parallel: dict[str, Any] = {
         "mode": "auto" if auto else "fixed", "r": plan.layout.r, "d": plan.layout.d

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.model_cost import PlanCost, lower_bound_s, plan_cost
+from moe_plugin.lab.planning.plan_cost import PlanCost, lower_bound_s, plan_cost
 from moe_plugin.observe.progress import tracked
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device

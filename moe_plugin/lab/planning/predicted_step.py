@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.model_cost import PlanCost
+from moe_plugin.lab.planning.plan_cost import PlanCost
 from moe_plugin.lab.planning.trust import INSIDE, WAITS, Estimate, by_part, parts_of
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from moe_plugin.lab.planning.model import ModelShape
-from moe_plugin.lab.planning.model_cost import BACKWARD, PlanCost, layer_activations
+from moe_plugin.lab.planning.plan_cost import BACKWARD, PlanCost, layer_activations
 from moe_plugin.planner.offload.activation_plan import SwapPlan
 from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import KEEP, SwapBlock

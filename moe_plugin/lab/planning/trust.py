@@ -31,7 +31,7 @@ from moe_plugin.lab.planning.measured import (
     Timing,
 )
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.model_cost import (
+from moe_plugin.lab.planning.plan_cost import (
     PlanCost,
     dense_layer_s,
     dense_s,
@@ -39,7 +39,7 @@ from moe_plugin.lab.planning.model_cost import (
     plan_cost,
 )
 from moe_plugin.lab.planning.recompute import RECOMPUTED
-from moe_plugin.planner.all_to_all import COSTS, predict
+from moe_plugin.planner.all_to_all_cost import COSTS, predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_reduce_s

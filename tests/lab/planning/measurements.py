@@ -19,7 +19,7 @@ from moe_plugin.lab.planning.measured import (
 )
 from moe_plugin.lab.planning.model import ModelShape
 from moe_plugin.lab.planning.trust import predicted_s
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.cluster import Cluster
 from tests.planner.problems import A100
 

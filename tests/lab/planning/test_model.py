@@ -16,8 +16,8 @@ from moe_plugin.config import both_from_yaml, from_dict
 from moe_plugin.lab.planning.explain import explain
 from moe_plugin.lab.planning.launch import host_flags, plan_yaml
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape, load_model
-from moe_plugin.lab.planning.model_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
 from moe_plugin.lab.planning.model_search import Space, alternatives, search, value_of
+from moe_plugin.lab.planning.plan_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
 from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.files import record

@@ -8,10 +8,10 @@ import pytest
 
 from moe_plugin.lab.planning.measured import DENSE, HEAD, MOE
 from moe_plugin.lab.planning.model import ModelPlan
-from moe_plugin.lab.planning.model_cost import plan_cost
+from moe_plugin.lab.planning.plan_cost import plan_cost
 from moe_plugin.lab.planning.recompute import ACTIVATIONS, RECOMPUTED, activation_bytes, recomputed
 from moe_plugin.lab.planning.trust import estimate, residuals
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice
 from tests.lab.planning.measurements import measurements
 from tests.planner.problems import A100, cluster, model

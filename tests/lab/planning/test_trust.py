@@ -27,8 +27,8 @@ from moe_plugin.lab.planning.measured import (
     load,
 )
 from moe_plugin.lab.planning.model import ModelPlan
-from moe_plugin.lab.planning.model_cost import plan_cost
 from moe_plugin.lab.planning.model_search import search
+from moe_plugin.lab.planning.plan_cost import plan_cost
 from moe_plugin.lab.planning.trust import (
     EXCHANGES,
     MOE_EXCHANGE,
@@ -46,7 +46,7 @@ from moe_plugin.lab.planning.trust import (
     refuse,
     residuals,
 )
-from moe_plugin.planner.all_to_all import COSTS
+from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice
 from tests.lab.planning.measurements import UPDATE_S, measurements
 from tests.planner.problems import A100, cluster, model

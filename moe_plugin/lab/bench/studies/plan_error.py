@@ -32,7 +32,7 @@ from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.planning import history, trust
 from moe_plugin.lab.planning.measured import HOST_LAYERS, MeasuredNetwork, Processor, Timing
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
-from moe_plugin.lab.planning.model_cost import plan_cost
+from moe_plugin.lab.planning.plan_cost import plan_cost
 from moe_plugin.lab.planning.predicted_step import BASIS, predicted_step
 from moe_plugin.observe import tracked
 from moe_plugin.observe.history.predictions import PredictionRecord, prediction_record
