@@ -10,6 +10,8 @@ from moe_plugin.config.options import MOST_RANKS, MOST_STEPS, SettingsSection, o
 # what reads them outside of fairseq and Megatron; the first beginning of a path counts
 READERS = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",
+    "offload.average": "give it to moe_plugin.resilience.averaging_peers.peer_of",
+    "offload.outer": "give it to moe_plugin.resilience.averaging_peers.peer_of",
     "offload.": "call moe_plugin.memory.activations.auto.manage in your training loop",
     "pipeline.": "use Megatron, which has pipeline stages",
     "guard.twins": "use moe_plugin.resilience.twins.TwinCheck, or a host, fairseq or Megatron",
@@ -162,14 +164,26 @@ class OffloadConfig(SettingsSection):
     weights: str = option(
         "device",
         "where the weights of the whole model lie, in plain PyTorch's streamed_trainer and in "
-        "Megatron. device: on it; host: in host memory (on a CPU: on a disk), "
-        "from where they stream through the device block by block",
+        "language models of both hosts. device: on it; host: in host memory (on a CPU: on a "
+        "disk), from where they stream through the device block by block",
         choices=("device", "host"), flag="weights-on", prefix="--")
     weights_memory: str | None = option(
         None,
         "with weights host: what weights, gradients and inputs of blocks may take on the device, "
-        "such as 8GiB; Megatron's model is cut into segments for it after the first step. none: a "
+        "such as 8GiB; a host's model is cut into segments for it after the first step. none: a "
         "segment is one block", flag="weights-memory", prefix="--")
+    average_every: int = option(
+        0,
+        "with weights host and a lighthouse (--moe-lighthouse): this run is a peer that trains "
+        "alone, and averages its weights with those of the others after so many steps; 0: it "
+        "trains alone", flag="average-every")
+    outer_lr: float | None = option(
+        None,
+        "with average_every: learning rate of an outer optimizer (Nesterov) for which the peers' "
+        "mean change is the gradient (DiLoCo), such as 0.7; none: weights become their mean",
+        flag="outer-lr")
+    outer_momentum: float = option(0.9, "with outer_lr: momentum of the outer optimizer",
+                                   flag="outer-momentum")
 
     def check_bounds(self) -> None:
         auto = self.activations == "auto"
@@ -185,6 +199,16 @@ class OffloadConfig(SettingsSection):
                      "use offload.activations=auto")
         self.require("weights_memory", self.weights == "host" or self.weights_memory is None,
                      "none without offload.weights=host", "use offload.weights=host")
+        self.within("average_every", 0, MOST_STEPS, "use 0 for none, or 50")
+        self.require("average_every", self.weights == "host" or not self.average_every,
+                     "0 without offload.weights=host", "use offload.weights=host")
+        self.require("outer_lr", self.outer_lr is None or 0 < self.outer_lr < float("inf"),
+                     "none, or > 0 and finite", "use 0.7")
+        self.require("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)", "use 0.9")
+        self.read_where(self.average_every > 0, "where offload.average_every=0",
+                        "use offload.average_every=50", "outer_lr")
+        self.read_where(self.outer_lr is not None, "without offload.outer_lr",
+                        "use offload.outer_lr=0.7", "outer_momentum")
         where = f"where offload.activations={self.activations}"
         swaps = auto or "swap" in self.each_layer()
         self.read_where(swaps, where, "use swap or auto", "smallest")

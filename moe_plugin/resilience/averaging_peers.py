@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.config import OffloadConfig
 from moe_plugin.memory.flat import FlatLayout, aligned_buffer
 from moe_plugin.memory.tiers import TierBuffer
 from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
 from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer
 from moe_plugin.resilience.elastic import ElasticReplica
+from moe_plugin.run import RunFeature, StepFacts
 
 log = logging.getLogger(__name__)
 _START, _MOMENTUM = "start", "momentum"  # in a saved folder
+Beside = Mapping[str, Sequence[Tensor]]  # a block's state of the outer optimizer
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class StreamedPeer:
         outer: DiLoCo's outer optimizer, the same on every peer, whose state is in the trainer's
             tier: twice the weights. None: weights become their mean.
         resume: a folder that `save` wrote, which the trainer and the outer optimizer continue.
+        beside: what `StreamedPeer.beside` gave of each block, of a host's checkpoint; None: the
+            outer optimizer begins anew.
 
     Attributes:
         replica: with `members` of the last average and averages that were `lost`.
@@ -82,13 +87,17 @@ class StreamedPeer:
 
     def __init__(self, trainer: StreamedTrainer, lighthouse: str, replica: int, every: int,
                  timeout_s: float = 60.0, outer: OuterNesterov | None = None,
-                 resume: str | os.PathLike[str] | None = None) -> None:
+                 resume: str | os.PathLike[str] | None = None,
+                 beside: Iterable[Beside] | None = None) -> None:
         if every < 1:
             raise ValueError(f"every={every}: must be >= 1; give steps between averages, e.g. 50")
         self.trainer, self.every, self.outer = trainer, every, outer
         self._kept: list[_OuterState] = []
         if resume is not None:
-            self._resume(resume)
+            load_weights(trainer, resume)
+            beside = (read_beside(resume, block) for block in trainer.blocks)
+        if outer is not None and beside is not None:
+            self._take(beside)
         self.replica = ElasticReplica(lighthouse, replica, lambda: {"steps": trainer.steps},
                                       self._load, timeout_s, trainer.steps)
         self._joined = False
@@ -107,9 +116,13 @@ class StreamedPeer:
         if not self._joined:
             self.join()
         result = self.trainer.step(micro_batches)
+        self.stepped()
+        return result
+
+    def stepped(self) -> None:
+        """After a step of the trainer: an average, if one is due."""
         if self.trainer.steps % self.every == 0:
             self.average()
-        return result
 
     def join(self) -> None:
         """Meet the others: afterwards this peer has their weights. With DiLoCo peers that start
@@ -131,24 +144,23 @@ class StreamedPeer:
 
         Raises: ValueError: see `save_weights`.
         """
-        return save_weights(self.trainer, folder, self._beside if self._kept else None)
+        return save_weights(self.trainer, folder, self.beside)
 
-    def _beside(self, number: int) -> dict[str, list[Tensor]]:
+    def beside(self, number: int) -> dict[str, list[Tensor]]:
+        """The outer optimizer's state of a block, a copy; empty: there is none."""
+        if not self._kept:
+            return {}
         _, theta, momenta = self._kept[number].read()
         return {_START: theta, _MOMENTUM: momenta}
 
-    def _resume(self, folder: str | os.PathLike[str]) -> None:
-        load_weights(self.trainer, folder)
-        if self.outer is None:
-            return
-        for block in self.trainer.blocks:
-            beside = read_beside(folder, block)
-            if not {_START, _MOMENTUM} <= set(beside):
-                log.warning("%s has no state of an outer optimizer: its momentum begins at zero",
-                            folder)
+    def _take(self, beside: Iterable[Beside]) -> None:
+        for each in beside:
+            if not {_START, _MOMENTUM} <= set(each):
+                log.warning("what is resumed has no state of an outer optimizer: its momentum "
+                            "begins at zero")
                 self._kept = []
                 return
-            self._kept.append(_OuterState(self.trainer, beside[_START], beside[_MOMENTUM]))
+            self._kept.append(_OuterState(self.trainer, each[_START], each[_MOMENTUM]))
 
     def _average(self, meeting: bool) -> bool:
         self._steps_of_others = None
@@ -266,3 +278,63 @@ class _OuterState:
         self.held.read(flat_N)
         both = self.layout.views(flat_N)
         return flat_N, both[:len(both) // 2], both[len(both) // 2:]
+
+
+def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, replica: int,
+            timeout_s: float = 60.0, beside: Iterable[Beside] | None = None) -> StreamedPeer:
+    """The peer that `offload.average_every`, `outer_lr` and `outer_momentum` ask for; arguments and
+    errors as of `StreamedPeer`.
+    """
+    outer = None if settings.outer_lr is None else OuterNesterov(settings.outer_lr,
+                                                                 settings.outer_momentum)
+    return StreamedPeer(trainer, lighthouse, replica, settings.average_every, timeout_s, outer,
+                        beside=beside)
+
+
+class PeerSteps(RunFeature):
+    """A run of a host whose weights stream, as a peer.
+
+    Args:
+        settings, trainer, lighthouse, replica, timeout_s: see `peer_of`.
+        progress: steps done, once a checkpoint is loaded. take: others' steps in their place.
+
+    Attributes:
+        saved: the `beside` of `StreamedPeer` from a checkpoint, set before the first step.
+    """
+
+    def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str,
+                 replica: int, timeout_s: float, progress: Callable[[], int],
+                 take: Callable[[int], None]) -> None:
+        logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each average
+        self.trainer, self.progress, self.take = trainer, progress, take
+        self.saved: Iterable[Beside] | None = None
+        self._make = lambda: peer_of(settings, trainer, lighthouse, replica, timeout_s, self.saved)
+        self.peer: StreamedPeer | None = None
+
+    def begin(self) -> None:
+        """Meet the others with the weights of the checkpoint."""
+        self.trainer.steps = self.progress()
+        self.peer, self.saved = self._make(), None
+        self.peer.join()
+        self._follow()
+
+    def after_step(self, facts: StepFacts) -> None:
+        """An average, if one is due. Collective over the peers."""
+        if facts.made and self.peer is not None:
+            self.peer.stepped()
+            self._follow()
+
+    def _follow(self) -> None:
+        if self.trainer.steps != self.progress():
+            self.take(self.trainer.steps)
+
+    def beside(self, number: int) -> Beside:
+        """For a checkpoint: a block's part of what `saved` is to be."""
+        return {} if self.peer is None else self.peer.beside(number)
+
+    def numbers(self) -> dict[str, float]:
+        return {} if self.peer is None else {"replicas": self.peer.replica.members}
+
+    def close(self) -> None:
+        if self.peer is not None:
+            self.peer.close()

@@ -40,8 +40,10 @@ from moe_plugin.hosts.fairseq.layers import (
     LayerSettings,
     MoEDecoderLayer,
     MoEEncoderLayer,
+    run_settings,
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
+from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 from moe_plugin.pregate import link
 from moe_plugin.routing.token_ids import hand_token_ids
@@ -87,6 +89,7 @@ class MoETransformerModel(TransformerModel):
         model = super().build_model(args, task)
         if any(freqs.values()):
             _add_experts(model, args, freqs)
+            refuse_streamed_weights(run_settings(model).offload, "fairseq's translation models")
         return model
 
 

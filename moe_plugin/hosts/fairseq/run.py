@@ -24,6 +24,7 @@ from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.observe.history.fairseq_log import step_record
 from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.planner.vote_assignments import assign
+from moe_plugin.resilience.averaging_peers import PeerSteps
 from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_settings
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
@@ -109,14 +110,19 @@ def run_of(trainer: Any) -> Run:
     group = trainer.data_parallel_process_group if trainer.data_parallel_world_size > 1 else None
     world = LocalComm() if group is None else comm_of(group)
     guard, activations = run_settings(model).guard, _activations(cfg, model, world)
+    records, streamed = records_of(model, world, activations), trainer.streamed
+    if records is not None and streamed is not None:
+        records.recorder.watch("weights", streamed.trainer.copier, streamed.trainer.on_device)
     return Run([
         FirstStepLine(), RUN,
         prediction_check(run_settings(model).observe, world, [model], "fairseq"),
         TwinCheck(model, world, every=guard.twins) if guard.twins else None,
         _replicas(trainer, config),
-        records_of(model, world, activations), _votes(trainer, guard, world, group),
-        RowsFit([model], world), None if cfg.common.amp else FiniteSteps(), RouterSteps([model]),
-        activations, DropWarning(trainer.is_data_parallel_master)])
+        records, _votes(trainer, guard, world, group),
+        RowsFit([model], world), None if cfg.common.amp else FiniteSteps(),
+        # the trainer of weights that stream ends it block by block
+        RouterSteps([model]) if streamed is None else None, activations,
+        DropWarning(trainer.is_data_parallel_master)])
 
 
 def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> RunFeature | None:
@@ -130,6 +136,10 @@ def _replicas(trainer: Any, config: Any) -> RunFeature | None:
     flags = trainer.cfg.model
     if not wants_replicas(trainer.cfg, True):
         return None
+    if trainer.streamed is not None:
+        return PeerSteps(run_settings(trainer.get_model()).offload, trainer.streamed.trainer,
+                         flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
+                         trainer.get_num_updates, trainer.set_num_updates)
 
     def state() -> dict[str, Any]:
         # the trainer builds its optimizer again where it loads a checkpoint

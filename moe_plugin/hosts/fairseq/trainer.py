@@ -38,17 +38,20 @@ from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.changed_settings import changed_line
 from moe_plugin.hosts.fairseq.compat.checkpoints import giving
 from moe_plugin.hosts.fairseq.compat.launch import is_ours
-from moe_plugin.hosts.fairseq.compat.names import Trainer
+from moe_plugin.hosts.fairseq.compat.names import Trainer, build_lr_scheduler
 from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.streamed import streamed_model
 from moe_plugin.hosts.fairseq.votes import FileTurns
+from moe_plugin.resilience.averaging_peers import PeerSteps
 from moe_plugin.run import StepGradients, StepInput, refuse_unfit
 from moe_plugin.tuning.collectives import prepare_replicas
 
 logger = logging.getLogger(__name__)
 
+_PEERS = "moe_peers"  # in a checkpoint's extra state: that of the outer optimizer
 _OF_STEP = "a collective of the training step (gradients in DistributedDataParallel, or its log)"
 
 
@@ -73,7 +76,9 @@ class MoETrainer(Trainer):
                 cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         if shards_optimizer_state(cfg):
             sharding.check(cfg, criterion)
-        super().__init__(cfg, task, model, criterion, quantizer)
+        self.streamed = streamed_model(cfg, task, model, criterion)
+        super().__init__(cfg, self.streamed.task if self.streamed else task, model, criterion,
+                         quantizer)
         if self.is_data_parallel_master:
             # fairseq's --log-file has the lines of this logger alone
             logging.getLogger("fairseq_cli.train").info(changed_line(cfg))
@@ -105,6 +110,9 @@ class MoETrainer(Trainer):
     def _passes(self, batches: Any, raise_oom: bool) -> Any:
         if self._reducer is not None:
             self._reducer.passes = len(batches)
+        if self.streamed is not None:
+            self.streamed.begin([self._prepare_sample(batch) for batch in batches],
+                                self.get_num_updates())
         with collectives_named(_OF_STEP, self._group):
             return super().train_step(batches, raise_oom)
 
@@ -171,7 +179,11 @@ class MoETrainer(Trainer):
 
     @property
     def model(self) -> Any:
-        """The wrapped model; under `fully_sharded` the model itself, sharded."""
+        """The wrapped model; under `fully_sharded` the model itself, sharded; where weights stream,
+        what has all of them.
+        """
+        if self.streamed is not None:
+            return self.streamed.whole
         backend = self.cfg.distributed_training.ddp_backend
         if self._wrapped_model is None and self.is_sharded and backend == "fully_sharded":
             self._wrapped_model = sharding.shard_model(self._model.to(self.device), self.cfg,
@@ -183,6 +195,11 @@ class MoETrainer(Trainer):
         return TorchComm(self.data_parallel_process_group)
 
     def _build_optimizer(self) -> None:
+        if self.streamed is not None:
+            self._optimizer = self.streamed.optimizer
+            self._lr_scheduler = build_lr_scheduler(self.cfg.lr_scheduler, self._optimizer)
+            self._lr_scheduler.step_update(0)  # sets the first rate, as fairseq does
+            return
         reduces = self.data_parallel_world_size > 1 and not self.run.reduces
         if self._reducer is None and self.has_experts and reduces:
             self._average_replicas()
@@ -265,6 +282,9 @@ class MoETrainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """fairseq's state and a manifest of who wrote it."""
         state = super().state_dict()
+        if (peers := self.run.find(PeerSteps)) is not None:
+            state["extra_state"][_PEERS] = [peers.beside(block.number)
+                                            for block in peers.trainer.blocks]
         if self.has_experts:
             state[files.MANIFEST] = {
                 "version": files.VERSION, **self._manifest(),
@@ -312,6 +332,12 @@ class MoETrainer(Trainer):
             ValueError: damaged files and no older whole checkpoint, missing files, another expert
                 count; on every rank.
         """
+        extra_state = self._load(filename, *args, **kwargs)
+        if (peers := self.run.find(PeerSteps)) is not None and extra_state is not None:
+            peers.saved = extra_state.pop(_PEERS, None)
+        return extra_state
+
+    def _load(self, filename: str, *args: Any, **kwargs: Any) -> Any:
         if not self.has_experts:
             return super().load_checkpoint(filename, *args, **kwargs)
         group = self.data_parallel_process_group if self.saves_every_rank else None

@@ -23,12 +23,14 @@ from moe_plugin.hosts.megatron.replicas import replicas_of
 from moe_plugin.hosts.megatron.report import log_path
 from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of, router_steps, traced
 from moe_plugin.hosts.megatron.streamed import StreamedModel
-from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
+from moe_plugin.memory.weights.files import read_beside
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, listen
 from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.output import LayerStats
+from moe_plugin.resilience.averaging_peers import PeerSteps
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
@@ -128,8 +130,22 @@ def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | Non
     return errors
 
 
+def _peers(args: argparse.Namespace, model: StreamedModel) -> PeerSteps | None:
+    if not args.moe_lighthouse:
+        return None
+    settings, trainer, folder = settings_from_flags(vars(args)), model.trainer, model.loaded
+    model.peers = PeerSteps(run_config(settings).offload, trainer, args.moe_lighthouse,
+                            args.moe_replica, timeout_of(settings), lambda: trainer.steps,
+                            lambda steps: None)  # data and rates go on at its own iteration
+    if folder is not None:
+        model.peers.saved = (read_beside(folder, block) for block in trainer.blocks)
+    return model.peers
+
+
 def _replicas(args: argparse.Namespace, chunks: list[Any], optimizer: Any,
               scheduler: Any, taken: dict[int, int]) -> RunFeature | None:
+    if isinstance(chunks[0], StreamedModel):
+        return _peers(args, chunks[0])
     given = script_arguments()
 
     def done() -> int:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ from moe_plugin.hosts.megatron.compat.optimizer import is_vector
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
-from moe_plugin.memory.weights.segments import plan_segments
+from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.planner.units import parse_size
+from moe_plugin.resilience.averaging_peers import PeerSteps
 from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -100,9 +102,12 @@ class StreamedModel(nn.Module):
     Attributes:
         module: the parts. trainer: of them. config: Megatron's.
         norm: of the gradients of the last passes.
+        peers: that average their weights with this one. loaded: folder of the checkpoint that was.
     """
 
     vp_stage, pre_process, post_process = None, True, True
+    peers: PeerSteps | None = None
+    loaded: Path | None = None
 
     def __init__(self, make: MakePart, args: argparse.Namespace, offload: OffloadConfig) -> None:
         super().__init__()
@@ -185,8 +190,8 @@ class StreamedOptimizer:
     is_stub_optimizer = False
 
     def __init__(self, model: StreamedModel, micro_batches: int) -> None:
-        self.model, self.trainer = model, model.trainer
-        self._unplanned = micro_batches if self.trainer.limit is not None else None
+        self.model, self.trainer, self._micro_batches = model, model.trainer, micro_batches
+        self._segments = SegmentsOnce(self.trainer, logger)
 
     @property
     def kind(self) -> str:
@@ -220,18 +225,8 @@ class StreamedOptimizer:
         self.trainer.update(skip)
         if skip:
             return False, None, None
-        self._plan()
+        self._segments(self._micro_batches)
         return True, self.model.norm, None
-
-    def _plan(self) -> None:
-        """Cut the model into segments, once, from what its parts took in a step."""
-        if self._unplanned is None:
-            return
-        plan = plan_segments(self.trainer, self.trainer.limit, self._unplanned)
-        self._unplanned = None
-        logger.info("segments of %s parts, planned for %.1f MiB: copies %s",
-                    ", ".join(map(str, plan.counts)), self.trainer.limit / 2**20,
-                    "hide" if plan.hides else "do not hide behind computation")
 
 
 class StreamedNorm:
@@ -300,7 +295,7 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
     _check(args, settings, offload)
     with weights_may_stream():
         model = StreamedModel(make, args, offload)
-    trainer, layers = model.trainer, [m for m in model.modules() if isinstance(m, PluginMoELayer)]
+    layers = [m for m in model.modules() if isinstance(m, PluginMoELayer)]
     if args.num_experts and not layers:
         raise ValueError("offload.weights=host does not fit Megatron's own MoE layers, whose "
                          "routing cannot be repeated: give --spec moe_plugin.hosts.megatron.spec "
@@ -310,16 +305,13 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
             raise ValueError(
                 f"router {layer.plan.config.router.name} does not fit offload.weights=host, where "
                 "layers do not see token ids: use another one, or --weights-on device")
-    held = sum(block.layout.nbytes for block in trainer.blocks)
-    logger.info("weights: %.1f MiB in %s, stream in %d parts through %.1f MiB", held / 2**20,
-                "files" if trainer.device.type == "cpu" else "host memory", len(trainer.blocks),
-                trainer.device_bytes / 2**20)
     return model, StreamedOptimizer(model, args.global_batch_size // args.micro_batch_size)
 
 
 def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: OffloadConfig) -> None:
     plain = "leave it out"
     given = functools.partial(getattr, args)  # each loop has flags that the other one lacks
+    lighthouse, every = bool(given("moe_lighthouse", None)), offload.average_every
     unfit = [(f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
               "start one, or train with moe_plugin.hosts.plain.streamed.streamed_trainer"),
              ("tied embeddings, a parameter of two parts",
@@ -333,8 +325,10 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
              ("--recompute-granularity", args.recompute_granularity is not None,
               "leave it out: every part is computed again"),
              ("--ensemble-heads", given("ensemble_heads", 1) > 1, plain),
-             ("--moe-lighthouse", given("moe_lighthouse", None) is not None,
-              "use moe_plugin.resilience.averaging_peers.StreamedPeer"),
+             ("--moe-lighthouse without --moe-average-every", lighthouse and not every,
+              "peers average weights, not gradients: give it, e.g. 50"),
+             (f"--moe-average-every {every} without --moe-lighthouse", every and not lighthouse,
+              "give the address of the lighthouse"),
              (f"offload.activations={offload.activations}", offload.activations != "keep",
               "leave it out: every part is computed again"),
              ("router.pre_gate", bool(settings.get("router.pre_gate")),

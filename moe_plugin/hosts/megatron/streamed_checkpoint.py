@@ -32,7 +32,7 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
         FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
     """
     folder = files.folder(root, progress["iteration"])
-    save_weights(model.trainer, folder, finite=True)
+    save_weights(model.trainer, folder, model.peers and model.peers.beside, finite=True)
     files.write_text(os.path.join(folder, META), checksums.seal_json(
         {**progress, "settings": dict(settings), "optimizer": optimizer.kind}))
     files.write_text(os.path.join(root, files.LATEST), str(progress["iteration"]))
@@ -71,4 +71,5 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
     if optimizer is not None and meta.get("optimizer", optimizer.kind) != optimizer.kind:
         raise ValueError(differs(folder, "optimizer", meta["optimizer"], optimizer.kind))
     load_weights(model.trainer, path.parent)
+    model.loaded = path.parent
     return progress

@@ -20,7 +20,7 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """`ValueError` where weights are to stream in a host that owns the training loop.
+    """`ValueError` where weights are to stream in a model of a host that runs it as a whole.
 
     host: its name.
     """
@@ -28,5 +28,6 @@ def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
         raise ValueError(
             f"offload.weights={settings.weights} does not fit {host}, which builds all weights at "
             "once and runs the whole model for one micro-batch before the next: use device "
-            "(--weights-on device), offload.activations or experts.store, or train with "
-            "moe_plugin.hosts.megatron.launch or moe_plugin.hosts.plain.streamed.streamed_trainer")
+            "(--weights-on device), offload.activations or experts.store, or train a language "
+            "model by fairseq-train or moe_plugin.hosts.megatron.launch, another one with "
+            "moe_plugin.hosts.plain.streamed.streamed_trainer")

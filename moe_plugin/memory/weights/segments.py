@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan, plan
 
@@ -46,3 +48,28 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
                  trainer.bytes_beside_segments)
     trainer.use_segments(found.counts)
     return found
+
+
+class SegmentsOnce:
+    """Cuts a host's model into segments for its limit, once, after its first step.
+
+    Args:
+        trainer: one without a limit keeps its segments. logger: is told of the weights and the cut.
+    """
+
+    def __init__(self, trainer: StreamedTrainer, logger: logging.Logger) -> None:
+        self.trainer, self.logger, self._done = trainer, logger, trainer.limit is None
+        held = sum(block.layout.nbytes for block in trainer.blocks)
+        logger.info("weights: %.1f MiB in %s, stream in %d parts through %.1f MiB", held / 2**20,
+                    "files" if trainer.device.type == "cpu" else "host memory",
+                    len(trainer.blocks), trainer.device_bytes / 2**20)
+
+    def __call__(self, micro_batches: int) -> None:
+        """After a step of this many micro-batches. `ValueError`: see `plan_segments`."""
+        limit = self.trainer.limit
+        if self._done or limit is None:
+            return
+        self._done, found = True, plan_segments(self.trainer, limit, micro_batches)
+        self.logger.info("segments of %s parts, planned for %.1f MiB: copies %s",
+                         ", ".join(map(str, found.counts)), limit / 2**20,
+                         "hide" if found.hides else "do not hide behind computation")

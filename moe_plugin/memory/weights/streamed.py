@@ -119,6 +119,7 @@ class StreamedTrainer:
     Attributes:
         blocks: with module and optimizer of each. profile: what each took in the last step.
         copier: with counters of copies, bytes and stalls. steps: steps done.
+        micro_batch: number of the one whose turn it is.
     """
 
     def __init__(self, blocks: Sequence[nn.Module | Callable[[], nn.Module]], loss: Loss,
@@ -135,7 +136,7 @@ class StreamedTrainer:
             raise ValueError("skip_not_finite=True without clip, whose norm says what is finite: "
                              "give one")
         self.copier = Copier(self.device, throttle)
-        self.overlap, self.seed, self.steps = overlap, seed, 0
+        self.overlap, self.seed, self.steps, self.micro_batch = overlap, seed, 0, 0
         self.gradients, self.clip = _reduction(gradients), clip
         self.skip_not_finite = skip_not_finite
         self._room = OptimizerStateBuffer()
@@ -327,6 +328,7 @@ class StreamedTrainer:
         """The random numbers of a block in a micro-batch of the present step; torch's own generator
         goes on afterwards as if nothing had been drawn.
         """
+        self.micro_batch = micro_batch
         return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 
     @ends_all_ranks(TierError)

@@ -134,13 +134,6 @@ def test_contradictions_and_bad_values_are_refused(flags: str, words: tuple[str,
         assert word in str(caught.value)
 
 
-def test_weights_cannot_stream() -> None:
-    run = translate.run_config
-    assert run(parse(f"{BRANCH} --weights-on device")).offload.weights == "device"
-    with pytest.raises(ValueError, match="offload.weights=host does not fit fairseq.*use device"):
-        run(parse(f"{BRANCH} --weights-on host"))
-
-
 def test_activation_without_counterpart_is_refused() -> None:
     with pytest.raises(ValueError, match="tanh"):
         config(BRANCH, activation="tanh")

@@ -25,7 +25,6 @@ from moe_plugin.config.flags import (
 from moe_plugin.config.options import check
 from moe_plugin.config.router import router_names
 from moe_plugin.dispatch import check_settings, dispatchers
-from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 from moe_plugin.routing import only_read
 
@@ -119,7 +118,6 @@ def run_config(args: Any) -> RunConfig:
     check(run.pipeline.schedule == "1f1b", "pipeline.schedule", run.pipeline.schedule,
           "'1f1b' in fairseq, which has no pipeline stages",
           "leave it out, or train with moe_plugin.hosts.megatron.train")
-    refuse_streamed_weights(run.offload, "fairseq")
     return run
 
 

@@ -27,8 +27,10 @@ _PLACES = {
                               "base_gpt3_architecture"),
     "modules.checkpoint_activations": ("checkpoint_wrapper",),
     "modules.transformer_layer": ("TransformerDecoderLayerBase", "TransformerEncoderLayerBase"),
+    "optim": ("FairseqOptimizer", "build_optimizer"),
+    "optim.lr_scheduler": ("build_lr_scheduler",),
     "registry": ("REGISTRIES",),
-    "tasks": ("TASK_DATACLASS_REGISTRY",),
+    "tasks": ("FairseqTask", "TASK_DATACLASS_REGISTRY"),
     "trainer": ("Trainer",),
 }
 MODULES = {"benchmark": "benchmark", "distributed_utils": "distributed.utils",

@@ -1,0 +1,313 @@
+"""`--weights-on host`: fairseq's language model streams through one device.
+
+Its parts are blocks of a `StreamedTrainer`: the embedding, each decoder layer, the output. fairseq
+hands its trainer all batches of an update at once (`--update-freq`), so that one part after another
+computes all of them; each then gets its loss and its numbers as fairseq's task would give them.
+Checkpoints are fairseq's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.checkpoint.formats.fairseq.translate import setting
+from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
+from moe_plugin.hosts.fairseq.compat.patching import Overlay
+from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
+from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
+from moe_plugin.hosts.fairseq.streamed_optimizer import BlockOptimizers, FairseqNorm
+from moe_plugin.memory.tiers import DiskTier, tier_of
+from moe_plugin.memory.weights.segments import SegmentsOnce
+from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.output import LayerStats
+from moe_plugin.planner.units import parse_size
+from moe_plugin.run import refuse_unfit
+
+logger = logging.getLogger(__name__)
+Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it counts as nothing
+Numbers = tuple[Tensor, Any, dict[str, Any]]  # loss, size, values to log
+
+
+@dataclass
+class _Call:
+    """A batch in a step.
+
+    Attributes:
+        tokens: of the embedding, [B, T]. gates, stats: of each MoE layer in the first pass.
+        slopes: what the criterion reads as gates, to get the gradients of its loss.
+        numbers: of the criterion.
+    """
+
+    sample: dict[str, Any]
+    ignored: bool
+    tokens: Tensor
+    gates: dict[Any, Tensor] = field(default_factory=dict)
+    stats: dict[Any, LayerStats | None] = field(default_factory=dict)
+    slopes: dict[Any, Tensor] = field(default_factory=dict)
+    numbers: Numbers | None = None
+
+
+class DecoderPart(nn.Module):
+    """A part of the decoder: [B, T, D] from the part before, or ids [B, T], to [B, T, D] or logits.
+
+    Args:
+        decoder: the whole one, whose own forward pass runs with this part's modules alone.
+        number: 0: the embedding; then the layers; last the output.
+        call: the one whose turn it is.
+    """
+
+    def __init__(self, decoder: Any, number: int, call: Callable[[], _Call]) -> None:
+        super().__init__()
+        layers = decoder.layers
+        self.first, self.last = number == 0, number == len(layers) + 1
+        own = [] if self.first or self.last else [layers[number - 1]]
+        [self.layer] = own or [None]
+        for name in _names(decoder, self.first) if not own else ():
+            setattr(self, name, getattr(decoder, name))
+        # the last layer alone is asked for its attention, as in the whole decoder
+        names: dict[str, Any] = {"layers": own, "num_layers": int(number == len(layers))}
+        if not self.first:
+            names |= {"embed_scale": 1.0, "embed_positions": None, "quant_noise": None,
+                      "project_in_dim": None, "layernorm_embedding": None,
+                      "dropout_module": lambda x: x}
+        if not self.last:
+            names |= {"layer_norm": None, "project_out_dim": None}
+        self._features = partial(_features, decoder, names)
+        self._output, self._call = decoder.output_layer, call
+
+    def forward(self, x: Tensor) -> Any:
+        """See the class; of an MoE layer in its second pass also its share of the loss."""
+        call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
+        if moe is not None:
+            moe.moe_layer.tokens_BT = call.tokens
+        y = self._features(x, call.tokens, self.first)
+        if self.last:
+            return self._output(y)
+        if moe is None:
+            return y
+        gate, moe.gate_loss = moe.gate_loss, None
+        if not torch.is_grad_enabled():
+            call.gates[moe], call.stats[moe] = gate.detach(), moe.moe_layer.stats
+            return y
+        slope = call.slopes[moe].grad
+        return y if slope is None else (y, gate * slope)
+
+
+def _names(decoder: Any, first: bool) -> list[str]:
+    """Of the decoder's modules before its layers, or after them, without those whose only weight
+    is the embedding's.
+    """
+    names = [name for name, _ in decoder.named_children()]
+    at = names.index("layers")
+    if first:
+        return names[:at]
+    tied = {id(p) for p in decoder.embed_tokens.parameters()}
+    return [name for name in names[at + 1:]
+            if not tied & {id(p) for p in getattr(decoder, name).parameters()}]
+
+
+def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
+              first: bool) -> Tensor:
+    embed = {} if first else {"embed_tokens": lambda _: x}
+    part = Overlay(decoder, **names, **embed)
+    return type(decoder).extract_features_scriptable(part, tokens, None)[0]
+
+
+class StreamedLanguageModel:
+    """A model of fairseq's whose weights stream, and what fairseq's trainer calls in its place.
+
+    Args:
+        cfg, task, model, criterion: as fairseq's trainer gets them; the weights leave the model.
+
+    Attributes:
+        trainer: of the parts. optimizer: of all of them, as one of fairseq's.
+        whole: the model, which gives and takes the weights of a checkpoint.
+        task: fairseq's, whose steps run here.
+    Raises:
+        ValueError: a setting does not fit weights that stream, with the remedy.
+        TierError: the tier has no room for the weights.
+    """
+
+    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any) -> None:
+        check(cfg, task, model, criterion)
+        self.model, self.criterion = model, criterion
+        self._calls: list[_Call] = []
+        self._given: Sequence[Given] = ()
+        self._numbers: Iterator[Numbers] = iter(())
+        self._cfg, self._kind = cfg.optimizer, BlockOptimizers
+        offload, decoder = run_settings(model).offload, model.decoder
+        on_gpu = torch.cuda.is_available() and not cfg.common.cpu
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(
+            "cpu")
+        limit = None if offload.weights_memory is None else parse_size(offload.weights_memory)
+        shared = decoder.share_input_output_embed
+        self.trainer = StreamedTrainer(
+            [DecoderPart(decoder, i, lambda: self._calls[self.trainer.micro_batch])
+             for i in range(len(decoder.layers) + 2)],
+            self._loss, self._optimizer, tier_of(device, offload.path), device=device, limit=limit,
+            seed=cfg.common.seed, resident=[0] if shared else [],
+            clip=FairseqNorm(cfg.optimization.clip_norm, self._size))
+        segments = SegmentsOnce(self.trainer, logger)
+        self.optimizer = self._kind(cfg.optimizer, self.trainer,
+                                    lambda: segments(len(self._given)))
+        self.whole = Overlay(model, state_dict=self.state_dict,
+                             load_state_dict=self.load_state_dict)
+        self.task = Overlay(task, train_step=self.train_step, valid_step=self.valid_step)
+
+    def _optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = build_optimizer(self._cfg, params)
+        # fairseq compares the name with that in a checkpoint, which may be of the whole model
+        self._kind = type(type(made).__name__, (BlockOptimizers,), {})
+        return made.optimizer
+
+    def begin(self, given: Sequence[Given], updates: int) -> None:
+        """The batches of the next step, after so many."""
+        self._given, self._numbers, self.trainer.steps = given, iter(()), updates
+
+    def train_step(self, sample: Any, **_: Any) -> Numbers:
+        """Of the next batch; the first one's call computes all."""
+        numbers = next(self._numbers, None)
+        if numbers is None:
+            self._numbers = iter(self._passes())
+            numbers = next(self._numbers)
+        return numbers
+
+    def _passes(self) -> list[Numbers]:
+        self.model.train()
+        self.model.set_num_updates(self.trainer.steps)
+        norm = self.trainer.accumulate(self._micro_batches(self._given)).norm
+        self.optimizer.gradient_norm = norm
+        return self._taken()
+
+    def valid_step(self, sample: dict[str, Any], *_: Any, **__: Any) -> Numbers:
+        """Of a batch of validation."""
+        self.model.eval()
+        self.trainer.evaluate(self._micro_batches([(sample, False)]))
+        return self._taken()[0]
+
+    def _micro_batches(self, given: Sequence[Given]) -> list[tuple[Tensor, _Call]]:
+        self._calls = [_Call(sample, ignored, sample["net_input"]["src_tokens"])
+                       for sample, ignored in given]
+        return [(call.tokens, call) for call in self._calls]
+
+    def _taken(self) -> list[Numbers]:
+        numbers = [call.numbers for call in self._calls]
+        self._calls = []
+        return numbers
+
+    def _loss(self, output: Tensor, call: _Call) -> Tensor:
+        """fairseq's criterion, which reads the output, and gates and statistics of the layers."""
+        for layer, gate in call.gates.items():
+            layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
+            layer.moe_layer.stats = call.stats[layer]
+        self.model.forward = lambda **_: (output, {"attn": [None]})
+        try:
+            loss, size, logged = self.criterion(self.model, call.sample)
+        finally:
+            del self.model.forward
+        call.numbers = loss.detach(), size, logged
+        return loss * 0 if call.ignored else loss
+
+    def _size(self) -> float:
+        """Of the step, as fairseq sums it."""
+        sizes = [call.numbers[1] for call in self._calls]
+        return 1.0 if self._calls[-1].ignored else float(sum(sizes)) or 1.0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's, in host memory."""
+        self.trainer.settle()
+        in_files = isinstance(self.trainer.tier, DiskTier)
+        held = {id(p): x for block in self.trainer.blocks for p, x in zip(
+            block.params, block.read() if in_files and block.streams else block.stepped,
+            strict=True)}
+        state = self.model.state_dict(*args, **kwargs)
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            state[name] = held[id(p)].detach()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take such a state, of a model whose weights stream or not.
+
+        Raises: RuntimeError: it is of another model.
+        """
+        self.model.upgrade_state_dict(state)
+        self.trainer.settle()
+        self.trainer.forget_places()
+        params = dict(self.model.named_parameters())
+        before = {name: p.data for name, p in params.items()}
+        streams = {id(p) for b in self.trainer.blocks if b.streams for p in b.params}
+        try:
+            for name, p in params.items():
+                found = state.get(name)
+                if found is not None and found.shape == p.shape and id(p) in streams:
+                    p.data = found
+            loaded = self.model.load_state_dict(state, *args, **kwargs)
+            for block in self.trainer.blocks:
+                if block.streams:
+                    block.write([p.data for p in block.params])
+        finally:
+            for name, p in params.items():
+                p.data = before[name]
+        return loaded
+
+
+def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
+                   ) -> StreamedLanguageModel | None:
+    """Of a run with `--weights-on host`; None: the weights stay on the device."""
+    if run_settings(model).offload.weights == "device":
+        return None
+    return StreamedLanguageModel(cfg, task, model, criterion)
+
+
+def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
+    """`ValueError` where weights cannot stream: setting, reason and remedy."""
+    run, common, flags = run_settings(model), cfg.common, cfg.model
+    config = moe_layers(model)[0].moe_layer.moe.config
+    ranks, plain = cfg.distributed_training.distributed_world_size, "leave it out"
+    kind = setting(cfg.optimizer, "_name")
+    again = "leave it out: every part is computed again"
+    given = partial(setting, default=None)
+    lighthouse, every = bool(given(flags, "moe_lighthouse")), run.offload.average_every
+    unfit = [
+        (f"{ranks} processes", ranks > 1, "start one (--distributed-world-size 1)"),
+        (f"model {type(model).__name__}", type(model) is not MoETransformerLanguageModel,
+         "use --arch transformer_lm or moe_transformer_lm"),
+        ("--fp16, --bf16 and --amp", common.fp16 or common.bf16 or common.amp,
+         "train in float32"),
+        (f"--optimizer {kind}", kind not in ("adam", "sgd"), "use adam or sgd"),
+        ("--fp16-adam-stats", bool(given(cfg.optimizer, "fp16_adam_stats")), plain),
+        (f"task {type(task).__name__}, which has a train_step of its own",
+         type(task).train_step is not FairseqTask.train_step, "use language_modeling"),
+        (f"criterion {type(criterion).__name__}, which has parameters",
+         utils.has_parameters(criterion), "use moe_cross_entropy"),
+        ("--store-ema", cfg.ema.store_ema, plain),
+        ("--write-checkpoints-asynchronously", cfg.checkpoint.write_checkpoints_asynchronously,
+         plain),
+        ("--zero-sharding os and --ddp-backend fully_sharded", shards_optimizer_state(cfg),
+         "leave them out"),
+        ("--quantization-config-path", bool(common.quantization_config_path), plain),
+        *((f"--{name.replace('_', '-')}", bool(given(flags, name)), remedy) for name, remedy in (
+            ("checkpoint_activations", again), ("offload_activations", again),
+            ("adaptive_input", plain), ("adaptive_softmax_cutoff", plain),
+            ("quant_noise_scalar", plain))),
+        ("--moe-lighthouse without --moe-average-every", lighthouse and not every,
+         "peers average weights, not gradients: give it, e.g. 50"),
+        (f"--moe-average-every {every} without --moe-lighthouse", every and not lighthouse,
+         "give the address of the lighthouse"),
+        (f"--moe-activations {run.offload.activations}", run.offload.activations != "keep", again),
+        ("--moe-votes and --moe-check-twins", run.guard.votes + run.guard.twins > 0, plain),
+        ("--moe-pre-gate", bool(config.router.pre_gate),
+         "use 0: parts run one after another"),
+        ("--moe-dispatch bounded", config.dispatch.name == "bounded",
+         "use another dispatcher: a step cannot be repeated"),
+    ]
+    refuse_unfit("--weights-on host", ((f"{what} in fairseq", not is_so, remedy)
+                                       for what, is_so, remedy in unfit))
