@@ -172,7 +172,7 @@ class StreamedLanguageModel:
         """The batches of the next step, after so many."""
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
-    def train_step(self, sample: Any, **_: Any) -> Numbers:
+    def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
         """Of the next batch; the first one's call computes all."""
         numbers = next(self._numbers, None)
         if numbers is None:

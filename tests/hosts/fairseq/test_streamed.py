@@ -22,6 +22,7 @@ _ADAM = _SGD.replace("--optimizer sgd --momentum 0.9 --lr 0.1",
                      "--optimizer adam --weight-decay 0.1 --lr 0.01").replace(
                          "--lr-scheduler fixed", "--lr-scheduler polynomial_decay "
                          "--warmup-updates 2 --total-num-update 10")
+NAN_TRAIN = str(Path(__file__).with_name("nan_train.py"))
 _TIMES = {"wps", "ups", "wall", "train_wall"}
 _FILES = ("checkpoint_1_3.pt", "checkpoint_last.pt")
 
@@ -88,6 +89,17 @@ def test_runs_go_on_from_the_files_of_each_other(corpus: Corpus, tmp_path: Path)
                  f"--restore-file {whole}/{_FILES[0]}")
     assert len(host.steps) == 3 and numbers(host) == numbers(device)
     same_states(tmp_path / "back" / _FILES[1], other / _FILES[1])
+
+
+def test_a_step_that_is_not_finite_is_skipped_as_on_the_device(corpus: Corpus,
+                                                               tmp_path: Path) -> None:
+    """Its weights, its optimizer's state and the number of updates do not change."""
+    runs = [run(NAN_TRAIN, f"2 {corpus.lm} {_ADAM} {MOE} {DROPLESS} --update-freq 1 --max-update 3 "
+                f"--save-dir {tmp_path / where} --weights-on {where}").ok()
+            for where in ("device", "host")]
+    assert numbers(runs[0]) == numbers(runs[1]) and len(runs[1].steps) == 3
+    assert "step 2 skipped on all ranks" in runs[1].log
+    same_states(tmp_path / "host" / _FILES[1], tmp_path / "device" / _FILES[1])
 
 
 def test_tied_embeddings_stay_on_the_device_and_its_files_are_evaluated(corpus: Corpus,

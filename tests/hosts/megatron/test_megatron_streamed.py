@@ -68,6 +68,29 @@ def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
     assert [row["iteration"] for row in valid] == [2]
 
 
+def test_a_lone_peer_goes_on_with_its_outer_optimizer(data: str, tmp_path: Path) -> None:
+    """Its average is of its own weights; with an outer optimizer it is not, and goes on, too."""
+    coordination = pytest.importorskip("torchft.coordination")
+    argv = [*UNTIED, "--weights-on", "host", "--moe-activation-path", str(tmp_path), "--data-path",
+            data, "--lr-decay-iters", "4"]
+    outer = ["--moe-average-every", "2", "--moe-outer-lr", "0.5"]
+    saved = str(tmp_path / "saved")
+
+    def records(name: str, *more: str) -> list[dict[str, float]]:
+        lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        peer = ["--moe-lighthouse", lighthouse.address()] if more else []
+        try:
+            return records_of(1, [*argv, *more, *peer], tmp_path / f"{name}.jsonl")
+        finally:
+            lighthouse.shutdown()
+
+    assert records("mean", "--moe-average-every", "2") == records("alone")
+    whole = records("whole", *outer)
+    first = records("first", *outer, "--exit-interval", "2", "--save", saved)
+    rest = records("rest", *outer, "--load", saved)
+    assert first == whole[:3] and rest == whole[3:]
+
+
 def test_a_checkpoint_of_other_settings_is_named(data: str, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     argv = [*UNTIED, "--weights-on", "host", "--moe-activation-path", str(tmp_path),
@@ -142,6 +165,8 @@ def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
     (["--moe-router", "hash", "--moe-hash-vocabulary", "257"],
      "router hash .* do not see token ids"),
     (["--moe-activations", "swap"], "offload.activations=swap"),
+    (["--moe-lighthouse", "http://a:1"], "--moe-lighthouse without --moe-average-every"),
+    (["--moe-average-every", "5"], "--moe-average-every 5 without --moe-lighthouse"),
     (["--weights-memory", "64KiB"], "limit=65536 bytes is smaller than two segments"),
     (["--load", "here"], "was not written with --weights-on host"),
 ])
