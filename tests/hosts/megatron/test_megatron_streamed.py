@@ -80,9 +80,12 @@ def test_a_lone_peer_goes_on_with_its_outer_optimizer(data: str, tmp_path: Path)
         lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
         peer = ["--moe-lighthouse", lighthouse.address()] if more else []
         try:
-            return records_of(1, [*argv, *more, *peer], tmp_path / f"{name}.jsonl")
+            found = records_of(1, [*argv, *more, *peer], tmp_path / f"{name}.jsonl")
         finally:
             lighthouse.shutdown()
+        members = [row.pop("replicas") for row in found if "replicas" in row]
+        assert members == [1] * len(members) and bool(members) == bool(peer)
+        return found
 
     assert records("mean", "--moe-average-every", "2") == records("alone")
     whole = records("whole", *outer)
