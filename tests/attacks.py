@@ -18,15 +18,15 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def attack_votes(longer_than: int) -> None:
-    """From now on every vote on more numbers than these meets this rank's next attack."""
-    winners, turn = Ballots.winners, 0
+def attack_votes() -> None:
+    """From now on every vote on gradients meets this rank's next attack, and so does their sum over
+    the ranks of its worker.
+    """
+    result, turn = Ballots.result, 0
 
-    def wrong(ballots: Ballots, mine_LN: Tensor) -> Tensor:
+    def wrong(ballots: Ballots, mine_LN: Tensor, shared: int = 0) -> Tensor:
         nonlocal turn
-        if mine_LN.shape[1] > longer_than:
-            turn += 1
-            mine_LN = list(ATTACKS.values())[turn % len(ATTACKS)](mine_LN)
-        return winners(ballots, mine_LN)
+        turn += 1
+        return result(ballots, list(ATTACKS.values())[turn % len(ATTACKS)](mine_LN), shared)
 
-    Ballots.winners = wrong  # type: ignore[method-assign]
+    Ballots.result = wrong  # type: ignore[method-assign]

@@ -60,6 +60,21 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def refused_together(what: str) -> Iterator[None]:
+    """A `ValueError` of any rank inside is raised on all ranks. Collective.
+
+    what: the check in words, for the message of a collective that fails.
+    """
+    said = ""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error)
+    for refusal in filter(None, gather_objects(said, what)):
+        raise ValueError(refusal)
+
+
 def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
     """The values of all ranks of a group, in rank order. Collective.
 

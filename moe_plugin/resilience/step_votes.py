@@ -16,7 +16,7 @@ from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.layer import MoELayer
 from moe_plugin.resilience.overflow import StepStart
 from moe_plugin.resilience.twins import alike
-from moe_plugin.resilience.vote import Ballots, flat_gradients, set_gradients
+from moe_plugin.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
 from moe_plugin.run import RunFeature, StepInput
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class FileBatch:
     Attributes:
         batch: as the host gave it; None fills a short step.
         begins: it is its file's first.
-        counts: in the log, on the first of the file's ranks.
+        counts: in the log, on the first of the file's workers.
     """
 
     batch: Any
@@ -39,11 +39,13 @@ class FileBatch:
 
 class StepVotes(RunFeature):
     """Votes in the steps of a run. The micro-batches that all ranks would have had are the files,
-    by turns; each rank computes those of its own files. The host says where a file begins.
+    by turns; each worker computes those of its own files. The host says where a file begins.
+
+    Made by all ranks; collective.
 
     Args:
-        ballots: of the data-parallel ranks.
-        models: their parameters that train, the same on all ranks, get the gradients.
+        ballots: of the ranks that store what this one does.
+        models: their parameters that train, the same on these ranks, get the gradients.
         gradient_of: a parameter's gradient; None: it has none.
         start: what keeps random generators, made with no models.
         group: the process group of the ranks.
@@ -60,7 +62,9 @@ class StepVotes(RunFeature):
                  group: Any = None) -> None:
         self.ballots, self.gradient_of, self.start = ballots, gradient_of, start
         self.group = group
-        self.parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+        self.parameters, self.shared = shared_first(
+            p for model in models for p in model.parameters())
+        self._ranks_KW = _ranks_of_workers(ballots)
         self.layers = [each for model in models for each in model.modules()
                        if isinstance(each, MoELayer)]
         self.running, self.step = False, 0
@@ -89,10 +93,15 @@ class StepVotes(RunFeature):
 
     def deal(self, in_turn: list[Any]) -> list[Any]:
         """The micro-batches of this rank's files, of those of all ranks by turns."""
-        count, me, self.dealt = self.ballots.assignment.count, self.ballots.comm.rank, []
+        me, self.dealt = self.ballots.comm.rank, []
+        place, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
+        step = self.ballots.assignment.count * ranks
         for file in self.ballots.files:
             speaks = self.ballots.assignment.workers_of[file][0] == me
-            for i, batch in enumerate(in_turn[file::count] or [None]):
+            # a worker's ranks have what the ranks of one would have had without votes
+            mine = in_turn[file * ranks + place::step]
+            most = max(1, len(in_turn[file * ranks::step]))
+            for i, batch in enumerate([*mine, *[None] * (most - len(mine))]):
                 self.dealt.append(FileBatch(batch, i == 0, speaks and bool(batch)))
         return [each.batch for each in self.dealt]
 
@@ -128,16 +137,18 @@ class StepVotes(RunFeature):
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
         """What all files sum up, by vote: float64 [S]. Collective.
 
-        mine: [S] of each of this rank's files; some are missing where memory ran out.
+        mine: [S] of this rank's part of each of its files; some are missing where memory ran out.
         """
         missing = len(self.ballots.files) - len(mine)
         sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
-        return self.ballots.winners(sums_LS.to(self.ballots.comm.device)).sum(0)
+        sums_LS = self.ballots.summed(sums_LS.to(self.ballots.comm.device))
+        return self.ballots.winners(sums_LS).sum(0)
 
     @torch.no_grad()
-    def finish(self, scale: float = 1.0) -> None:
-        """Set all gradients by vote, times `scale`, and warn of ranks that were outvoted.
-        Collective.
+    def finish(self, shared_scale: float, expert_scale: float) -> None:
+        """Set all gradients by vote, scaled, and warn of ranks that were outvoted. Collective.
+
+        shared_scale: of what is summed over a worker's ranks. expert_scale: of their own experts'.
         """
         if not self.running or self._began is None:
             return
@@ -145,13 +156,24 @@ class StepVotes(RunFeature):
         self._began = None
         missing = len(self.ballots.files) - len(self._answers)
         self._answers += [torch.zeros_like(self._answers[0])] * missing
-        result_N = self.ballots.result(torch.stack(self._answers)).mul_(scale)
+        result_N = self.ballots.result(torch.stack(self._answers), self.shared)
+        result_N[:self.shared] *= shared_scale
+        result_N[self.shared:] *= expert_scale
         self._answers.clear()
         set_gradients(self.parameters, result_N, self.gradient_of)
         self._report()
 
     def _report(self) -> None:
         found = self.ballots.verdict()
-        if self.ballots.comm.rank == 0 and (found.outvoted or found.undecided):
+        first = self.ballots.comm.rank == self.ballots.worker.rank == 0
+        if first and (found.outvoted or found.undecided):
+            ranks = sorted(rank for worker in found.outvoted for rank in self._ranks_KW[worker])
             logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
-                           list(found.outvoted), list(found.undecided))
+                           ranks, list(found.undecided))
+
+
+def _ranks_of_workers(ballots: Ballots) -> list[list[int]]:
+    """The job's ranks by worker. Collective."""
+    comm, worker = ballots.comm, ballots.worker
+    own_W = worker.all_gather(torch.tensor([comm.ranks[comm.rank]], device=comm.device))
+    return comm.all_gather(own_W).view(-1, worker.size).tolist()

@@ -1,19 +1,22 @@
 """Gradients of data-parallel ranks of which some may send anything (ByzShield).
 
-Every file of a batch is computed by several ranks, as `planner.vote_assignments` assigns them. Of a
-file the answer counts that most of its ranks gave, bit by bit, so that ranks must compute alike;
-over the files the coordinate-wise median is taken. Every rank votes for itself on the same answers.
+Every file of a batch is computed by several workers, as `planner.vote_assignments` assigns them. Of
+a file the answer counts that most of its workers gave, bit by bit, so that they must compute alike;
+over the files the coordinate-wise median is taken. A worker is a rank, or a block of ranks among
+which a model is spread: then ranks of the same place in their blocks vote, each for itself, on what
+this place computes, and nothing that they vote on travels any further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm import Comm, default_comm
+from moe_plugin.comm import Comm, LocalComm, default_comm
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.routing.contract import RouterModule
@@ -49,7 +52,7 @@ class Verdict:
     """What a vote found.
 
     Attributes:
-        outvoted: ranks that differed from the majority of a file, ascending.
+        outvoted: workers that differed from the majority of a file, ascending.
         undecided: files of which no answer had a majority; the first of the most frequent ones
             counted.
     """
@@ -59,9 +62,9 @@ class Verdict:
 
 
 def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
-    """The answer of most ranks to every file.
+    """The answer of most workers to every file.
 
-    answers_KLN: of each rank for its files, in their order.
+    answers_KLN: of each worker for its files, in their order.
     Returns: winners [F, N] by file, and who was outvoted.
     """
     winners, outvoted, undecided = [], set(), []
@@ -76,23 +79,28 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
 
 
 class Ballots:
-    """Answers of all ranks to the files that each of them computes, and what counts of them.
+    """Answers of all workers to the files that each of them computes, and what counts of them.
 
     Args:
-        assignment: its worker w is rank w.
-        comm: the data-parallel ranks.
+        assignment: its worker w has rank w of `comm`.
+        comm: the ranks that vote with this one: one of each worker, of the same place in it.
         aggregate: over the files: `median`, or `mean` where no file may be spoiled.
+        sharing: ranks of this worker that compute a file together, each a part of its batches.
+        worker: all ranks of this worker, with those of other pipeline stages; None: `sharing`.
     Raises:
         ValueError: another number of ranks than workers, or an unknown aggregate.
     """
 
-    def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median") -> None:
+    def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median",
+                 sharing: Comm | None = None, worker: Comm | None = None) -> None:
         if comm.size != assignment.workers:
             raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
                              f"the group has {comm.size} ranks: must be equal")
         if aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
         self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
+        self.sharing = LocalComm() if sharing is None else sharing
+        self.worker = self.sharing if worker is None else worker
         self._outvoted: set[int] = set()
         self._undecided: set[int] = set()
 
@@ -113,21 +121,39 @@ class Ballots:
         self._undecided.update(verdict.undecided)
         return winners_FN
 
-    def result(self, mine_LN: Tensor) -> Tensor:
-        """What counts, over all files: [N]. Collective."""
+    def result(self, mine_LN: Tensor, shared: int = 0) -> Tensor:
+        """What counts, over all files: [N]. Collective.
+
+        shared: of so many first numbers a file's answer is the sum over the ranks of `sharing`.
+        """
         parts = []
-        for chunk_LN in mine_LN.split(CHUNK, dim=1):
-            winners_FN = self.winners(chunk_LN)
-            parts.append(coordinate_median(winners_FN) if self.aggregate == "median"
-                         else winners_FN.mean(0))
+        for sums_up, part_LN in ((True, mine_LN[:, :shared]), (False, mine_LN[:, shared:])):
+            for chunk_LN in part_LN.split(CHUNK, dim=1) if part_LN.numel() else ():
+                winners_FN = self.winners(self.summed(chunk_LN) if sums_up else chunk_LN)
+                parts.append(coordinate_median(winners_FN) if self.aggregate == "median"
+                             else winners_FN.mean(0))
         return torch.cat(parts)
 
+    def summed(self, part_LN: Tensor) -> Tensor:
+        """The answers of which every rank of `sharing` has a part. Collective."""
+        return self.sharing.all_reduce(part_LN.contiguous())
+
     def verdict(self) -> Verdict:
-        """Of all votes since the last call."""
-        found = Verdict(tuple(sorted(self._outvoted)), tuple(sorted(self._undecided)))
+        """Of all votes since the last call, at any place of this worker. Collective in it."""
+        kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
+        flags = torch.tensor([i in found for found, size in kinds for i in range(size)],
+                             dtype=torch.int32, device=self.comm.device)
+        said = self.worker.all_reduce(flags, "max").split([size for _, size in kinds])
         self._outvoted.clear()
         self._undecided.clear()
-        return found
+        outvoted, undecided = (tuple(each.nonzero().flatten().tolist()) for each in said)
+        return Verdict(outvoted, undecided)
+
+
+def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], int]:
+    """Those that train, experts last, and how many numbers are not experts'."""
+    train = sorted((p for p in parameters if p.requires_grad), key=is_expert)
+    return train, sum(p.numel() for p in train if not is_expert(p))
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
@@ -150,7 +176,7 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
 
 
 class VotedGradients:
-    """Gradients of a model that every rank has entirely, by vote.
+    """Gradients by vote, of a model that every rank has entirely, or every worker of several ranks.
 
         voted = VotedGradients(model, mols(5, 3))
         for batch in batches:                     # f files of micro-batches each
@@ -158,22 +184,25 @@ class VotedGradients:
             optimizer.step()
 
     Args:
-        model: its parameters, the same on all ranks, get the gradients. Experts must be replicated
-            (an expert-parallel group of one): what others' experts computed cannot be voted on.
+        model: its parameters, the same on all ranks but for the experts of a worker's ranks, get
+            the gradients.
         assignment, aggregate: see `Ballots`.
-        comm: the data-parallel ranks; None: those of the default group.
+        comm: the ranks that store what this one does, one of each worker
+            (`gradients.replicas.replica_comm`); None: those of the default group.
+        worker: the expert-parallel group of the layers; None: every rank has all experts.
     Raises:
-        ValueError: another number of ranks than workers, experts that are spread over ranks, a
-            router that follows loads which ranks report, or an unknown aggregate.
+        ValueError: another number of ranks than workers, experts that are spread over other ranks
+            than a worker's, a router that follows loads which ranks report, or an unknown
+            aggregate.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
-                 aggregate: str = "median") -> None:
+                 aggregate: str = "median", worker: Comm | None = None) -> None:
         comm = default_comm() if comm is None else comm
-        self.ballots = Ballots(assignment, comm, aggregate)
-        refuse_spread_experts(model)
+        self.ballots = Ballots(assignment, comm, aggregate, worker)
+        _refuse_other_groups(model, self.ballots.sharing.size)
         refuse_reported_loads(model)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters, self._shared = shared_first(model.parameters())
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -183,25 +212,24 @@ class VotedGradients:
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
         """Compute this rank's files, vote, and set every parameter's gradient. Collective.
 
-        loss_of: the loss of a file, the same bits on each of its ranks: draw random numbers from
-            the file's number. Called once for each of this rank's files.
+        loss_of: the loss of a file, the same bits on each of its workers: draw random numbers from
+            the file's number. Called once for each of this rank's files. Of several ranks of a
+            worker it is each one's part, and their sum the loss.
         Returns: the same on all ranks.
         """
         mine_LN = torch.stack([flat_gradients(self.parameters, torch.autograd.grad(
             loss_of(file), self.parameters, allow_unused=True)) for file in self.files])
-        set_gradients(self.parameters, self.ballots.result(mine_LN), lambda _: None)
+        set_gradients(self.parameters, self.ballots.result(mine_LN, self._shared), lambda _: None)
         return self.ballots.verdict()
 
 
-def refuse_spread_experts(model: nn.Module) -> None:
-    """`ValueError` where a layer's experts are spread over ranks."""
-    spread = [name for name, module in model.named_modules()
-              if isinstance(module, MoELayer) and module.comm.size > 1]
-    if spread:
-        raise ValueError(
-            f"experts of layer {spread[0]!r} are spread over ranks, so that no two ranks compute "
-            "the same gradient: build it with comm=LocalComm() (--moe-expert-parallel-size 1, "
-            "--expert-model-parallel-size 1)")
+def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer) and module.comm.size != ranks:
+            raise ValueError(
+                f"experts of layer {name!r} are spread over ranks, {module.comm.size} of them, and "
+                f"a worker that votes has {ranks}: must be equal; give VotedGradients "
+                "worker=layer.comm and comm=replica_comm(layer.comm, world)")
 
 
 def refuse_reported_loads(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import GuardConfig
+from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
@@ -30,7 +31,7 @@ from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.resilience.twins import TwinCheck
-from moe_plugin.resilience.vote import Ballots, refuse_reported_loads, refuse_spread_experts
+from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
 from moe_plugin.routing.steps import RouterSteps
 from moe_plugin.run import Run, RunFeature, StepFacts, refuse_unfit
 
@@ -75,9 +76,9 @@ def check(cfg: Any, model: nn.Module) -> None:
             ("losses.global_batch", not config.losses.get("global_batch"),
              "it is computed from all ranks' tokens, so that no two ranks compute it alike; use "
              "losses.gshard")])
-        refuse_spread_experts(model)
         refuse_reported_loads(model)
-        assign(guard.assignment, settings.distributed_world_size, guard.votes)
+        workers = settings.distributed_world_size // moe_layers(model)[0].moe_layer.moe.comm.size
+        assign(guard.assignment, workers, guard.votes)
 
 
 def wants_replicas(cfg: Any, has_experts: bool) -> bool:
@@ -128,7 +129,11 @@ def run_of(trainer: Any) -> Run:
 def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> RunFeature | None:
     if not guard.votes:
         return None
-    ballots = Ballots(assign(guard.assignment, world.size, guard.votes), world, guard.aggregate)
+    worker = moe_layers(trainer.get_model())[0].moe_layer.moe.comm
+    alike = replica_comm(worker, world)
+    assert alike is not None  # `check`: there are several workers
+    ballots = Ballots(assign(guard.assignment, alike.size, guard.votes), alike, guard.aggregate,
+                      worker)
     return FileTurns(ballots, trainer.get_model(), trainer.get_criterion(), group)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moe_plugin.experts.marks import is_expert
+from moe_plugin.gradients import multi_tensor
 from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.vote import Ballots
 from moe_plugin.run import StepInput
@@ -18,8 +20,8 @@ class FileTurns(StepVotes):
     """`StepVotes` in a step over the batches of all files, which calls the criterion for each.
 
     Args:
-        ballots: of the data-parallel ranks. model, criterion: not wrapped. group: the process group
-            of these ranks.
+        ballots: see `StepVotes`. model, criterion: not wrapped. group: the process group of the
+            data-parallel ranks.
     """
 
     def __init__(self, ballots: Ballots, model: nn.Module, criterion: nn.Module,
@@ -29,7 +31,17 @@ class FileTurns(StepVotes):
 
     def reduce_by_vote(self, module: nn.Module) -> None:
         """In place of an optimizer's `all_reduce_grads`."""
-        self.finish(self.ballots.assignment.count / self.ballots.comm.size)
+        # fairseq's gradients are means over ranks; an expert's is divided by its group already
+        scale = self.ballots.assignment.count / self.ballots.comm.size
+        self.finish(scale / self.ballots.sharing.size, scale)
+
+    def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+        """Of a worker's gradients after the vote, float64, each parameter once. Collective in it.
+        """
+        shared, experts = (
+            multi_tensor.squared_norm([p.grad for p in parameters if is_expert(p) == expert],
+                                      device) for expert in (False, True))
+        return shared + self.ballots.sharing.all_reduce(experts)
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
-from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.comm.host_collectives import comm_of, refused_together
 from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.run import MegatronStart
@@ -38,13 +39,13 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
     if not (guard.twins or guard.votes):
         return guard
     whole = [("--tensor-model-parallel-size", args.tensor_model_parallel_size == 1, "use 1"),
-             ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
              ("--native-moe", not getattr(args, "native_moe", False), "leave it out")]
     if guard.twins:
         refuse_unfit(
             f"guard.twins={guard.twins}, which computes the whole model on each rank, once more "
             "than the step does,", [
                 *whole,
+                ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
                 ("--recompute-granularity", args.recompute_granularity is None, "leave it out")])
     if guard.votes:
         _check_votes(args, settings, guard, whole)
@@ -54,12 +55,24 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
 def _check_votes(args: argparse.Namespace, settings: Mapping[str, Any], guard: GuardConfig,
                  whole: list[tuple[str, bool, str]]) -> None:
     balance, losses = args.moe_router_load_balancing_type, settings.get("losses") or {}
+    stages, pipeline = args.pipeline_model_parallel_size, run_config(settings).pipeline
     refuse_unfit(
-        f"guard.votes={guard.votes}, where each rank must compute and update the whole model by "
-        "itself, and alike,", [
+        f"guard.votes={guard.votes}, where each worker (a rank, an expert-parallel group, a "
+        "pipeline) must compute and update the whole model by itself, and alike,", [
             *whole,
-            ("--expert-model-parallel-size", args.expert_model_parallel_size == 1,
-             "use 1, so that every rank has all experts"),
+            ("--context-parallel-size", args.context_parallel_size == 1, "use 1"),
+            ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size in (None, 1),
+             "use 1"),
+            ("embeddings that the first and the last stage share", stages == 1
+             or args.untie_embeddings_and_output_weights,
+             "give --untie-embeddings-and-output-weights: their gradients are summed after the vote"
+             ),
+            ("--mtp-num-layers on several stages", stages == 1 or not args.mtp_num_layers,
+             "leave it out: its embedding's gradients are summed after the vote"),
+            ("virtual stages", args.virtual_pipeline_model_parallel_size is None,
+             "leave them out"),
+            (f"pipeline.schedule={pipeline.schedule}", pipeline.schedule == "1f1b", "use 1f1b"),
+            ("--stage-layouts", not getattr(args, "stage_layouts", None), "leave it out"),
             ("--use-distributed-optimizer", not args.use_distributed_optimizer,
              "leave it out: what one rank updates for all cannot be voted on"),
             ("--overlap-grad-reduce", not args.overlap_grad_reduce,
@@ -114,16 +127,19 @@ class FileSteps(StepVotes):
     def __init__(self, guard: GuardConfig, chunks: Sequence[Any], config: Any,
                  microbatches: int) -> None:
         [self.chunk] = chunks
-        refuse_reported_loads(self.chunk)
-        comm = comm_of(ps.get_data_parallel_group())
+        with refused_together("what stages say of their routers"):
+            refuse_reported_loads(self.chunk)
+        comm = comm_of(ps.get_expert_data_parallel_group())
+        sharing = comm_of(ps.get_expert_model_parallel_group())
+        worker = comm_of(ps.get_expert_tensor_model_pipeline_parallel_group())
         assignment = assign(guard.assignment, comm.size, guard.votes)
-        super().__init__(Ballots(assignment, comm, guard.aggregate), [self.chunk],
+        super().__init__(Ballots(assignment, comm, guard.aggregate, sharing, worker), [self.chunk],
                          lambda p: p.main_grad, MegatronStart)
-        self.config, self.copies = config, guard.votes
-        total = microbatches * comm.size
-        if total % assignment.count:
+        self.config = config
+        total, parts = microbatches * comm.size * sharing.size, assignment.count * sharing.size
+        if total % parts:
             raise ValueError(
-                f"guard.assignment={guard.assignment!r} cuts a step into {assignment.count} parts, "
+                f"guard.assignment={guard.assignment!r} cuts a step into {parts} parts, "
                 f"of which its {total} micro-batches must be a multiple; use another "
                 "--global-batch-size, or 'cyclic'")
         # `finalize_model_grads` calls it
@@ -134,7 +150,8 @@ class FileSteps(StepVotes):
         return self.deal(own)
 
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
-        """Set all gradients of the step; sums of all ranks, of losses and tokens first, float64.
+        """Set all gradients of the step; sums of all ranks, of losses and tokens first, float64;
+        none where a stage is not the last.
 
         Collective.
 
@@ -149,10 +166,12 @@ class FileSteps(StepVotes):
             for mine in self.files_dealt():
                 self.begin_file()
                 self.chunk.zero_grad_buffer()
-                losses.append(sums(passes([iter(mine)], len(mine))).double())
+                logged = passes([iter(mine)], len(mine))
+                losses += [sums(logged).double()] if logged else []
         finally:
             config.finalize_model_grads_func = finalize
-        agreed = self.agreed_sums(losses)
-        self.finish()
+        agreed = self.agreed_sums(losses) if losses else torch.zeros(0)
+        # a micro-batch's loss is divided by the number that a rank has
+        self.finish(*[1 / self.ballots.sharing.size] * 2)
         finalize([self.chunk])
         return agreed.cpu()

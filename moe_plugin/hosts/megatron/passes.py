@@ -154,7 +154,8 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
     total = given["num_microbatches"] * ps.get_data_parallel_world_size()
-    run.batches(list(itertools.islice(Rewindable(iterator), total)))
+    run.batches([None] * total if iterator is None  # a stage between the first and the last
+                else list(itertools.islice(Rewindable(iterator), total)))
     sizes = dict[str, int]()
 
     def passes(batches: list[Iterator[Any]], count: int) -> Logged:
@@ -173,6 +174,8 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
         return done
 
     agreed = run.compute(once, lambda: core.set_logged_losses(kept)).float()
+    if not sizes:  # losses are the last stage's
+        return []
     found = dict(zip(sizes, agreed.split([*sizes.values()]), strict=True))
     device = next(votes.chunk.parameters()).device
     # two numbers are a sum and its tokens, of which Megatron takes the ratio; one is a mean

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from moe_plugin.comm.host_collectives import comm_of, gather_objects
+from moe_plugin.comm.host_collectives import comm_of, gather_objects, refused_together
 from moe_plugin.config import ObserveConfig, run_config
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
@@ -89,13 +89,8 @@ def _traced(observe: ObserveConfig, args: argparse.Namespace,
     """`run.traced` of this stage's layers; what it refuses ends the stages without layers, too."""
     if not getattr(args, "moe_routing_trace_path", None):
         return observe
-    said = ""
-    try:
+    with refused_together("what stages say of routing traces"):
         observe = traced(observe, args, layers) if layers else observe
-    except ValueError as error:
-        said = str(error)
-    for refusal in filter(None, gather_objects(said, "what stages say of routing traces")):
-        raise ValueError(refusal)
     return observe
 
 

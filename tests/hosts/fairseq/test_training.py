@@ -87,17 +87,33 @@ def test_ranks_that_send_wrong_gradients_are_outvoted(corpus: Corpus, tmp_path: 
              f"{tmp_path} --moe-expert-parallel-size 1 --dropout 0.1")
     clean = run("fairseq-train", f"{flags} --ddp-backend legacy_ddp", ranks=3).ok()
     attacked = run(VOTE_TRAIN, f"{flags} --moe-votes 3 --update-freq 1", ranks=3).ok()
+    same_numbers(attacked, clean, "[2]")
+
+
+@pytest.mark.distributed
+def test_votes_of_expert_parallel_groups(corpus: Corpus, tmp_path: Path) -> None:
+    """Three groups of two ranks, of which the last has a rank that sends something else."""
+    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 4 --save-dir "
+             f"{tmp_path} --moe-expert-parallel-size 2 --dropout 0.1")
+    clean = run("fairseq-train", f"{flags} --ddp-backend legacy_ddp", ranks=6).ok()
+    attacked = run(VOTE_TRAIN, f"{flags} --moe-votes 3", ranks=6).ok()
+    same_numbers(attacked, clean, "[4, 5]")
+
+
+def same_numbers(attacked: Result, clean: Result, outvoted: str) -> None:
+    assert clean.steps[-1]["loss"] < clean.steps[0]["loss"]
     for step, (mine, theirs) in enumerate(zip(attacked.steps, clean.steps, strict=True), 1):
         for name in ("loss", "inner_loss", "gnorm", "wpb"):
             assert mine[name] == pytest.approx(theirs[name], abs=2.1e-3), (name, step)
-        assert f"step {step}: outvoted ranks: [2]; parts without a majority: []" in attacked.log
+        assert (f"step {step}: outvoted ranks: {outvoted}; parts without a majority: []"
+                in attacked.log)
 
 
 @pytest.mark.distributed
 def test_votes_that_cannot_be_held_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 1 --save-dir "
              f"{tmp_path} --moe-votes 3")
-    for more, said in (("", "experts of layer"),
+    for more, said in (("", "copies=3 must be <= 1 workers"),
                        ("--moe-expert-parallel-size 1", "copies=3 must be <= 2 workers"),
                        ("--moe-expert-parallel-size 1 --moe-router sigmoid_bias "
                         "--moe-second-expert-policy all", "this is not voted on"),

@@ -12,5 +12,5 @@ from tests.attacks import attack_votes
 
 if __name__ == "__main__":
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        attack_votes(1)
+        attack_votes()
     cli_main()

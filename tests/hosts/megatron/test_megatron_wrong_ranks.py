@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("megatron.core",
 
 from tests.attacks import attack_votes
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, Run, ran, refusal
+from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, refusal
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 VOTES = ["--moe-votes", "3"]
@@ -32,7 +33,8 @@ def test_another_collective_of_a_launched_rank_is_found() -> None:
 
 def _train(argv: list[str], attacker: int | None = None,
            flips: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Losses and gradient norms of all steps, and the error that ended training.
+    """Losses and gradient norms of all steps, parameters, what was said of votes, and the error
+    that ended training.
 
     flips: a rank, and the step from which on one bit of its experts' results is wrong.
     """
@@ -53,15 +55,20 @@ def _train(argv: list[str], attacker: int | None = None,
             run.moe_layers()[0].experts.register_forward_hook(flipped)
 
     if attacker == dist.get_rank():
-        attack_votes(2)
+        attack_votes()
     error: Any = None
+    said = list[str]()
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_plugin.resilience.step_votes").addHandler(listener)
     run = Run()
     try:
         ran(argv, built, lambda run: seen.append((0.0, None)), run)
     except WrongResultError as found:
         error = (found.step, found.ranks, found.where)
     return {"seen": [(row["lm_loss"], row["grad_norm"]) for row in run.steps_logged],
-            "error": error}
+            "parameters": [p.detach().clone() for p in run.model.parameters()],
+            "said": said, "error": error}
 
 
 def test_wrong_ranks(data: str) -> None:
@@ -84,9 +91,33 @@ def test_wrong_ranks(data: str) -> None:
         assert flipped["seen"][:2] == clean["seen"][:2] and len(flipped["seen"]) == 3
 
 
+@pytest.mark.parametrize(("blocks", "outvoted"), [
+    (EP2, [4, 5]), ([*PP2, "--untie-embeddings-and-output-weights"], [2, 5])])
+def test_workers_of_two_ranks(blocks: list[str], outvoted: list[int], data: str) -> None:
+    """Expert-parallel groups, or pipelines, of which one has a wrong rank: losses and parameters
+    are those without it.
+    """
+    argv = [*MODEL, *blocks, "--data-path", data, "--train-iters", "3", "--hidden-dropout", "0.1",
+            "--optimizer", "sgd", "--lr", "0.1", "--global-batch-size", "12"]
+    clean, voted = on_ranks(6, _train, argv), on_ranks(6, _train, [*argv, *VOTES], 5)
+    for mine, wanted in zip(voted, clean, strict=True):
+        assert len(mine["seen"]) == len(wanted["seen"])
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(mine["seen"], wanted["seen"],
+                                                            strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=1e-5)
+            assert norm == pytest.approx(wanted_norm, rel=1e-4)
+        torch.testing.assert_close(mine["parameters"], wanted["parameters"], rtol=1e-4, atol=1e-6)
+    assert voted[0]["said"] == [
+        f"step {step}: outvoted ranks: {outvoted}; parts without a majority: []"
+        for step in (1, 2, 3)]
+    assert max(len(each["seen"]) for each in voted) == 3
+
+
 UNGUARDED = [
     (["--moe-votes", "4"], "odd and >= 3"), (VOTES, "copies=3 must be <= 2 workers"),
-    ([*VOTES, *EP2], "use 1, so that every rank has all"),
+    ([*VOTES, *EP2], "copies=3 must be <= 1 workers"),
+    ([*VOTES, *PP2], "give --untie-embeddings-and-output-weights"),
+    ([*VOTES, "--context-parallel-size", "2"], "--context-parallel-size"),
     ([*VOTES, "--use-distributed-optimizer"],
      "what one rank updates for all cannot be voted on"),
     ([*VOTES, "--moe-router", "sigmoid_bias"], "this is not voted on"),
