@@ -10,6 +10,7 @@ this place computes, and nothing that they vote on travels any further.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.vote_assignments import Assignment
+from moe_plugin.resilience.twins import alike
 from moe_plugin.routing.contract import RouterModule
 
 CHUNK = 1 << 20  # elements of every file that travel together
@@ -203,6 +205,7 @@ class VotedGradients:
         _refuse_other_groups(model, self.ballots.sharing.size)
         refuse_reported_loads(model)
         self.parameters, self._shared = shared_first(model.parameters())
+        self._layers = [each for each in model.modules() if isinstance(each, MoELayer)]
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -217,8 +220,9 @@ class VotedGradients:
             worker it is each one's part, and their sum the loss.
         Returns: the same on all ranks.
         """
-        mine_LN = torch.stack([flat_gradients(self.parameters, torch.autograd.grad(
-            loss_of(file), self.parameters, allow_unused=True)) for file in self.files])
+        with alike(self._layers) if self._layers else nullcontext():
+            mine_LN = torch.stack([flat_gradients(self.parameters, torch.autograd.grad(
+                loss_of(file), self.parameters, allow_unused=True)) for file in self.files])
         set_gradients(self.parameters, self.ballots.result(mine_LN, self._shared), lambda _: None)
         return self.ballots.verdict()
 

@@ -92,14 +92,19 @@ def test_wrong_ranks(data: str) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "outvoted"), [
-    (EP2, [4, 5]), ([*PP2, "--untie-embeddings-and-output-weights"], [2, 5])])
-def test_workers_of_two_ranks(blocks: list[str], outvoted: list[int], data: str) -> None:
-    """Expert-parallel groups, or pipelines, of which one has a wrong rank: losses and parameters
-    are those without it.
+    (EP2, [4, 5]), (PP2, [2, 5]), ([*EP2, *PP2], [4, 5, 10, 11]),
+    (["--pipeline-model-parallel-size", "3", "--num-layers", "3"], [2, 5, 8])],
+    ids=["EP2", "PP2", "EP2 PP2", "PP3"])
+def test_workers_of_several_ranks(blocks: list[str], outvoted: list[int], data: str) -> None:
+    """Three expert-parallel groups or pipelines, of which one has a wrong rank: losses and
+    parameters are those without it.
     """
-    argv = [*MODEL, *blocks, "--data-path", data, "--train-iters", "3", "--hidden-dropout", "0.1",
-            "--optimizer", "sgd", "--lr", "0.1", "--global-batch-size", "12"]
-    clean, voted = on_ranks(6, _train, argv), on_ranks(6, _train, [*argv, *VOTES], 5)
+    argv = [*MODEL, *blocks, "--untie-embeddings-and-output-weights", "--data-path", data,
+            "--train-iters", "3", "--hidden-dropout", "0.1", "--optimizer", "sgd", "--lr", "0.1",
+            "--global-batch-size", "12"]
+    ranks = 3 * len(outvoted)
+    clean = on_ranks(ranks, _train, argv)
+    voted = on_ranks(ranks, _train, [*argv, *VOTES], ranks - 1)
     for mine, wanted in zip(voted, clean, strict=True):
         assert len(mine["seen"]) == len(wanted["seen"])
         for (loss, norm), (wanted_loss, wanted_norm) in zip(mine["seen"], wanted["seen"],

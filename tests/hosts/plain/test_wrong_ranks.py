@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
@@ -164,13 +165,13 @@ def test_checksums_see_every_bit(dtype: torch.dtype) -> None:
 class Model(nn.Module):
     """A dense layer, dropout, experts, a dense layer."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, router: str = "sigmoid_bias") -> None:
         super().__init__()
         torch.manual_seed(4)
         self.enter, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
         self.moe = MoELayer(from_dict({
             "model_dim": 8, "num_experts": 6, "experts": {"hidden_dim": 16},
-            "router": {"name": "sigmoid_bias", "top_k": 2}}), comm)
+            "router": {"name": router, "top_k": 2}}), comm)
         self.leave = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,6 +232,29 @@ def train(world: Comm, ep: int, every: int, broken: tuple[str, int, Any] | None,
     return seen, None
 
 
+def loss_of_part(model: nn.Module, number: int) -> Tensor:
+    torch.manual_seed(number)
+    x = torch.randn(6, 8)
+    return (model(x) - x.flip(1)).square().sum()
+
+
+def voted_by_pairs(world: Comm) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
+    """Gradients by votes of expert-parallel groups of two, of which the last has a rank that votes
+    wrongly; the same without votes; and who was outvoted.
+    """
+    pair, whole = world.contiguous_subgroup(2), Model(LocalComm(), "topk")
+    model, comm = Model(pair, "topk"), replica_comm(pair, world)
+    assert comm is not None
+    gather = comm.all_gather
+    if world.rank == 5:
+        comm.all_gather = lambda x: gather(ATTACKS["reversed"](x))
+    verdict = VotedGradients(model, cyclic(3, 3), comm, aggregate="mean", worker=pair).backward(
+        lambda file: loss_of_part(model, 2 * file + pair.rank))
+    torch.stack([loss_of_part(whole, i) for i in range(6)]).sum().div(3).backward()
+    wanted = [p.grad.chunk(2)[pair.rank] if is_expert(p) else p.grad for p in whole.parameters()]
+    return [p.grad for p in model.parameters()], wanted, verdict.outvoted
+
+
 CASES = {
     "all alike": (1, 2, ("enter", 2, break_forward)),
     "experts": (2, 2, ("moe.experts", 3, break_forward)),
@@ -247,6 +271,7 @@ def on_processes() -> dict[str, Any]:
     for ep in (1, 2):
         found[f"checked {ep}"] = train(world, ep, 2, None)
         found[f"unchecked {ep}"] = train(world, ep, 0, None)
+    found["pairs"] = voted_by_pairs(world)
     found["voted"] = voted(world, cyclic(6, 3), (4,), ATTACKS["reversed"])
     return found
 
@@ -267,3 +292,6 @@ def test_on_processes() -> None:
         for ep in (1, 2):
             assert found[f"checked {ep}"] == found[f"unchecked {ep}"]
         assert torch.equal(found["voted"][0], clean) and found["voted"][1] == (4,)
+        got, wanted, outvoted = found["pairs"]
+        torch.testing.assert_close(got, wanted)
+        assert outvoted == (2,)
