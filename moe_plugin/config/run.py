@@ -110,13 +110,14 @@ class GuardConfig(SettingsSection):
         flag="check-twins")
     votes: int = option(
         0,
-        "data-parallel ranks that compute each part of a batch; the gradient of most of them "
-        "counts. Odd; each rank computes so many times as much; 0: no votes",
+        "workers that compute each part of a batch; the gradient of most of them counts. A worker "
+        "is a rank, an expert-parallel group or a pipeline. Odd; each rank computes so many times "
+        "as much; 0: no votes",
         flag="votes")
     assignment: str = option(
         "cyclic",
-        "with votes: which ranks compute which parts (ByzShield). cyclic: any number of ranks; "
-        "mols, ramanujan, repetition: for 15, 25, 35, ... ranks",
+        "with votes: which workers compute which parts (ByzShield). cyclic: any number of workers; "
+        "mols, ramanujan, repetition: for 15, 25, 35, ... workers",
         choices=("cyclic", "mols", "ramanujan", "repetition"), flag="vote-assignment")
     aggregate: str = option(
         "mean",

@@ -140,14 +140,14 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
     if name == "cyclic":
         return cyclic(workers, copies)
     if left:
-        raise ValueError(f"{name}: {workers} ranks are no multiple of copies={copies}: start "
+        raise ValueError(f"{name}: {workers} workers are no multiple of copies={copies}: start "
                          "another number of ranks, or use cyclic")
     if name == "repetition":
         return repetition(load, copies)
     if name == "mols":
         return mols(load, copies)
     if load < copies:
-        raise ValueError(f"{name}: {workers} ranks are fewer than copies^2={copies**2}: start "
+        raise ValueError(f"{name}: {workers} workers are fewer than copies^2={copies**2}: start "
                          "more, or use cyclic")
     return ramanujan(load, copies)
 
