@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_plugin.comm import Comm, Topology, algorithms, exchange, run_simulated
 from moe_plugin.config import CommConfig, MoEConfig, from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner import Cluster, Cost, Link, all_to_all, dump_cluster, predict
+from moe_plugin.planner import Cluster, Cost, Link, all_to_all_cost, dump_cluster, predict
 from moe_plugin.tuning import exchange_tuner as module
 from moe_plugin.tuning import layout_tuner
 from moe_plugin.tuning.engine import Tuner
@@ -129,7 +129,7 @@ def test_a_new_algorithm_is_tried_and_predicted_as_it_declares(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
         own_entries: None) -> None:
     """By `auto`, by the tuner of layouts and by the planner, without another line."""
-    monkeypatch.setattr(all_to_all, "COSTS", costs := dict(all_to_all.COSTS))
+    monkeypatch.setattr(all_to_all_cost, "COSTS", costs := dict(all_to_all_cost.COSTS))
     monkeypatch.setattr(exchange, "COSTS", costs)
     monkeypatch.setattr(layout_tuner, "COSTS", costs)
 

@@ -58,7 +58,8 @@ access of a kernel or a copy, and what orders them. Exchanges in pieces, pages, 
 gradient hooks, activations, experts and weights in other memory are run so: no access races with
 another, no memory is given back while it is in use, and the host reads no copy before it is done.
 Left-out waits, events of the wrong stream and a forgotten `record_stream`, put into the package one
-at a time, are each found. Not seen: what happens inside a kernel, and between ranks.
+at a time, are each found. Not seen: what happens inside a kernel, and between ranks. The usual run
+has pairs of settings; `bash scripts/test.sh --all tests/races` what the tables below are of, too.
 """
 
 _AUCTION = f"""
@@ -77,9 +78,10 @@ The same device with the streams and events of a GPU (`tests/streams`) shows tha
   their streams come back;
 * numbers do not depend on order (`tests/lazy`): what streams are given is done later, in an order
   drawn from a seed among those that streams and events allow, and memory that is given back is
-  overwritten. The layer's numbers over ranks equal the dense reference under 20 seeds, with
+  overwritten. The layer's numbers over ranks equal the dense reference under each seed, with
   exchanges in pieces, spilled rows and pages; copies of activations, weights and experts bring what
-  they should. Without its waits, or without the records of who uses memory, they do not.
+  they should. Without its waits, or without the records of who uses memory, they do not. The usual
+  run has 2 seeds and part of the cells, `bash scripts/test.sh --all tests/lazy` 20 and all.
 
 What no fake shows: what is inside kernels, how long anything takes, and that NCCL, the driver and
 the allocators do what is modelled here.
