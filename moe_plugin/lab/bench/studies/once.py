@@ -149,21 +149,10 @@ def exchange_part(found: dict[str, Any]) -> Iterator[str]:
     grid = found["grid"]
     slow = f", links of {found['rate'] / 1e6:.0f} Mbit/s" * (found["rate"] < RATE)
     yield f"## The exchange alone, {grid}{slow}"
-    yield (
-        "Milliseconds of one call of a layer and its backward pass, of the slowest rank, medians "
-        f"of {found['rounds']} rounds; all columns are measured alternately in the same processes. "
-        f"Experts give what they get. {EXPERTS} experts, {found['tokens']} tokens of each rank, "
-        f"fp32, links of {found['rate'] / 1e6:.0f} Mbit/s, one thread a rank. In brackets: over "
-        "`rows`. Formula: rows between nodes, over those of `rows`, for even routing.")
+    yield (f"{EXPERTS} experts, {found['tokens']} tokens of each rank, fp32, links of "
+           f"{found['rate'] / 1e6:.0f} Mbit/s, one thread a rank, {found['rounds']} rounds.")
     fixed = [name for name in found["cells"][0]["seconds"] if name != AUTO]
     whole = set(fixed) >= set(IN_PIECES)  # older numbers have d = 1 alone
-    if whole:
-        yield (
-            "d=2: in two pieces, of which one travels while the other is computed; `auto` may take "
-            "two, too. Floor: bytes between nodes that must cross, pairs included, over those of "
-            "`rows`, by the planner; no column is far below it where links are what is waited for. "
-            "It depends on the nodes: with k = 8 rows alone are 0.25 on two, 0.45 on four, 0.66 on "
-            "eight.")
     yield columns(found["cells"], {
         "D": "{width}", "k": "{k}",
         **{f"`{name}`": over(name, "rows") for name in (*fixed, AUTO)},
@@ -278,6 +267,15 @@ def published_ms(row: tuple[int, dict[str, TokenBytes]], name: str) -> str:
 def first_part(found: list[str]) -> Iterator[str]:
     yield ("How `dispatch.send` compares ([what it does](../once.md)): `rows`, `ranks`, `nodes`, "
            "and `auto`, which chooses.")
+    yield ("The exchange alone: milliseconds of one call of a layer and its backward pass, of the "
+           "slowest rank, medians; all columns are measured alternately in the same processes. "
+           "Experts give what they get. In brackets: over `rows`. Formula: rows between nodes, "
+           "over those of `rows`, for even routing.")
+    yield ("d=2: in two pieces, of which one travels while the other is computed; there `auto` may "
+           "take two, too. Floor: bytes between nodes that must cross, pairs included, over those "
+           "of `rows`, by the planner; no column is far below it where links are what is waited "
+           "for. It depends on the nodes: with k = 8 rows alone are 0.25 on two, 0.45 on four, "
+           "0.66 on eight.")
 
 
 PARTS = {
