@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar, cast
 
-from moe_plugin.messages import alike, did_you_mean, short
+from moe_plugin.messages import alike, cut, did_you_mean, short
 
 LARGEST = 2**63 - 1  # integer that torch takes
 # beyond any use; they keep loops and memory finite
@@ -274,7 +274,8 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
         if not isinstance(value, Mapping):
             raise ValueError(
                 f"{path}={short(value)} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
-        return {str(key): _scalar(float, item, f"{path}.{key}") for key, item in value.items()}
+        return {str(key): _scalar(float, item, f"{path}.{cut(str(key))}")
+                for key, item in value.items()}
     options = typing.get_args(hint)
     if type(None) in options:
         return None if value is None else _scalar(options[0], value, path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -70,6 +70,7 @@ def test_text_of_a_file(tmp_path: Path, text: str) -> None:
 
 
 @given(st.dictionaries(st.one_of(st.sampled_from(PATHS), WORDS), VALUES, max_size=4))
+@example({"losses": {"1" * 1000: "x"}})
 @bounded(400)
 def test_trees(leaves: dict[str, Any]) -> None:
     in_code = {path: value for path, value in leaves.items() if path in PATHS and "." not in path}

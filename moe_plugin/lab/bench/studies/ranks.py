@@ -27,6 +27,7 @@ from moe_plugin.planner.units import show_size, show_time
 
 TITLE = "Ranks: what a large group costs the host"
 TOKENS, WIDTH, MOST_SHARDS = 64, 64, 64
+MOST_TRIED = 512 * 512  # ranks times experts: calls that gather all experts take seconds above
 OPTIONS = {
     "ranks": Option((2, 8, 64, 512, 4096), "of the group", quick=(2, 8)),
     "experts": Option((64, 512, 4096), "of the layer", quick=(8,)),
@@ -45,7 +46,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
               if ranks <= experts * (MOST_SHARDS if kind == "rows" else 1)]
     return {"versions": versions("cpu"), "layers": layers,
             "tuned": [_tuned(ranks, experts, args.calls) for experts in args.experts
-                      for ranks in args.ranks if ranks <= experts],
+                      for ranks in args.ranks
+                      if ranks <= experts and ranks * experts <= MOST_TRIED],
             "moves": [_move(ranks, max(args.experts)) for ranks in args.ranks],
             "plans": [_search(ranks) for ranks in args.ranks if ranks >= 8]}
 
@@ -155,6 +157,18 @@ def body(found: dict[str, Any]) -> Iterator[str]:
             "first call": lambda one: show_time(one["first_s"]),
             "call": lambda one: show_time(one["call_s"]),
             "memory": lambda one: show_size(one["bytes"])})
+    if "tuned" in found:  # older numbers have neither
+        yield from _changes(found)
+    yield "## Planning a whole model"
+    yield ("`moe-plugin plan` of `configs/plans/gpt_64_experts.yaml` (at least a sequence a rank) "
+           "on nodes of eight H100: every plan of the space is bounded, and tried where its bound "
+           "is below the best.")
+    yield columns(found["plans"], {
+        "ranks": "{ranks:,}", "time": lambda one: show_time(one["seconds"]),
+        "layouts tried": "{tried:,}", "best": "{best}"})
+
+
+def _changes(found: dict[str, Any]) -> Iterator[str]:
     yield "## Choosing the layout"
     yield ("`parallel.mode: auto`, all ranks as one node: training calls until the layer has "
            "settled, each with its agreement among the ranks on what was measured, and one of the "
@@ -170,10 +184,3 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield columns(found["moves"], {
         "ranks": "{ranks:,}", "experts": "{experts:,}", "groups": "{before:,} to {after:,}",
         "time": lambda one: show_time(one["seconds"])})
-    yield "## Planning a whole model"
-    yield ("`moe-plugin plan` of `configs/plans/gpt_64_experts.yaml` (at least a sequence a rank) "
-           "on nodes of eight H100: every plan of the space is bounded, and tried where its bound "
-           "is below the best.")
-    yield columns(found["plans"], {
-        "ranks": "{ranks:,}", "time": lambda one: show_time(one["seconds"]),
-        "layouts tried": "{tried:,}", "best": "{best}"})
