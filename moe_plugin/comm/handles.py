@@ -82,7 +82,8 @@ class Series:
                  recvs: Sequence[Sequence[int]], even: bool) -> None:
         self.comm, self.algorithm, self.even = comm, algorithm, even
         self.sends, self.recvs = sends, recvs
-        # each until it is sent: rows that autograd is given would keep its nodes, and those these
+        # dropped once sent: autograd is given the buffer, whose node leads back to this object, and
+        # Python's collector does not see that circle: every call's rows would stay
         self.expected: dict[int, _Expected] | None = None
         self.posted: dict[int, Handle] = {}
 

@@ -274,8 +274,7 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
         if not isinstance(value, Mapping):
             raise ValueError(
                 f"{path}={short(value)} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
-        return {str(key): _scalar(float, item, f"{path}.{cut(str(key))}")
-                for key, item in value.items()}
+        return {str(key): _scalar(float, item, f"{path}.{key}") for key, item in value.items()}
     options = typing.get_args(hint)
     if type(None) in options:
         return None if value is None else _scalar(options[0], value, path)
@@ -285,15 +284,16 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
 def _scalar(kind: type, value: Any, path: str) -> Any:
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if value != value or value in (float("inf"), float("-inf")):
-            raise ValueError(f"{path}={short(value)} must be a finite number")
+            raise ValueError(f"{cut(path)}={short(value)} must be a finite number")
         try:
             return float(value)
         except OverflowError as error:
-            raise ValueError(f"{path}={short(value)} must be a finite number; the largest is about "
-                             "1.8e308") from error
+            raise ValueError(f"{cut(path)}={short(value)} must be a finite number; the largest is "
+                             "about 1.8e308") from error
     if kind is int and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"{path}={short(value)} must be an integer of at most 64 bits")
+        raise ValueError(f"{cut(path)}={short(value)} must be an integer of at most 64 bits")
     if kind is not float and isinstance(value,
                                         kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise ValueError(f"{path}={short(value)} is a {type(value).__name__}; must be {kind.__name__}")
+    raise ValueError(f"{cut(path)}={short(value)} is a {type(value).__name__}; must be "
+                     f"{kind.__name__}")

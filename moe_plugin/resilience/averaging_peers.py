@@ -26,7 +26,7 @@ from moe_plugin.run import RunFeature, StepFacts
 
 log = logging.getLogger(__name__)
 _START, _MOMENTUM = "start", "momentum"  # in a saved folder
-Beside = Mapping[str, Sequence[Tensor]]  # a block's state of the outer optimizer
+BlockState = Mapping[str, Sequence[Tensor]]  # a block's state of the outer optimizer
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class StreamedPeer:
         outer: DiLoCo's outer optimizer, the same on every peer, whose state is in the trainer's
             tier: twice the weights. None: weights become their mean.
         resume: a folder that `save` wrote, which the trainer and the outer optimizer continue.
-        beside: what `StreamedPeer.beside` gave of each block, of a host's checkpoint; None: the
-            outer optimizer begins anew.
+        outer_states: what `outer_state` gave of each block, from a host's checkpoint; None: the
+            outer optimizer starts from zero.
 
     Attributes:
         replica: with `members` of the last average and averages that were `lost`.
@@ -88,16 +88,16 @@ class StreamedPeer:
     def __init__(self, trainer: StreamedTrainer, lighthouse: str, replica: int, every: int,
                  timeout_s: float = 60.0, outer: OuterNesterov | None = None,
                  resume: str | os.PathLike[str] | None = None,
-                 beside: Iterable[Beside] | None = None) -> None:
+                 outer_states: Iterable[BlockState] | None = None) -> None:
         if every < 1:
             raise ValueError(f"every={every}: must be >= 1; give steps between averages, e.g. 50")
         self.trainer, self.every, self.outer = trainer, every, outer
         self._kept: list[_OuterState] = []
         if resume is not None:
             load_weights(trainer, resume)
-            beside = (read_beside(resume, block) for block in trainer.blocks)
-        if outer is not None and beside is not None:
-            self._take(beside)
+            outer_states = (read_beside(resume, block) for block in trainer.blocks)
+        if outer is not None and outer_states is not None:
+            self._take(outer_states)
         self.replica = ElasticReplica(lighthouse, replica, lambda: {"steps": trainer.steps},
                                       self._load, timeout_s, trainer.steps)
         self._joined = False
@@ -144,17 +144,17 @@ class StreamedPeer:
 
         Raises: ValueError: see `save_weights`.
         """
-        return save_weights(self.trainer, folder, self.beside)
+        return save_weights(self.trainer, folder, self.outer_state)
 
-    def beside(self, number: int) -> dict[str, list[Tensor]]:
+    def outer_state(self, number: int) -> dict[str, list[Tensor]]:
         """The outer optimizer's state of a block, a copy; empty: there is none."""
         if not self._kept:
             return {}
         _, theta, momenta = self._kept[number].read()
         return {_START: theta, _MOMENTUM: momenta}
 
-    def _take(self, beside: Iterable[Beside]) -> None:
-        for each in beside:
+    def _take(self, outer_states: Iterable[BlockState]) -> None:
+        for each in outer_states:
             if not {_START, _MOMENTUM} <= set(each):
                 log.warning("what is resumed has no state of an outer optimizer: its momentum "
                             "begins at zero")
@@ -281,14 +281,24 @@ class _OuterState:
 
 
 def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, replica: int,
-            timeout_s: float = 60.0, beside: Iterable[Beside] | None = None) -> StreamedPeer:
+            timeout_s: float = 60.0,
+            outer_states: Iterable[BlockState] | None = None) -> StreamedPeer:
     """The peer that `offload.average_every`, `outer_lr` and `outer_momentum` ask for; arguments and
     errors as of `StreamedPeer`.
     """
     outer = None if settings.outer_lr is None else OuterNesterov(settings.outer_lr,
                                                                  settings.outer_momentum)
     return StreamedPeer(trainer, lighthouse, replica, settings.average_every, timeout_s, outer,
-                        beside=beside)
+                        outer_states=outer_states)
+
+
+def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
+    """(setting, whether it does not fit, remedy) of a run whose weights stream."""
+    every = settings.average_every
+    return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
+             "peers average weights, not gradients: give it, e.g. 50"),
+            (f"--moe-average-every {every} without --moe-lighthouse", every > 0 and not lighthouse,
+             "give the address of the lighthouse")]
 
 
 class PeerSteps(RunFeature):
@@ -299,7 +309,7 @@ class PeerSteps(RunFeature):
         progress: steps done, once a checkpoint is loaded. take: others' steps in their place.
 
     Attributes:
-        saved: the `beside` of `StreamedPeer` from a checkpoint, set before the first step.
+        saved: `outer_states` of `StreamedPeer` from a checkpoint, set before the first step.
     """
 
     def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str,
@@ -307,7 +317,7 @@ class PeerSteps(RunFeature):
                  take: Callable[[int], None]) -> None:
         logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each average
         self.trainer, self.progress, self.take = trainer, progress, take
-        self.saved: Iterable[Beside] | None = None
+        self.saved: Iterable[BlockState] | None = None
         self._make = lambda: peer_of(settings, trainer, lighthouse, replica, timeout_s, self.saved)
         self.peer: StreamedPeer | None = None
 
@@ -328,9 +338,9 @@ class PeerSteps(RunFeature):
         if self.trainer.steps != self.progress():
             self.take(self.trainer.steps)
 
-    def beside(self, number: int) -> Beside:
+    def outer_state(self, number: int) -> BlockState:
         """For a checkpoint: a block's part of what `saved` is to be."""
-        return {} if self.peer is None else self.peer.beside(number)
+        return {} if self.peer is None else self.peer.outer_state(number)
 
     def numbers(self) -> dict[str, float]:
         return {} if self.peer is None else {"replicas": self.peer.replica.members}

@@ -39,9 +39,9 @@ class TunerSettings:
         slow_warm_up_s: after a longer warm-up there is one sample per candidate.
         prune: once each has a sample that is not of its first call in this process, candidates
             slower than this factor times the fastest get no other.
-        finals: samples more of the fastest candidate and its nearest rival, in turn, which then
-            decide between the two: few samples choose finalists, and are biased by that choice. Not
-            where `agree` makes times equal only when a bucket settles.
+        finals: further samples of the fastest candidate and of its nearest rival, alternately,
+            which then decide between the two: the few before chose them, and are biased by that.
+            Not where `agree` makes times equal only when a bucket settles.
         statistic: one time from several samples.
         hysteresis: relative gain below which the current choice stays.
         ordered: a candidate must gain as much over every earlier one, not over the current

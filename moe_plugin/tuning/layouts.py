@@ -154,7 +154,7 @@ class LayerLayout:
         if self.gather is not None:
             whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
             parameters = self.experts.compute_parameters(whole, self.first_shard)
-        # exchanges of the other pieces run beside their products, or those of another micro-batch,
+        # exchanges of the other pieces run next to their matmuls, or those of another micro-batch,
         # which weight gradients that are left for later wait for: kernels leave them processors
         if self.dispatcher.overlap.pieces > 1 or (self.experts.later is not None
                                                   and experts is self.experts):

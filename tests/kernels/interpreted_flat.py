@@ -36,7 +36,7 @@ class Flat:
 
 
 def main() -> None:
-    """Each product of rows that lie in order, next to its reference and, bit for bit, to the loop
+    """Each matmul of rows that lie in order, next to its reference and, bit for bit, to the loop
     of the interpreter.
     """
     torch.utils.deterministic.fill_uninitialized_memory = True

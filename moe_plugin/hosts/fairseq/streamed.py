@@ -29,6 +29,7 @@ from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size
+from moe_plugin.resilience.averaging_peers import unfit_peer
 from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger(__name__)
@@ -275,7 +276,6 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
     kind = setting(cfg.optimizer, "_name")
     again = "leave it out: every part is computed again"
     given = partial(setting, default=None)
-    lighthouse, every = bool(given(flags, "moe_lighthouse")), run.offload.average_every
     unfit = [
         (f"{ranks} processes", ranks > 1, "start one (--distributed-world-size 1)"),
         (f"model {type(model).__name__}", type(model) is not MoETransformerLanguageModel,
@@ -298,10 +298,7 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
             ("checkpoint_activations", again), ("offload_activations", again),
             ("adaptive_input", plain), ("adaptive_softmax_cutoff", plain),
             ("quant_noise_scalar", plain))),
-        ("--moe-lighthouse without --moe-average-every", lighthouse and not every,
-         "peers average weights, not gradients: give it, e.g. 50"),
-        (f"--moe-average-every {every} without --moe-lighthouse", every and not lighthouse,
-         "give the address of the lighthouse"),
+        *unfit_peer(run.offload, given(flags, "moe_lighthouse")),
         (f"--moe-activations {run.offload.activations}", run.offload.activations != "keep", again),
         ("--moe-votes and --moe-check-twins", run.guard.votes + run.guard.twins > 0, plain),
         ("--moe-pre-gate", bool(config.router.pre_gate),

@@ -283,7 +283,7 @@ class MoETrainer(Trainer):
         """fairseq's state and a manifest of who wrote it."""
         state = super().state_dict()
         if (peers := self.run.find(PeerSteps)) is not None:
-            state["extra_state"][_PEERS] = [peers.beside(block.number)
+            state["extra_state"][_PEERS] = [peers.outer_state(block.number)
                                             for block in peers.trainer.blocks]
         if self.has_experts:
             state[files.MANIFEST] = {

@@ -172,6 +172,7 @@ class FileSteps(StepVotes):
             config.finalize_model_grads_func = finalize
         agreed = self.agreed_sums(losses) if losses else torch.zeros(0)
         # a micro-batch's loss is divided by the number that a rank has
-        self.finish(*[1 / self.ballots.sharing.size] * 2)
+        scale = 1 / self.ballots.sharing.size
+        self.finish(scale, scale)
         finalize([self.chunk])
         return agreed.cpu()

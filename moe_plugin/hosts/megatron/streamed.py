@@ -36,7 +36,7 @@ from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.planner.units import parse_size
-from moe_plugin.resilience.averaging_peers import PeerSteps
+from moe_plugin.resilience.averaging_peers import PeerSteps, unfit_peer
 from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -311,7 +311,6 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
 def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: OffloadConfig) -> None:
     plain = "leave it out"
     given = functools.partial(getattr, args)  # each loop has flags that the other one lacks
-    lighthouse, every = bool(given("moe_lighthouse", None)), offload.average_every
     unfit = [(f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
               "start one, or train with moe_plugin.hosts.plain.streamed.streamed_trainer"),
              ("tied embeddings, a parameter of two parts",
@@ -325,10 +324,7 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
              ("--recompute-granularity", args.recompute_granularity is not None,
               "leave it out: every part is computed again"),
              ("--ensemble-heads", given("ensemble_heads", 1) > 1, plain),
-             ("--moe-lighthouse without --moe-average-every", lighthouse and not every,
-              "peers average weights, not gradients: give it, e.g. 50"),
-             (f"--moe-average-every {every} without --moe-lighthouse", every and not lighthouse,
-              "give the address of the lighthouse"),
+             *unfit_peer(offload, given("moe_lighthouse", None)),
              (f"offload.activations={offload.activations}", offload.activations != "keep",
               "leave it out: every part is computed again"),
              ("router.pre_gate", bool(settings.get("router.pre_gate")),

@@ -32,7 +32,7 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
         FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
     """
     folder = files.folder(root, progress["iteration"])
-    save_weights(model.trainer, folder, model.peers and model.peers.beside, finite=True)
+    save_weights(model.trainer, folder, model.peers and model.peers.outer_state, finite=True)
     files.write_text(os.path.join(folder, META), checksums.seal_json(
         {**progress, "settings": dict(settings), "optimizer": optimizer.kind}))
     files.write_text(os.path.join(root, files.LATEST), str(progress["iteration"]))

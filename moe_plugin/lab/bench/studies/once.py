@@ -153,6 +153,9 @@ def exchange_part(found: dict[str, Any]) -> Iterator[str]:
            f"{found['rate'] / 1e6:.0f} Mbit/s, one thread a rank, {found['rounds']} rounds.")
     fixed = [name for name in found["cells"][0]["seconds"] if name != AUTO]
     whole = set(fixed) >= set(IN_PIECES)  # older numbers have d = 1 alone
+    if whole:
+        yield ("d=2: in two pieces; `auto` may take two, too. Floor: bytes between nodes that must "
+               "cross, pairs included, over those of `rows`, by the planner.")
     yield columns(found["cells"], {
         "D": "{width}", "k": "{k}",
         **{f"`{name}`": over(name, "rows") for name in (*fixed, AUTO)},
@@ -270,12 +273,8 @@ def first_part(found: list[str]) -> Iterator[str]:
     yield ("The exchange alone: milliseconds of one call of a layer and its backward pass, of the "
            "slowest rank, medians; all columns are measured alternately in the same processes. "
            "Experts give what they get. In brackets: over `rows`. Formula: rows between nodes, "
-           "over those of `rows`, for even routing.")
-    yield ("d=2: in two pieces, of which one travels while the other is computed; there `auto` may "
-           "take two, too. Floor: bytes between nodes that must cross, pairs included, over those "
-           "of `rows`, by the planner; no column is far below it where links are what is waited "
-           "for. It depends on the nodes: with k = 8 rows alone are 0.25 on two, 0.45 on four, "
-           "0.66 on eight.")
+           "over those of `rows`, for even routing; it depends on the nodes: with k = 8 it is 0.25 "
+           "on two, 0.45 on four, 0.66 on eight.")
 
 
 PARTS = {
