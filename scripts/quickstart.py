@@ -302,7 +302,7 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
     lines += [
         "", "Next steps:",
         "  - change a setting: copy a command.sh, edit, run it: its run gets a new folder; all "
-        "settings: docs/flags.md, docs/config.md",
+        "settings and flags: docs/config.md",
         "  - train on your own text:",
         "      bash scripts/train_fairseq.sh DATA SAVE      (DATA: of fairseq-preprocess)",
         "      bash scripts/train_megatron.sh TEXT OUT      (TEXT: any text file)",

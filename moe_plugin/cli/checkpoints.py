@@ -97,7 +97,7 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
                         "makes the file); the model computes the same")
     p.add_argument("--hybrid-layer-pattern", metavar="PATTERN",
                    help="of Megatron: write the layers of a HybridModel, such as '*E*E' or '*E|*-' "
-                        "(docs/hybrid.md); gpt: those of a GPT model")
+                        "(docs/megatron_models.md); gpt: those of a GPT model")
     p.add_argument("--force", action="store_true", help="replace another folder at OUT")
 
 

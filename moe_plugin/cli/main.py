@@ -161,7 +161,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="log more; show the traceback of an error")
     line = os.environ.get("COMP_LINE") if "_ARGCOMPLETE" in os.environ else None
     _add_commands(parser, COMMANDS, _words(argv if line is None else line.split()[1:]), shown=False)
-    if line is not None:  # a shell asks what may follow: docs/command.md
+    if line is not None:  # a shell asks what may follow: docs/index.md
         import argcomplete
 
         argcomplete.autocomplete(parser)

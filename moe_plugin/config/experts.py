@@ -27,7 +27,7 @@ class ExpertsConfig(SettingsSection):
                              flag="expert-hidden-dim")
     latent_dim: int = option(
         0, "width to which tokens are projected before they travel, in which experts compute, and "
-        "from which their sum is projected back (docs/hybrid.md); 0: none",
+        "from which their sum is projected back (docs/megatron_models.md); 0: none",
         flag="expert-latent-dim")
     activation: str = option("gelu", "activation",
                              choices=("gelu", "gelu_tanh", "quick_gelu", "relu", "silu",

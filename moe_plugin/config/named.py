@@ -19,7 +19,7 @@ def named_config(model_dim: int, **settings: Any) -> MoEConfig:
     Args:
         model_dim: D, width of a token.
         settings: by the name of a setting's flag without `--moe-` (`top_k=1`, `router="switch"`,
-            `all_to_all="linear"`; docs/flags.md lists them), or a section as a mapping, as in a
+            `all_to_all="linear"`; docs/config.md lists them), or a section as a mapping, as in a
             YAML file (`router={"name": "switch", "top_k": 1}`).
     Raises:
         ValueError: no such setting, the same one twice, or a value that does not fit; it names
@@ -42,7 +42,7 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise ValueError(
                 f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use the "
-                "name of a flag of docs/flags.md without --moe- (top_k, router, dispatch), or one "
+                "name of a flag of docs/config.md without --moe- (top_k, router, dispatch), or one "
                 f"of {', '.join(top)}, sections with a dict")
         if both := sorted(set(found) & set(given)):
             raise ValueError(f"{both[0]} is given twice, once by {short(name)}; give it once")

@@ -216,8 +216,8 @@ def body(rows: Sequence[Row]) -> list[str]:
         state is many gigabytes on clusters of GPUs. Ours are small models on a CPU: the numbers do
         not compare the systems.""",
         """Each run equals its reference: every pass of every layer in the steps that stay chose the
-        same experts for every token (the runs' [routing traces](../balance.md#routing-traces), step
-        by step), and losses differ by no more than the last column says. The command ends with
+        same experts for every token (the runs' [routing
+        traces](../rollouts.md#routing-traces), step by step), and losses differ by no more than the last column says. The command ends with
         status 1 where they do not.""",
         table(["host", "replicas", "reference", "passes compared", "of them not equal",
                "largest difference of a loss"], [[

@@ -123,7 +123,7 @@ class Network:
     @classmethod
     def load(cls, path: str | Path) -> Network:
         """Read a YAML file of what `from_dict` takes; `ValueError` if it cannot."""
-        values = read_yaml(path, "network file", "see docs/forest.md for an example")
+        values = read_yaml(path, "network file", "see docs/collectives.md for an example")
         return cls.from_dict({"name": Path(path).stem, **values},
                              f"network file {short(str(path))}")
 

@@ -67,7 +67,7 @@ def swap_native(module: ModuleType) -> type:
             loaded.MOELayer = ours
     module.MOELayer = ours
     logger.info("moe-plugin's layer takes the place of %s.MOELayer; its settings are the --moe-... "
-                "flags of docs/flags.md", module.__name__)
+                "flags of docs/config.md", module.__name__)
     return ours
 
 

@@ -31,7 +31,7 @@ def page(report: Report) -> str:
         f"<h2>Why nothing is faster</h2><p>{escape(cut_words(schedule))}</p>",
         _comparison(report), _picture(report), "</main>",
         f"<footer><p>Written by moe-plugin {escape(__version__)}; what the numbers mean: "
-        "docs/forest.md.</p></footer>"
+        "docs/collectives.md.</p></footer>"
     ])
 
 
