@@ -217,8 +217,8 @@ def body(rows: Sequence[Row]) -> list[str]:
         not compare the systems.""",
         """Each run equals its reference: every pass of every layer in the steps that stay chose the
         same experts for every token (the runs' [routing
-        traces](../rollouts.md#routing-traces), step by step), and losses differ by no more than the last column says. The command ends with
-        status 1 where they do not.""",
+        traces](../rollouts.md#routing-traces), step by step), and losses differ by no more than the
+        last column says. The command ends with status 1 where they do not.""",
         table(["host", "replicas", "reference", "passes compared", "of them not equal",
                "largest difference of a loss"], [[
             HOSTS[row.host], str(row.replicas or "no"), "an uninterrupted run whose means have the "

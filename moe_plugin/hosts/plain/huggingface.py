@@ -87,8 +87,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     calls with `output_router_logits=True` are a `ValueError`.
 
     Args:
-        model: a decoder of `transformers` of a known family (docs/huggingface.md), with or without a
-            head. Every rank has the same weights.
+        model: a decoder of `transformers` of a known family (docs/huggingface.md), with or
+            without a head. Every rank has the same weights.
         comm: the expert-parallel group; None: the default group, or this rank alone without one.
         settings: of our layers, dotted paths, beyond what the model's configuration says:
             losses, dispatch, parallel.
