@@ -82,7 +82,7 @@ def section_page(name: str) -> str:
 
 def _yaml() -> str:
     """The trees, each innermost section on as few lines as it needs."""
-    return yaml.safe_dump(_defaults(), sort_keys=False, default_flow_style=None, width=84).strip()
+    return yaml.safe_dump(_defaults(), sort_keys=False, default_flow_style=None, width=72).strip()
 
 
 def _defaults() -> dict[str, Any]:

@@ -18,7 +18,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
 _API = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _FIRST = re.compile(r"^# [^\n]*\n\n([A-Za-z`\[][^\n]*(?:\n[^\n]+)*)", re.MULTILINE)
 # rows of tables that are found by what their first cell names
-_EXPLAINED = re.compile(r"(?:config\w*|glossary|observability|names)\.md")
+_EXPLAINED = re.compile(r"(?:config\w*|api|observability)\.md")
 _ROW = re.compile(r"^\| ([^|]+) \| ([^|\n]+) \|(?=$| )(?!\n\|-)", re.MULTILINE)
 # against pages with the same words
 _BOOST = {"api": 0.2, "benchmarks": 0.5, "config": 2.0, "troubleshooting": 4.0}
