@@ -54,9 +54,9 @@ def config_page() -> str:
         "```", "",
         *(_prose(f"- `{s.flag}`: {_linked(s.help)}.", "  ") for s in specs if not s.path),
         *(_prose(f"- {words}", "  ") for words in (
-            "Flags override the file, and the file overrides the defaults. What nothing reads "
-            "beside the flags is left out of the file; the log says so. `none` as a flag's value "
-            "means \"not set\".",
+            "Flags override the file, and the file overrides the defaults. Settings of the file "
+            "that the flags leave without a reader are dropped; the log says so. `none` as a "
+            "flag's value means \"not set\".",
             "Unknown keys, wrong types, impossible combinations and settings that nothing would "
             "read are refused; the error names the value, the bound and the remedy.",
             "In Python `moe_plugin.config.from_yaml` reads a layer's settings, `both_from_yaml` "
