@@ -174,7 +174,7 @@ def test_pages_are_whole_on_a_desk_and_on_a_phone(page: Page, site: Path, addres
     assert found == {} and len(names) > 90 and parts > 20_000
 
 
-@pytest.mark.parametrize("name", ["", "flags/", "api/", "report/", "troubleshooting/"])
+@pytest.mark.parametrize("name", ["", "config/", "api/", "observability/", "troubleshooting/"])
 def test_pages_with_their_scripts_are_silent(page: Page, address: str, name: str) -> None:
     assert loaded(page, address, name) == []
 
