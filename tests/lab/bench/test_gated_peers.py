@@ -1,13 +1,15 @@
-"""The peers whose experts are gated alone: transformers' and torchtitan's."""
+"""The peers whose experts are gated alone: transformers', torchtitan's and OLMo-core's."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from moe_plugin.lab.bench import layer
-from moe_plugin.lab.bench.peers import UnsupportedProblem, peers, transformers
+from moe_plugin.lab.bench.peers import UnsupportedProblem, olmo_core, peers, transformers
 from moe_plugin.lab.bench.problem import Problem, make_data
 from tests.lab.bench.peer_checks import same_function
 
@@ -30,6 +32,8 @@ def test_experts_of_transformers(implementation: str) -> None:
     ("transformers_eager", {"gated": False}, "gated: --gated"),
     ("transformers_batched_mm", {"tokens": 4096, "model_dim": 4096, "hidden_dim": 4096},
      "copies the weights for each row, 1,536 GiB here"),
+    ("olmo_core", {}, "Triton kernels, which need a GPU"),
+    ("olmo_core", {"device": "cuda", "gated": False}, "gated: --gated"),
     ("torchtitan", {"gated": False}, "gated: --gated"),
     ("torchtitan", {}, "compute in bfloat16, not float32"),
 ])
@@ -37,6 +41,21 @@ def test_what_they_do_not_compute(name: str, problem: dict[str, object], reason:
     problem = Problem(**{**vars(GATED), **problem})
     with pytest.raises(UnsupportedProblem, match=reason), peers.get(name)(problem, None):
         pass
+
+
+def test_weights_of_olmo_core() -> None:
+    """[E * F, D] each, gate, up and down as `DroplessMoEMLP` multiplies; a flat router."""
+    data = make_data(GATED)
+    mlp = SimpleNamespace(**{name: torch.empty(4 * 20, 16) for name in ("w1", "w2", "w3")})
+    made = SimpleNamespace(router=SimpleNamespace(weight=torch.empty(4 * 16)),
+                           experts=SimpleNamespace(mlp=mlp))
+    olmo_core.load(made, data)
+    w1, w2, w3 = (w.view(4, 20, 16)[2] for w in (mlp.w1, mlp.w2, mlp.w3))
+    x_TD = data.x_TD
+    y_TD = (F.silu(x_TD @ w1.t()) * (x_TD @ w3.t())) @ w2
+    wanted_TD = (F.silu(x_TD @ data.w_gate_LDF[2]) * (x_TD @ data.w_in_LDF[2])) @ data.w_out_LFD[2]
+    torch.testing.assert_close(y_TD, wanted_TD)
+    assert torch.equal(made.router.weight.view(4, 16), data.router_ED)
 
 
 def test_torchtitan() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 from typing import Any
 
@@ -21,7 +20,8 @@ import torch
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig
 from moe_plugin.lab.bench.report import columns
-from moe_plugin.lab.bench.study import DATA, ROOT
+from moe_plugin.lab.bench.study import DATA, ROOT, read_numbers
+from moe_plugin.lab.bench.train.results import newest, reports
 from moe_plugin.lab.planning.fit import nonnegative_least_squares
 from moe_plugin.planner import Cluster
 from moe_plugin.planner.choice import LayoutChoice
@@ -71,25 +71,25 @@ class ShapeCell:
 def cells() -> list[ShapeCell]:
     """What was measured on one machine."""
     found = []
-    for report in json.loads(STEPS.read_text(encoding="utf-8")):
-        if report["place"] != f"one machine, {RANKS} ranks":
+    for report in newest(reports(read_numbers(STEPS))):
+        if report.place != f"one machine, {RANKS} ranks":
             continue
-        sides = {side["name"]: side["seconds"] for side in report["sides"]}
-        size, base = report["shape"], sides["moe-plugin, r=0"]
+        sides = {side.name: side.seconds for side in report.sides}
+        size, base = report.shape, sides["moe-plugin, r=0"]
         # a layout that the defaults took may have no side of its own
         named = {choice: name if (name := f"moe-plugin, {side}") in sides else "moe-plugin"
                  for choice, side in SIDES.items()}
         differences = {
-            choice: sorted((mine - theirs) / size["layers"] for mine, theirs in
+            choice: sorted((mine - theirs) / size.layers for mine, theirs in
                            zip(sides[name], base, strict=True))
             for choice, name in named.items()}
-        shape = LayerShape(tokens=size["tokens"] // RANKS, model_dim=size["width"],
-                           hidden_dim=size["inner"], experts=size["experts"],
-                           top_k=size["top_k"], element_bytes=4, skew=SKEW)
-        found.append(ShapeCell(report["host"], size["name"], shape,
+        shape = LayerShape(tokens=size.tokens // RANKS, model_dim=size.width,
+                           hidden_dim=size.inner, experts=size.experts, top_k=size.top_k,
+                           gated=size.gated, element_bytes=4, skew=SKEW)
+        found.append(ShapeCell(report.host, size.name, shape,
                           {c: statistics.median(d) for c, d in differences.items()},
                           {c: d[3 * len(d) // 4] - d[len(d) // 4] for c, d in differences.items()},
-                          statistics.median(base), size["layers"]))
+                          statistics.median(base), size.layers))
     return found
 
 
