@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from moe_plugin.lab.bench import layer
 from moe_plugin.lab.bench.peers import UnsupportedProblem, olmo_core, peers, transformers
 from moe_plugin.lab.bench.problem import Problem, make_data
+from moe_plugin.lab.bench.studies import layers
 from tests.lab.bench.peer_checks import same_function
 
 GATED = Problem(tokens=24, model_dim=16, hidden_dim=20, experts=4, top_k=2, gated=True)
@@ -67,7 +68,7 @@ def test_torchtitan() -> None:
 
 def test_a_layer_over_two_ranks() -> None:
     """Peers of one rank are refused there; the bound holds the rows that come to this rank."""
-    names = [n for n in ("dense", "einsum", "grouped_mm", "megatron")
+    names = [n for n in ("dense", "einsum", "grouped_mm", "megatron", "transformers_grouped_mm")
              if peers.entry(n).why_not() is None]
     found = layer.on_ranks(GATED, names, rounds=1, ranks=2, threads=1)
     assert [one.name for one in found.results] == ["moe-plugin", *(
@@ -76,3 +77,24 @@ def test_a_layer_over_two_ranks() -> None:
     assert "2 ranks, each 1 thread" in found.parts()[0]
     loads = [layer.own_loads(GATED, make_data(GATED), rank, 2) for rank in (0, 1)]
     assert sum(map(sum, loads)) == 2 * GATED.rows and list(map(len, loads)) == [2, 2]
+
+
+def test_a_decoding_batch_has_a_forward_pass_alone() -> None:
+    found = layer.run(GATED, ["dense"], rounds=1, forward_only=True)
+    assert "| forward " in found.parts()[1] and layer.LayerReport.from_dict(
+        found.as_dict()).forward_only
+    assert GATED.work(True)[0] == GATED.flops / 3 and GATED.work(False)[1] == GATED.bytes
+
+
+def test_aims_are_those_of_the_measured_layers() -> None:
+    def one(number: int, ratio: float, mib: float) -> dict[str, object]:
+        made = layer.Result("moe-plugin", 1, 1, ratio, ratio, mib, 1, 1, 0, "")
+        return layer.LayerReport(layers.LAYERS["cpu"][number], 1, 1, [made], {}, 2).as_dict()
+
+    assert [layers.aim_of(one(n, 1, 1)) for n in range(8)] == [
+        1.08, 1.2, 1.08, 1.2, 1.02, 1.18, 1.06, 1.18]
+    *_, last, other = "\n".join(layers.aims([one(4, 1.021, 20.1), one(5, 1.19, 20.0)])).splitlines()
+    assert last.split("|")[2:7] == [" 1.02  ", " 1.02 ", " yes ", " 20.1 ", " no         "]
+    assert other.split("|")[4:7] == [" no  ", " 20.0 ", " yes        "]
+    assert layers.aim_of(layer.LayerReport(GATED, 1, 1, [layer.Result(
+        "moe-plugin", 1, 1, 1, 1, 1, 1, 1, 0, "")], {}, 2).as_dict()) is None
