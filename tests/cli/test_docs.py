@@ -353,7 +353,8 @@ def test_quality_in_readme_is_that_of_the_measurements() -> None:
     rows = [row for row in table_of("quality") if len(row) == 3]
     text = [-float(row[2].split()[0]) for row in rows
             if row[0] in ("fairseq", "megatron") and row[1] == "dense, equal active FLOPs"]
-    digits = next(-float(row[2].split()[0]) for row in rows if row[0] == "dense, equal active FLOPs")
+    digits = next(-float(row[2].split()[0]) for row in rows
+                  if row[0] == "dense, equal active FLOPs")
     assert measured("held-out loss").endswith(
         f"{text[0]:.2f} and {text[1]:.2f} nats a byte lower; {digits:.1f} points worse")
 
