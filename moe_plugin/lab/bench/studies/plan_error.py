@@ -219,10 +219,9 @@ def body(found: dict[str, Any]) -> list[str]:
         columns(rows, {
             "network": "{place}", "host": "{host}", "shape": "{shape}", "layout": "{layout}",
             "measured, ms": "{measured:.0f}", "predicted": "{predicted:.0f}",
-            "interval": "{low:.0f} to {high:.0f}",
+            "interval": "{low:.0f} to {high:.0f}", "skew": "{skew}",
             **{name: lambda row, name=name: _percent(row["errors"], name)
-               for name in history.ROWS},
-            "skew": "{skew}"})]
+               for name in history.ROWS}})]
 
 
 def failures(found: dict[str, Any]) -> list[str]:
