@@ -37,7 +37,8 @@ from moe_plugin.observe.prediction import MEASUREMENTS, STEPS
 from moe_plugin.planner.prediction import FILE, PARTS, Prediction, dump_prediction
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
 
-DROPLESS: Settings = {"dispatch.name": "ragged"}  # as plans are; fairseq's default has a capacity
+# as plans are; fairseq's own flags set a capacity unless none is said
+DROPLESS: Settings = {"dispatch.name": "ragged", "dispatch.capacity_factor": None}
 NEEDS = {"fairseq": "fairseq", "megatron": "megatron"}  # packages
 TIMEOUT = timedelta(seconds=120)  # of the group: one rank's run may fail
 

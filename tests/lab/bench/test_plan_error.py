@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from moe_plugin.config.flags import add_arguments, config_from_flags
+from moe_plugin.lab.bench.host_steps import DROPLESS
 from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.bench.studies.plan_error import model_of
+from moe_plugin.lab.bench.train.fairseq import _flags
 from moe_plugin.lab.bench.train.shapes import SHAPES
+from moe_plugin.lab.bench.train.sides import FIXED
 from moe_plugin.observe.history.predictions import PredictionRecord
 from moe_plugin.planner.prediction import Prediction
 
 pytestmark = pytest.mark.fast
 
 
-def row(layout: str, host: str, predicted: float, measured: float) -> dict:
-    made = Prediction(task=host, plan=layout, memory_bytes=1e6, parts={
+def row(layout: str, host: str, predicted: float, measured: float,
+        place: str = "one node") -> dict:
+    made = Prediction(task=host, plan=layout, memory_bytes=1e6, machine=place, parts={
         "products": [0.9 * predicted, predicted, 1.1 * predicted]})
     found = PredictionRecord(step=18, host=host, predicted=made, machine="one", steps=10,
                              seconds=measured, parts={"products": measured}, memory_bytes=2e6)
-    return {"place": "one node", "shape": "few", "layout": layout, **found.as_row()}
+    return {"place": place, "shape": "few", "layout": layout, **found.as_row()}
 
 
 def test_the_page_says_what_is_missed() -> None:
@@ -32,6 +39,24 @@ def test_the_page_says_what_is_missed() -> None:
     assert "| one node | fairseq | few | r=0 | 200 | 100 | 90 to 110 | -50% | -50% |" in page
     assert study.code.failures(found) == ["steps are off by 23.3% on average, more than 5%"]
     assert study.code.failures({"cells": found["cells"][2:]}) == []
+
+
+def test_pairs_are_of_one_network() -> None:
+    cells = [row("r=1", "fairseq", 0.1, 0.1), row("r=0", "fairseq", 0.3, 0.2),
+             row("r=1", "fairseq", 0.1, 0.3, "slow"), row("r=0", "fairseq", 0.2, 0.25, "slow")]
+    page = " ".join(STUDIES["plan-error"].page({"cells": cells}).split())
+    assert "Of two layouts on one network" in page and "in 1 of 2 pairs" in page
+
+
+@pytest.mark.parametrize("host", ["megatron", "fairseq"])
+def test_what_trains_is_dropless(host: str) -> None:
+    settings = {**FIXED["linear"], **DROPLESS}
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    config = config_from_flags({}, settings) if host == "megatron" else config_from_flags(
+        vars(parser.parse_args(_flags(settings))), {"dispatch.capacity_factor": 1.0})
+    assert config.dispatch.capacity_factor is None and config.dispatch.name == "ragged"
+    assert config.parallel.mode == "fixed" and config.comm.all_to_all == "linear"
 
 
 def test_the_model_is_the_one_that_trains() -> None:

@@ -202,12 +202,13 @@ def body(found: dict[str, Any]) -> list[str]:
         f"(`observe.prediction`; median of {MEASURED} steps after {SKIPPED}). No constant is "
         "fitted to a step.",
         f"**The step is off by {every:.1%} on average; the aim is {AIM:.0%}, which is "
-        f"{'reached' if every <= AIM else 'missed'}.** Of two layouts the faster one was predicted "
-        f"to be faster in {right} of {total} pairs, and in {apart} of {of_apart} whose steps "
-        f"differ by {history.APART:.0%} or more; the aim is {RIGHT:.0%}.",
+        f"{'reached' if every <= AIM else 'missed'}.** Of two layouts on one network and in one "
+        "host (other pairs say nothing of layouts) the faster one was predicted to be faster in "
+        f"{right} of {total} pairs, and in {apart} of {of_apart} whose steps differ by "
+        f"{history.APART:.0%} or more; the aim is {RIGHT:.0%}.",
         "Mean absolute errors, predicted over measured. A part that takes less than 2 % of a step "
         "is left out. *Exchange* is what a rank waits for others, *inside*: steps within the "
-        "predicted interval, *order*: of pairs that differ.",
+        "predicted interval, *order*: of pairs on one network that differ.",
         columns([_means(*group) for group in groups], {
             name: f"{{{name}}}" for name in ("cells", "number", *history.ROWS, "inside", "order")}),
         "Each cell; errors below 0: it took longer than predicted.",
