@@ -38,6 +38,10 @@ def test_the_page_says_what_is_missed() -> None:
     assert "in 0 of 1 pairs, and in 0 of 1 whose steps differ by 5% or more" in page
     assert "| fairseq | 2 | 35.0% | 35.0% | | | 50.0% | 0 of 2 | 0 of 1 |" in page
     assert "| one node | fairseq | few | r=0 | 200 | 100 | 90 to 110 | -50% | -50% |" in page
+    found["cells"][0]["measured"]["skew"] = 1.5
+    page = " ".join(study.page(found).split())
+    assert "| one node | fairseq | few | r=0 | 200 | 100 | 90 to 110 | | -50% | -50% |" in page
+    assert "90 to 110" in page and " 108 to 132 | 1.00, 1.50 | +20%" in page
     assert study.code.failures(found) == ["steps are off by 23.3% on average, more than 5%"]
     assert study.code.failures({"cells": found["cells"][2:]}) == []
 
