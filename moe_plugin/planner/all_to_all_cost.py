@@ -150,8 +150,9 @@ COSTS: dict[str, CostModel] = {
 }
 
 
-def distinct(cluster: Cluster, size: float = 1 << 20) -> tuple[str, ...]:
+def distinct(cluster: Cluster) -> tuple[str, ...]:
     """The algorithms that are something else than `linear` on a cluster, after `linear` itself."""
+    size = 2.0**20  # of any exchange
     base = linear_cost(cluster, size)
     return ("linear", *(name for name, cost in COSTS.items() if cost(cluster, size) != base))
 

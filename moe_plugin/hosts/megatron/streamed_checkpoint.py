@@ -15,7 +15,7 @@ from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.streamed import StreamedModel, StreamedOptimizer
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
+from moe_plugin.regular_files import check_input, write_whole
 
 META = "streamed.json"
 
@@ -33,9 +33,9 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
     """
     folder = files.folder(root, progress["iteration"])
     save_weights(model.trainer, folder, model.peers and model.peers.outer_state, finite=True)
-    files.write_text(os.path.join(folder, META), checksums.seal_json(
+    write_whole(Path(folder, META), checksums.seal_json(
         {**progress, "settings": dict(settings), "optimizer": optimizer.kind}))
-    files.write_text(os.path.join(root, files.LATEST), str(progress["iteration"]))
+    write_whole(Path(root, files.LATEST), str(progress["iteration"]))
     return folder
 
 

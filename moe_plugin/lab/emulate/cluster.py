@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -224,13 +223,6 @@ class EmulatedCluster:
     def stats(self) -> list[PortStats]:
         """Counters of every node's port since the start."""
         return [PortStats(*map(int, line.split())) for line in self._tell("stats").splitlines()[1:]]
-
-    def signal_node(self, ranks: Sequence[RankProcess], node: int,
-                    number: int = signal.SIGKILL) -> None:
-        """Send a signal to every rank of a node."""
-        for process in ranks:
-            if process.rank // self.ranks_per_node == node:
-                os.kill(process.pid, number)
 
     @property
     def switch_pid(self) -> int:

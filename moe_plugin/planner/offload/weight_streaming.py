@@ -368,15 +368,17 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
     return StreamPlan(model, ends, model.seconds(ends))
 
 
-def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0,
-                   most: int = 256) -> StreamPlan | None:
-    """The plan with the fewest micro-batches that hides all copies; None: none up to `most` does.
+MOST = 256  # micro-batches
+
+
+def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
+    """The plan with the fewest micro-batches that hides all copies; None: none up to `MOST` does.
 
     Found by doubling and halving: more micro-batches hide more, as long as their inputs fit.
     """
     low, high, best = 0, 1, None
     while best is None:
-        if high > most:
+        if high > MOST:
             return None
         best = _hiding(layers, high, limit, base)
         low, high = (low, high) if best else (high, 2 * high)
