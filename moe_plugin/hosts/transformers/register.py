@@ -125,7 +125,8 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
     """As `ALL_EXPERTS_FUNCTIONS` calls it: the experts that this module has, of this rank alone.
 
     Args:
-        hidden_states: [T, D]. top_k_index: [T, K]; num_experts: that of another rank.
+        hidden_states: [T, D].
+        top_k_index: [T, K]; num_experts: that of another rank.
         top_k_weights: [T, K].
     """
     kept, key = self.__dict__.get(KEPT), (settings, self)

@@ -32,8 +32,9 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     """Write weights, buffers and optimizer state to a folder; one that is there is replaced when
     the new one is complete.
 
-    beside: by number of a block, what else is saved with it, for `read_beside`. finite: write
-        nothing where a number is not finite.
+    Args:
+        beside: by number of a block, what else is saved with it, for `read_beside`.
+        finite: write nothing where a number is not finite.
     Raises:
         ValueError: it cannot be written, with the reason.
         FloatingPointError: see `finite`; it names block and tensor.

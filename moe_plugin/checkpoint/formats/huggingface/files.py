@@ -183,7 +183,8 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
     the format's description at github.com/huggingface/safetensors.
 
     Args:
-        names: of the source's "model" tensors. done: see `SealedWriter.write`.
+        names: of the source's "model" tensors.
+        done: see `SealedWriter.write`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start, order = 0, []
