@@ -32,7 +32,8 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
     Settings and everything else is the first one's, optimizer state is left out.
 
     Args:
-        inputs: checkpoints, with or without the number of a rank. output: name without it.
+        inputs: checkpoints, with or without the number of a rank.
+        output: name without it.
     Raises:
         ValueError: files are missing or damaged, or of other models or numbers of ranks.
     """

@@ -25,8 +25,8 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
     """Write a checkpoint and return its folder.
 
     Args:
-        settings: see `model_settings`. progress: at least "iteration" and "consumed_samples"; JSON
-            values.
+        settings: see `model_settings`.
+        progress: at least "iteration" and "consumed_samples"; JSON values.
     Raises:
         ValueError: it cannot be written; older ones are untouched.
         FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
@@ -44,7 +44,8 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
     """Load a checkpoint that `save` wrote; its progress, empty if it is absent, with a warning.
 
     Args:
-        optimizer: None: the model only evaluates. iteration: None: the newest one.
+        optimizer: None: the model only evaluates.
+        iteration: None: the newest one.
     Raises:
         ValueError: it is of another model, damaged, or no checkpoint of streamed weights; or there
             is none to evaluate.

@@ -43,12 +43,11 @@ class TrainingSteps:
         optimizer: of its parameters.
         loss_of: of a model and a batch, the routers' losses included; a scalar.
         clip: bound of the gradient norm over all ranks.
-        done: steps that were made before.
-        total: of the whole run, None: not known.
+        done: steps that were made before; total: of the whole run, None: not known.
         world: all data-parallel ranks; None: those of the default group.
         layers: MoE layers by the names that records have; None: all, by their places.
-        observe: where statistics of the layers go.
-        has_log: the loop writes a log of its own that the report reads.
+        observe: where statistics of the layers go; has_log: the loop writes a log of its own that
+            the report reads.
         twins: steps between checks that ranks compute alike (`TwinCheck`); 0: none.
         tokens_of: the tokens of all ranks in a step, for the line after the first; None: no line.
         features: more of them, such as `Activations` or `ReplicaSteps`.

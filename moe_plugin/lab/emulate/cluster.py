@@ -54,8 +54,9 @@ class EmulatedCluster:
     switch ends with its control socket, ranks end with their parent.
 
     Args:
-        rate_bit_s: of each node's link, in each direction. delay_s: of one direction. message_s:
-            extra time of a node's card per message.
+        rate_bit_s: of each node's link, in each direction.
+        delay_s: of one direction.
+        message_s: extra time of a node's card per message.
         mtu: of the links, bytes.
     Raises: ValueError: values out of bounds, or this machine cannot run it, with the reason.
     """

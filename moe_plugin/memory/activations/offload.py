@@ -164,7 +164,9 @@ class Activations(RunFeature):
     Attributes:
         ledger: bytes of activations on the device. Those of blocks that keep or recompute are known
             once `sizes` are, and scale with the block's input.
-        order: of copies. sizes: by block, as measured. tell: see `Probe`.
+        order: of copies.
+        sizes: by block, as measured.
+        tell: see `Probe`.
         in_flight: the most micro-batches that were between forward and backward at a time.
     """
 

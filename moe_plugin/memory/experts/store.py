@@ -160,7 +160,8 @@ class ExpertStore:
         local: L.
 
     Attributes:
-        counters: of this layer. cache: its slots.
+        counters: of this layer.
+        cache: its slots.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,

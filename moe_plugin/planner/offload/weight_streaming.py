@@ -38,7 +38,8 @@ class Layer:
 
     Attributes:
         backward_s: with computing forward again, as only inputs of layers are kept.
-        load_s: to bring its weights to the device; out_s: to bring its gradients from it.
+        load_s: to bring its weights to the device.
+        out_s: to bring its gradients from it.
         weight_bytes, gradient_bytes: on the device while its segment is there.
         kept_bytes: its input, kept from forward to backward; also what is sent where the model is
             split in front of it.
@@ -129,8 +130,10 @@ class Streamed:
     """Layers that stream through a device with g accumulated micro-batches.
 
     Args:
-        layers: in the order of forward, at most `MOST_LAYERS`. batches: g.
-        limit: bytes of the device; base: of these, what is there all the time.
+        layers: in the order of forward, at most `MOST_LAYERS`.
+        batches: g.
+        limit: bytes of the device.
+        base: of these, what is there all the time.
     Raises: ValueError: no layers, or too many; g out of bounds.
     """
 
@@ -305,7 +308,8 @@ class StreamPlan:
     """Cuts of a model.
 
     Attributes:
-        ends: of the segments. seconds: of a step of g micro-batches.
+        ends: of the segments.
+        seconds: of a step of g micro-batches.
     """
 
     model: Streamed
