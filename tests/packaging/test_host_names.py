@@ -29,6 +29,8 @@ ELSEWHERE = {
         "the format reads without Megatron, and takes its list of classes where it is installed",
     ("lab/bench/peers/transformers.py",
      "transformers.models.mixtral.modeling_mixtral.MixtralExperts"): "it is what is measured",
+    ("lab/bench/peers/transformers.py", "transformers.distributed.expert_parallel.AllToAllEP"):
+        "it is what is measured",
 }
 VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")
 
