@@ -80,8 +80,8 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
                 if optimizer is not None else None)
     check = prediction_check(observe, comm_of(), chunks, "megatron")
     return [FirstStepLine(), RUN, check, twins, replicas, records, votes,
-            RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
-            activations, drops, _errors(args, chunks)], recorder
+            RowsFit(chunks, comm_of(), MegatronStart, votes=votes), FiniteSteps(),
+            router_steps(chunks), activations, drops, _errors(args, chunks)], recorder
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
