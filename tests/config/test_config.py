@@ -242,7 +242,7 @@ def test_every_flag_reads_back_its_default() -> None:
         "model_dim"
     }
     given = {
-        spec.dest: ",".join(f"{k}={v}" for k, v in defaults[spec.path].items())
+        spec.dest: ",".join(f"{k}={v}" for k, v in defaults[spec.path].items()) or "none"
         if spec.kind is dict else str(defaults[spec.path])
         for spec in specs if spec.path in leaves
     }
