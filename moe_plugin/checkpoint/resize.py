@@ -71,7 +71,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     after = _positions("new", comm, world)
     for name, layer in layers.items():
         _check(name, layer, comm.size)
-    copies, changed = {} if copies is None else copies, {}
+    copies, changed = {} if copies is None else copies, dict[Tensor, nn.Parameter]()
     _check_states({name: copies.get(tensor, tensor) for name, tensor in
                    _experts_of(layers).items()}, optimizer, world)
     for name, layer in layers.items():
@@ -202,20 +202,20 @@ def _positions(name: str, comm: Comm, world: Comm) -> Positions:
 def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm, world: Comm,
             before: Positions, after: Positions, copies: MutableMapping[Tensor, Tensor]
             ) -> dict[Tensor, nn.Parameter]:
-    old, new, changed = layer.placement, _rebuilt(layer, comm), {}
+    old, new, changed = layer.placement, _rebuilt(layer, comm), dict[Tensor, nn.Parameter]()
     for name, parameter in list(layer.experts.named_parameters()):
         target = new.experts.get_parameter(name)
         layouts = [_layout(place, name, tensor, positions) for place, tensor, positions in (
             (old, parameter, before), (new.placement, target, after))]
         move = Resharding(world, *layouts)
         updated = copies.pop(parameter, parameter)
-        state = {key: move(value, value.dtype) if _moves(value, updated) else value
+        state = {key: _moved(move, value) if _moves(value, updated) else value
                  for key, value in _state(optimizer, updated).items()}
-        target.data = move(parameter.data, parameter.dtype)
+        target.data = _moved(move, parameter.data)
         target.requires_grad_(parameter.requires_grad)
         now: Tensor = target
         if updated is not parameter:
-            now = copies[target] = _like(updated, move(updated.data, updated.dtype))
+            now = copies[target] = _like(updated, _moved(move, updated.data))
         if optimizer is not None:
             _replace(optimizer, updated, now, state)
         changed[parameter] = target
@@ -223,6 +223,12 @@ def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm
         setattr(layer, name, getattr(new, name))
     layer.router, layer.experts = new.router, new.experts
     return changed
+
+
+def _moved(move: Resharding, value: Tensor) -> Tensor:
+    moved = move(value, value.dtype)
+    assert moved is not None  # every rank stores some of it
+    return moved
 
 
 def _like(old: Tensor, value: Tensor) -> Tensor:
@@ -274,7 +280,8 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
 def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor,
              state: Mapping[str, Any]) -> None:
     """Let the optimizer update `new` in the place of `old`."""
-    mark_expert(new)
+    if isinstance(new, nn.Parameter):
+        mark_expert(new)
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     if optimizer.state.pop(old, None) is not None:

@@ -31,8 +31,9 @@ _OFF = {
     "moe_lighthouse": "replicas would have experts on other ranks than this one",
     "overlap_moe_expert_parallel_comm": "its passes have the old experts",
     "delay_wgrad_compute": "its hooks have the old experts",
-    "enable_cuda_graph": "a graph has the old experts", "external_cuda_graph": "a graph has the old "
-    "experts", "async_save": "a checkpoint that is being written reads what changes",
+    "enable_cuda_graph": "a graph has the old experts",
+    "external_cuda_graph": "a graph has the old experts",
+    "async_save": "a checkpoint that is being written reads what changes",
 }
 
 

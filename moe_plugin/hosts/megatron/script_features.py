@@ -80,9 +80,9 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     replicas = (_replicas(args, chunks, optimizer, scheduler, taken)
                 if optimizer is not None else None)
     check = prediction_check(observe, comm_of(), chunks, "megatron")
-    return [steps_of(config, chunks, optimizer), FirstStepLine(), RUN, check, twins, replicas, records, votes,
-            RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
-            activations, drops, _errors(args, chunks)], recorder
+    return [steps_of(config, chunks, optimizer), FirstStepLine(), RUN, check, twins, replicas,
+            records, votes, RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(),
+            router_steps(chunks), activations, drops, _errors(args, chunks)], recorder
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,

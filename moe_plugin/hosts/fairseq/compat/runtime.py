@@ -151,7 +151,7 @@ def drop_fused_path_copies(layer: torch.nn.Module) -> None:
         delattr(layer, name)
 
 
-def fp32_copies(optimizer: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(parameter, fp32 copy) pairs of an fp16 optimizer; empty for others.
 
     fairseq <= 0.12.3 keeps the copies in a list under `--fp16-no-flatten-grads` and has the
