@@ -31,7 +31,7 @@ from moe_plugin.config import (
 from moe_plugin.config.flags import flag_specs
 from moe_plugin.lab.bench.studies import predicted
 from moe_plugin.lab.bench.study import read_numbers
-from moe_plugin.lab.bench.train.results import reports
+from moe_plugin.lab.bench.train.results import newest, reports
 from moe_plugin.records import Routing
 from moe_plugin.registry import KINDS
 from moe_plugin.routing.capacity import capacity
@@ -306,7 +306,7 @@ def table_of(name: str) -> list[list[str]]:
 @pytest.mark.parametrize(("host", "what"), [
     ("megatron", "whole training steps"), ("fairseq", "the same in fairseq")])
 def test_training_steps_of_readme_are_those_of_the_measurement(host: str, what: str) -> None:
-    every = reports(read_numbers(BENCHMARKS / "data" / "train.json"))
+    every = newest(reports(read_numbers(BENCHMARKS / "data" / "train.json")))
     found_reports = [one for one in every if one.host == host]
     said = [(float(low), float(high))
             for low, high in re.findall(r"([\d.]+) to ([\d.]+)", measured(what))]
@@ -343,6 +343,20 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     assert f"{float(auto[3]):.0f} ms" in measured("chosen while training")
     plan = max(float(row[7]) for row in table_of("plan") if row[0] in ("4x1", "2x2"))
     assert f"within {100 * (plan - 1):.0f} % in all 18 cells" in measured("planner")
+    with_plan, without = ([float(row[column].strip("%")) for row in table_of("routing")[1:]
+                           if row[2].startswith("`")] for column in (3, 1))
+    assert (f"{min(with_plan):.0f} to {max(with_plan):.0f} % of its rate; {min(without):.0f} to "
+            f"{max(without):.0f} % without") in measured("recorded routing")
+
+
+def test_quality_in_readme_is_that_of_the_measurements() -> None:
+    rows = [row for row in table_of("quality") if len(row) == 3]
+    text = [-float(row[2].split()[0]) for row in rows
+            if row[0] in ("fairseq", "megatron") and row[1] == "dense, equal active FLOPs"]
+    digits = next(-float(row[2].split()[0]) for row in rows
+                  if row[0] == "dense, equal active FLOPs")
+    assert measured("held-out loss").endswith(
+        f"{text[0]:.2f} and {text[1]:.2f} nats a byte lower; {digits:.1f} points worse")
 
 
 def test_readme_counts_what_is_registered() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.config import RunConfig
-from moe_plugin.config.flags import flag_specs
+from moe_plugin.config.flags import flag_texts
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
@@ -32,21 +32,23 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
-          ours: Mapping[str, Settings], others: bool) -> list[Side]:
+          ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
     """All models with equal weights; the process group must exist.
 
     Args:
         text: uint8 [N], what they train on.
         ours: settings of our layer by the side's name.
         others: the branch's layer and a dense one, too.
+        evaluate: steps are forward passes in evaluation.
     """
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
     experts = ["--moe-freq", "1", "--moe-expert-count", str(shape.experts),
-               "--moe-second-expert-policy", "all"]
+               "--moe-second-expert-policy", "all",
+               "--moe-eval-capacity-token-fraction", "0"]  # as in training
     experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
-    make = _Maker(shape, text, rank, ranks)
+    make = _Maker(shape, text, rank, ranks, evaluate)
     models = {(name, "ours"): make.model(shape.inner, [*experts, *_flags(settings)])
               for name, settings in ours.items()}
     if others:
@@ -59,16 +61,18 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 def _flags(settings: Settings) -> list[str]:
-    by_path = {spec.path: spec.flag for spec in flag_specs()}
-    # a dispatcher of its own takes the place of the branch's capacity
+    # a dispatcher of its own takes the place of the branch's, with its capacity, if none is given
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
-    return [word for path, value in {**settings, **own}.items()
-            for word in ([path] if path == FUSED_ADAM else [by_path[path], str(value)])]
+    found = [word for name, text in flag_texts({**own, **settings}).items()
+             for word in ("--" + name.replace("_", "-"), text)]
+    return [*found, FUSED_ADAM] if FUSED_ADAM in settings else found
 
 
 class _Maker:
-    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int) -> None:
+    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
+                 evaluate: bool) -> None:
         self.shape, self.text, self.rank, self.ranks = shape, text, rank, ranks
+        self.evaluate = evaluate
         self.sentences = shape.sentences(ranks)
 
     def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
@@ -109,12 +113,16 @@ class _Maker:
         from moe_plugin.hosts.fairseq.layers import moe_layers
 
         def step(number: int) -> float:
-            return made.train_step([self._sample(number)])["inner_loss"] * math.log(2)
+            sample = self._sample(number)
+            logged = made.valid_step(sample) if self.evaluate else made.train_step([sample])
+            return logged["inner_loss"] * math.log(2)
 
         found = moe_layers(made.get_model()) if kind == "ours" else []
         layers = [layer.moe_layer.moe for layer in found]
-        return Side(name, kind, step, [made.optimizer.optimizer], tuners_settled(layers),
-                    lambda: layout_of(layers))
+        tokens = self.sentences * self.shape.length
+        settled = (lambda: True) if self.evaluate else tuners_settled(layers)
+        return Side(name, kind, step, [made.optimizer.optimizer], settled,
+                    lambda: layout_of(layers, tokens))
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape
