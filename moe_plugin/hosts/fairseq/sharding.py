@@ -69,7 +69,9 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     Its `state_dict` and `load_state_dict` take and give whole tensors; both are collective.
 
     Args:
-        model: on its device. cfg: fairseq's settings. group: data-parallel ranks.
+        model: on its device.
+        cfg: fairseq's settings.
+        group: data-parallel ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh  # slow to import, and rarely needed
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -170,14 +172,18 @@ class _ShardedOptimizer:
         }
 
 
-def reduce_replicas(optimizer: Any, reducer: ReplicaReducer) -> None:
+def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
     """Let an optimizer of fairseq's complete the replicas' gradients when fairseq reduces the
     dense ones. In place.
+
+    reducer: the present one; None: there are no replicas.
     """
     reduce = optimizer.all_reduce_grads
 
     def all_reduce_grads(module: nn.Module) -> None:
-        reducer.finish()
+        present = reducer()
+        if present is not None:
+            present.finish()
         reduce(module)
 
     optimizer.all_reduce_grads = all_reduce_grads
