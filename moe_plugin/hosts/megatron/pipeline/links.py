@@ -72,9 +72,9 @@ class Links:
     """A stage's transfers in one step: activations to the next stage, gradients back.
 
     Args:
-        group: the stages, in order. backward_group: the same ranks, for gradients: NCCL runs the
-            transfers of a group one after another, so that both directions in one could wait for
-            each other without end.
+        group: the stages, in order.
+        backward_group: the same ranks, for gradients: NCCL runs the transfers of a group one after
+            another, so that both directions in one could wait for each other without end.
         received, sent: shapes of the activations from the stage before, and of the gradients of
             those sent to the next one, each in the order in which they come.
         dtype, device: of what travels.

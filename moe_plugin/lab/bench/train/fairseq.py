@@ -49,7 +49,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
                "--moe-eval-capacity-token-fraction", "0"]  # as in training
     experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
     make = _Maker(shape, text, rank, ranks, evaluate)
-    models = {(name, "ours"): make.model(shape.inner, [*experts, *_flags(settings)])
+    models = {(name, "ours"): make.model(shape.inner, [*experts, *flags_of(settings)])
               for name, settings in ours.items()}
     if others:
         models[NATIVE, "native"] = make.model(shape.inner, experts, _become_branch)
@@ -60,7 +60,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     return [make.side(name, kind, made) for (name, kind), made in models.items()]
 
 
-def _flags(settings: Settings) -> list[str]:
+def flags_of(settings: Settings) -> list[str]:
+    """The settings as words of fairseq's command line."""
     # a dispatcher of its own takes the place of the branch's, with its capacity, if none is given
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
     found = [word for name, text in flag_texts({**own, **settings}).items()
