@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
          "config row_counts run records output planner kernels comm routing dispatch experts "
          "memory tuning layer_state layer routed_experts pregate gradients checkpoint ensembles "
-         "observe resilience hosts lab cli").split()
+         "observe resilience run_features hosts lab cli").split()
 # Bottom to top inside `lab`, which nothing but the command imports.
 LAB = ("planning", "vision", "emulate", "bench", "audit")
 # Upward imports under `if TYPE_CHECKING`, with the reason.
