@@ -70,7 +70,8 @@ def test_the_doctor_has_a_row_for_each() -> None:
     assert set(rows) == set(ASKED)
     assert "vision" not in rows[REPLICAS]["state"]
     assert "vision: its epochs" in rows[REPLICAS]["what"]
-    assert rows["guard.twins"]["state"] == ", ".join(HOSTS) and not rows["guard.twins"]["what"]
+    assert rows["observe.jsonl"]["state"] == ", ".join(HOSTS)
+    assert not rows["observe.jsonl"]["what"]
 
 
 @pytest.mark.fast

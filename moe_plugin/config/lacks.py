@@ -29,14 +29,15 @@ _STAGES = Lack("it has no pipeline stages", "train with moe_plugin.hosts.megatro
 _ON_DEVICE = Lack("its steps take weights that are on the device",
                   "train with moe_plugin.hosts.plain.streamed.streamed_trainer")
 _IN_HOSTS = "use TrainingSteps in a training loop of your own, or a host, fairseq or Megatron"
+_SPREAD = Lack("its experts are spread over all ranks, of which no two compute the same", _IN_HOSTS)
 LACKS: Mapping[tuple[str, str], Lack] = {
     ("pipeline.schedule", "fairseq"): _STAGES,
     ("pipeline.schedule", "pytorch"): _STAGES,
     ("pipeline.schedule", "vision"): _STAGES,
     ("offload.weights", "pytorch"): _ON_DEVICE,
     ("offload.weights", "vision"): _ON_DEVICE,
-    ("guard.votes", "vision"): Lack(
-        "the loss in its log is that of each rank's own images, not of those voted on", _IN_HOSTS),
+    ("guard.twins", "vision"): _SPREAD,
+    ("guard.votes", "vision"): _SPREAD,
     (REPLICAS, "vision"): Lack(
         "its epochs are passes over all images, which replicas do not share out", _IN_HOSTS),
 }

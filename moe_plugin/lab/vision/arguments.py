@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.config import ObserveConfig, run_config
+from moe_plugin.config import ObserveConfig, RunConfig, run_config
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.config.lacks import HOSTS, refuse_lacking
 from moe_plugin.config.options import MOST_SECONDS, check
@@ -88,16 +88,21 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
          " as they are", "leave it out")))
 
 
-def refuse_lacking_here(given: Mapping[str, Any]) -> None:
-    """`ValueError` for a setting by dotted path that this training cannot follow, or that has an
-    argument of its own: it names the setting and the remedy.
+def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
+    """The settings of the run, by dotted path, whose records go to `stats`.
+
+    Raises:
+        ValueError: this training cannot follow one, or has an argument of its own for it; the
+            message names the setting and the remedy.
     """
-    settings, own = run_config(given), ObserveConfig()
-    refuse_lacking(settings, "vision")
     for name, remedy in (("jsonl", "read stats.jsonl in --out"), ("interval", "use --log-every")):
-        if (value := getattr(settings.observe, name)) != getattr(own, name):
+        default = getattr(ObserveConfig(), name)
+        if (value := given.get(f"observe.{name}", default)) != default:
             raise ValueError(f"observe.{name}={short(value)} does not fit {HOSTS['vision']}: leave "
                              f"it out, or {remedy}")
+    settings = run_config({**given, "observe.jsonl": str(stats)})
+    refuse_lacking(settings, "vision")
+    return settings
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.save_load import Leave
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
-from moe_plugin.config import RunConfig, of_layer, run_config
+from moe_plugin.config import RunConfig, of_layer
 from moe_plugin.config.flags import file_settings, settings_from_flags
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
 from moe_plugin.hosts.plain.run import TrainingSteps
@@ -39,7 +39,7 @@ from moe_plugin.lab.vision.arguments import (
     check_arguments,
     ensemble_of,
     parser,
-    refuse_lacking_here,
+    run_settings_of,
     smoothing_of,
 )
 from moe_plugin.lab.vision.data import Images, ImageSet, Masks, write_example
@@ -71,7 +71,7 @@ class Trainer:
         self.args, self.epoch, self.accuracy = args, 0, math.nan
         flags = vars(args)
         given = {**file_settings(flags), **settings_from_flags(flags)}
-        refuse_lacking_here(given)
+        settings = run_settings_of(given, args.out / "stats.jsonl")
         check_arguments(args, given)
         in_file = given.pop("num_experts", None)
         self.task = VisionTask(ensemble_of(args), smoothing_of(args), args.task == "segment")
@@ -101,7 +101,7 @@ class Trainer:
         self.blocks = list(blocks_in(self.model))
         self.loss = torch.zeros(())  # of the images of the last step
         self.steps = TrainingSteps(
-            self.wrapped, self.optimizer, self.loss_of, self._settings(run_config(given)),
+            self.wrapped, self.optimizer, self.loss_of, self._settings(settings),
             clip=args.clip, world=self.comm, has_log=True,
             layers={name: block.moe for name, block in self.blocks},
             blocks=[m for m in self.model.modules() if type(m).__name__.endswith(BLOCK)])
@@ -111,9 +111,8 @@ class Trainer:
         args, observe = self.args, settings.observe
         if args.evaluate:
             return RunConfig()
-        stats = None if args.dense else str(args.out / "stats.jsonl")
         return dataclasses.replace(settings, observe=dataclasses.replace(
-            observe, interval=args.log_every, jsonl=stats))
+            observe, interval=args.log_every, jsonl=None if args.dense else observe.jsonl))
 
     @property
     def step(self) -> int:
