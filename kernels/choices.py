@@ -7,7 +7,6 @@ from torch import Tensor
 
 from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.registry import op
-from moe_plugin.records import Routing
 
 
 def stable_order(key_N: Tensor, below: int) -> Tensor:
@@ -61,15 +60,6 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
     bin_N = bin_TK.reshape(-1)
     load_KB = load_KB.view(-1).index_add_(0, bin_N, torch.ones_like(bin_N)).view_as(load_KB)
     return load_KB[:, :experts]
-
-
-def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
-    """(load_KE int64 [K, E], None: not counted; whether ids_TK is known to hold no -1)."""
-    counted = routing.counted
-    # a routing that was made of another one has other choices
-    if counted is None or counted.ids_TK is not routing.ids_TK:
-        return None, False
-    return counted.load_KE, counted.complete
 
 
 @op

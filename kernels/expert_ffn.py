@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.expert_rows import DeviceCounts, RowCounts, RowPlan
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.rounded import RoundedWeights
@@ -26,9 +27,7 @@ from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
 from moe_plugin.kernels.weight_grads import GradSums, LaterGrads
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import RowPlan
 from moe_plugin.registry import Registry
-from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 OPERANDS = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
 

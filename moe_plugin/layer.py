@@ -8,24 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm import Comm, default_comm
+from moe_plugin.comm import Comm
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
-from moe_plugin.config.named import layer_config, refuse_beside, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import LatentProjection, OverlappedWork, SharedExpert, add_residual
 from moe_plugin.experts.ddp_check import DDPCheck
+from moe_plugin.layer_parts import given_parts
 from moe_plugin.layer_state import LayerState
 from moe_plugin.memory.experts.build import build_experts
-from moe_plugin.messages import short
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
-from moe_plugin.tuning.layouts import LayerLayout
+from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
 
 
@@ -48,11 +46,6 @@ class MoELayer(LayerState):
     Raises:
         ValueError: config, group and names do not fit together; it names value, bound, remedy.
             Settings or versions differ between ranks; it names them on every rank.
-
-    Attributes:
-        given, config: the settings as passed, and with what they leave open decided.
-        has_own_router: whether `router` was passed.
-        link: see `LayerState`, which has what happens to a layer between its calls.
     """
 
     def __init__(self, config: MoEConfig | int, comm: Comm | None = None, *,
@@ -61,32 +54,23 @@ class MoELayer(LayerState):
                  experts: Callable[[int], nn.Module] | Mapping[str, Any] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None, **settings: Any) -> None:
         super().__init__()
-        _check_given(comm, router, experts)
-        config = layer_config(config, settings, router=router, experts=experts)
-        refuse_timeout(comm, settings)
-        router = router if isinstance(router, nn.Module) else None
-        experts = experts if callable(experts) else None
-        self.comm = comm if comm is not None else default_comm(config.comm.timeout_s)
-        self.given, self.has_own_router = config, router is not None
-        refuse_beside(config, router=router is not None, experts=experts is not None)
+        own = given_parts(config, comm, router, experts, settings)
+        self.given, self.comm, self.has_own_router = own.config, own.comm, own.router is not None
         where = {"dtype": dtype, "device": device}
-        config, place, sharing = place_experts(config, self.comm, router, experts,
-                                               training=host.training, agreed=host.agreed,
-                                               **where)
+        config, place, sharing = place_experts(own.config, self.comm, own.router, own.experts,
+                                               host=host, **where)
         self.config, self.placement = config, place
         self.tokens = TokenEntry(config.model_dim, sharing)
-        self.router = layer_router(config, place.comm, router, host.when_split(sharing), **where)
-        self.experts = build_experts(config, place, host, experts, **where)
+        self.router = layer_router(config, place.comm, own.router, host.when_split(sharing),
+                                   **where)
+        self.experts = build_experts(config, place, host, own.experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
-        self.capacity = CapacityLimit(config, self.layouts.load_comm,
-                                      self.layouts.available.traits.fixed_slots,
+        self.capacity = CapacityLimit(config, self.layouts.load_comm, self.layouts.fixed_slots,
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
         self.ddp_check = DDPCheck(self.comm.size)
         self.follow_from_now_on()
-        if (unlinked := Unlinked.of(config)) is not None:
-            self.route = unlinked  # type: ignore[method-assign, assignment]
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
@@ -117,16 +101,10 @@ class MoELayer(LayerState):
         kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
                 else self.capacity(routing, self.training))
         layout = self.layouts.select(kept, choice, self.training)
-        alongside = None
-        if self.shared_expert is not None or overlapped is not None:
-            alongside = OverlappedWork(self.shared_expert, tokens, overlapped)
+        alongside = (None if self.shared_expert is None and overlapped is None
+                     else OverlappedWork(self.shared_expert, tokens, overlapped))
         x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)
-        if torch.compiler.is_compiling() and not layout.compiles:
-            from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
-
-            y_TD, rows = uncompiled(through_experts, self.experts, layout, x_TD, kept, alongside)
-        else:
-            y_TD, rows = through_experts(self.experts, layout, x_TD, kept, alongside)
+        y_TD, rows = through_experts(self.experts, layout, x_TD, kept, alongside)
         if self.latent is not None:
             y_TD = self.latent.leave(y_TD, tokens)
         if alongside is not None or routing.passthrough_T is not None:
@@ -139,45 +117,3 @@ class MoELayer(LayerState):
         """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
-
-    @property
-    def model_dim(self) -> int:
-        """D."""
-        return self.config.model_dim
-
-    def extra_repr(self) -> str:
-        """One line of sizes, for `print(model)`."""
-        c, place = self.config, self.placement
-        return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
-                f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
-                f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
-
-
-def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
-                    alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-    """(tokens' results [T, D], rows that this rank's experts computed). alongside: done while rows
-    are on their way.
-    """
-    dispatcher = layout.dispatcher
-    plan = dispatcher.plan(kept)
-    sent = layout.dispatch(x_TD, plan, experts)
-    if alongside is not None:
-        alongside()
-    for rows in sent:
-        sent.put_back(experts(rows))
-    return dispatcher.combine(sent, plan), plan.rows
-
-
-def _check_given(comm: Any, router: Any, experts: Any) -> None:
-    """What is of none of the types that these arguments take would be left out silently."""
-    if comm is not None and not isinstance(comm, Comm):
-        raise ValueError(f"comm={short(comm)} is a {type(comm).__name__}; must be a Comm, such as "
-                         "TorchComm(group); give the number of experts as num_experts=...")
-    if not isinstance(router, nn.Module | str | Mapping | None):
-        raise ValueError(f"router={short(router)} is a {type(router).__name__}; must be a name, a "
-                         "dict of settings or a built module; register a class of yours with "
-                         "moe_plugin.routing.routers.register(name)")
-    if experts is not None and not callable(experts) and not isinstance(experts, Mapping):
-        raise ValueError(f"experts={short(experts)} is a {type(experts).__name__}; must be a dict "
-                         "of settings or a function of the expert's global index that returns a "
-                         "module, e.g. lambda index: modules[index]")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from moe_plugin.comm import Comm
+from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import distributed_state, is_expert
 from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.weight_grads import LaterGrads
+from moe_plugin.records import Placement, Routing
 from moe_plugin.routing import HasFinishStep
 from moe_plugin.routing.contract import FLOAT32, float32_state
+from moe_plugin.routing.registry import Unlinked
 from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.tuning.layout_selector import LayoutSelector
 
@@ -20,22 +25,36 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
     """Base of `MoELayer`: it is saved, loaded, copied, moved; its steps end, its recordings go.
 
     Attributes:
-        tokens, experts, layouts: see `MoELayer`.
+        given, config: the settings as passed, and with what they leave open decided.
+        comm, placement: the expert-parallel group, and where experts are.
+        tokens, experts, layouts: parts of the path.
+        has_own_router: whether the router was passed.
+        route: the experts of each token; what stands in its place without `pregate.link` raises.
         link: see `moe_plugin.pregate`; None: the layer knows no neighbours.
         reordered: how often experts changed places (`checkpoint.resize.reorder_experts`).
     """
 
+    given: MoEConfig
+    config: MoEConfig
+    comm: Comm
+    placement: Placement
+    has_own_router: bool
     tokens: TokenEntry
     experts: nn.Module
     layouts: LayoutSelector
+    route: Callable[..., Routing]
     link: Any = None
     reordered: int = 0
 
     def follow_from_now_on(self) -> None:
-        """Take notice of new parameters; called once, at the end of building."""
+        """Take notice of new parameters, and wait for `moe_plugin.pregate.link` where settings ask
+        for it; called once, at the end of building.
+        """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         distributed_state.hook(self)
         self.follow_parameters()
+        if (unlinked := Unlinked.of(self.config)) is not None:
+            self.route = unlinked
 
     def follow_parameters(self) -> None:
         """Parameters may be new: copies, those that left the meta device, assigned ones, and those
@@ -43,6 +62,18 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
         """
         mark_experts(self.experts)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
+
+    @property
+    def model_dim(self) -> int:
+        """D."""
+        return self.config.model_dim
+
+    def extra_repr(self) -> str:
+        """One line of sizes, for `print(model)`."""
+        c, place = self.config, self.placement
+        return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
+                f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
+                f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerState:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -11,17 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.row_counts import RowCounts, RowPlan
-
-if TYPE_CHECKING:
-    from moe_plugin.comm.base import Comm
-    from moe_plugin.comm.exchange import Exchange
-    from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.exchange import Exchange
+from moe_plugin.expert_rows import ExpertRows, RowCounts, RowPlan  # noqa: F401  (records, too)
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Routing:
         router: of several routers the name of the one that decided; None: there is one.
         chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
             None: it took none.
-        counted: the load of the choices, for `kernels.choices.known_load`; None: not counted.
+        counted: the load of the choices, for `dispatch.rows.known_load`; None: not counted.
         sizes: what a dispatcher began to agree on with other ranks when the choices were known, one
             block early; None: nothing. See `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
@@ -266,27 +263,6 @@ class Placement:
                 f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a "
                 f"multiple or a divisor of {size}; use {max(1, self.experts // size) * size} "
                 "experts or another expert-parallel size")
-
-
-@dataclass(frozen=True)
-class ExpertRows:
-    """Work for this rank's experts.
-
-    Attributes:
-        x: [R, D] rows, expert after expert, or, with a `RowPlan`, [T, D] tokens.
-        rows: rows by expert; or a `RowPlan`: the result then is [T, D], each token's rows weighted
-            and summed.
-        parameters: to compute with, e.g. gathered ones; None: those that the experts store.
-        strategy: how to compute; None: as configured.
-        started: experts outside the device call it when all that they need is there, before they
-            compute: what comes next can be fetched meanwhile.
-    """
-
-    x: Tensor
-    rows: RowCounts | RowPlan
-    parameters: FFNParameters | None = None
-    strategy: Strategy | None = None
-    started: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from moe_plugin.config.options import check
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import Experts
-from moe_plugin.layer import through_experts
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.tuning.layout_selector import LayoutSelector
+from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
 
 # read by the parts of a layer that are not on this path
@@ -69,10 +69,11 @@ class RoutedExperts:
                  agreed: Mapping[str, Any] = MappingProxyType({})) -> None:
         check_routed(config, comm.size)
         # on the meta device, because the experts have their memory already
-        config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", agreed=agreed)
+        host = HostContext(agreed=agreed)
+        config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", host=host)
         self.config, self.placement = config, place
         self.experts = experts(config, place)
-        self.layouts = LayoutSelector(config, place, self.experts, HostContext(agreed=agreed))
+        self.layouts = LayoutSelector(config, place, self.experts, host)
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
@@ -97,9 +98,4 @@ class RoutedExperts:
         layout = self.layouts.select(kept, self.layouts.current if again else None, training)
         if tuner is not None and not traced:
             tuner.pop_decisions()  # which logs them
-        if traced and not layout.compiles:
-            from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
-
-            y_TD: Tensor = uncompiled(through_experts, self.experts, layout, x_TD, kept)[0]
-            return y_TD
         return through_experts(self.experts, layout, x_TD, kept)[0]

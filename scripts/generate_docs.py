@@ -23,7 +23,6 @@ import yaml
 from draw_layouts import PICTURES
 
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
-from moe_plugin.checkpoint.formats.huggingface.families import __name__ as FAMILIES_IN
 from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
 from moe_plugin.cli.doctor.registries import import_everything
 from moe_plugin.config import MoEConfig, RunConfig, to_dict
@@ -209,9 +208,9 @@ def families_page() -> str:
     """The end of docs/huggingface.md: the families of models, and what becomes of them."""
     blocks = {name: (family.block, family) for name, family in FAMILIES.items() if family.block}
     dense = ", ".join(f"`{name}`" for name in FAMILIES if name not in blocks)
-    rows = [f"| {_title_of(name)} `{name}` | {_routing_of(block)} | {_experts_of(block)} | "
+    rows = [f"| {family.title} `{name}` | {_routing_of(block)} | {_experts_of(block)} | "
             f"{_becomes(family)} |" for name, (block, family) in blocks.items()]
-    return _with_end("huggingface.md", "checkpoint/formats/huggingface/families", [
+    return _with_end("huggingface.md", "checkpoint/formats/huggingface/families.py", [
         "## Families", "", _prose(
             f"{len(blocks)} families with experts, by `model_type`; one test goes over all rows. "
             "The MoE blocks of each become our layers and come back. Whole models become other "
@@ -220,14 +219,8 @@ def families_page() -> str:
             "chosen; *groups (2)*: by their two best scores. A setting in place of a number is the "
             "model's."),
         "", "| family | routing | experts | whole models |", "|---|---|---|---|", *rows, "", _prose(
-            f"Dense, for upcycling: {dense}. A family is a file of 10 to 30 lines in "
-            "`moe_plugin/checkpoint/formats/huggingface/families`.")])
-
-
-def _title_of(name: str) -> str:
-    """The first line of its file, without its period."""
-    doc = sys.modules[f"{FAMILIES_IN}.{name}"].__doc__ or ""
-    return doc.strip().split("\n")[0].rstrip(".")
+            f"Dense, for upcycling: {dense}. A family is an entry of 3 to 12 lines in "
+            "`moe_plugin/checkpoint/formats/huggingface/families.py`.")])
 
 
 def _routing_of(block: Block) -> str:

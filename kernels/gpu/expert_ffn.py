@@ -19,6 +19,7 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.expert_rows import DeviceCounts, RowCounts, RowPlan
 from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
@@ -38,8 +39,6 @@ from moe_plugin.kernels.row_weight_grads import RowWeightGrads
 from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
 from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads
-from moe_plugin.records import RowPlan
-from moe_plugin.row_counts import DeviceCounts, RowCounts
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import trees
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
+from moe_plugin.comm.base import NATIVE, Collectives, Comm, FindNetwork, collective_kinds
 from moe_plugin.comm.exchange import FunctionExchange
 from moe_plugin.comm.handles import start
 from moe_plugin.comm.trees import Trees, predicted_s
@@ -36,7 +35,7 @@ class _Planned:
     by_network: dict[str, Trees] = field(default_factory=dict)
 
 
-@kinds.register("forest")
+@collective_kinds.register("forest")
 @dataclass(frozen=True)
 class Forest(Collectives):
     """Along throughput-optimal trees, planned for the network of the group (ForestColl).

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
+from moe_plugin.comm.base import COLLECTIVES, Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.comm.graph_ops import COLLECTIVES, collective
+from moe_plugin.comm.graph_ops import collective
 
 
 class _AllToAll(torch.autograd.Function):

@@ -13,13 +13,13 @@ is not needed is not in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
+from moe_plugin.comm.base import COLLECTIVES, Comm
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.comm.group import key_of, owner_of
 
@@ -73,20 +73,6 @@ def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
-
-
-# collectives by name: what runs, and the number of rows that come out of n rows on W ranks
-COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, int], int]]] = {
-    "all_to_all": (lambda comm, x: comm.all_to_all(x), lambda n, size: n),
-    "all_gather": (lambda comm, x: comm.collectives.all_gather(comm, x),
-                   lambda n, size: n * size),
-    "reduce_scatter": (lambda comm, x: comm.collectives.reduce_scatter(comm, x),
-                       lambda n, size: n // size),
-    "all_reduce": (lambda comm, x: comm.collectives.all_reduce(comm, x), lambda n, size: n),
-    "all_max": (lambda comm, x: comm.all_reduce(x, "max"), lambda n, size: n),
-    "own_part": (lambda comm, x: x.chunk(comm.size)[comm.rank].clone(),
-                 lambda n, size: n // size),
-}
 
 
 @torch.library.custom_op("moe_plugin::collective", mutates_args=())

@@ -8,7 +8,7 @@ in its plan.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,16 +17,10 @@ from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch.rows_limit import RowsLimit
+from moe_plugin.expert_rows import Sent
 from moe_plugin.kernels import slot_index
 from moe_plugin.planner.spill import Counts, SpillPlan
-from moe_plugin.records import (
-    DispatchPlan,
-    ExpertRows,
-    KeptRouting,
-    Overlap,
-    Placement,
-    Routing,
-)
+from moe_plugin.records import DispatchPlan, KeptRouting, Overlap, Placement, Routing
 from moe_plugin.registry import Registry
 
 SpillPlanner = Callable[[Counts], SpillPlan | None]  # rows by source rank and expert to a plan
@@ -87,33 +81,6 @@ class DispatchContext:
     configured: DispatchTraits = DispatchTraits()
     counts_on_device: bool = False
     weights_first: bool = False
-
-
-class Sent:
-    """The rows of one call: on their way to their experts, and back.
-
-    Iterating gives work for this rank's experts, piece by piece, each when it has arrived. The
-    results of a piece are put back before the next one is taken.
-
-    Args:
-        arriving: see above. anchor: as given to `Dispatcher.dispatch`.
-
-    Attributes:
-        results: of the pieces that were put back, in order, or what stands for them on their way.
-    """
-
-    def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
-        self.arriving, self.anchor = arriving, anchor
-        self.results: list[Tensor] = []
-
-    def __iter__(self) -> Iterator[ExpertRows]:
-        return iter(self.arriving)
-
-    def put_back(self, result: Tensor) -> None:
-        """Results [R, D] of the piece that was taken last, which may start to travel now; of a
-        `RowPlan`'s tokens [T, D].
-        """
-        self.results.append(result)
 
 
 class Dispatcher(ABC):

@@ -29,16 +29,19 @@ from moe_plugin.dispatch.base import (
     dispatchers,
     fixed_slots,
 )
-from moe_plugin.kernels.choices import (
-    expert_load,
-    known_load,
-    slot_sources,
-    sorted_choices,
-    stable_order,
-)
+from moe_plugin.expert_rows import DeviceCounts, RowCounts
+from moe_plugin.kernels.choices import expert_load, slot_sources, sorted_choices, stable_order
 from moe_plugin.machine import exporting
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, Routing, RowPlan
-from moe_plugin.row_counts import DeviceCounts, RowCounts
+
+
+def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
+    """(load_KE int64 [K, E], None: not counted; whether ids_TK is known to hold no -1)."""
+    counted = routing.counted
+    # a routing that was made of another one has other choices
+    if counted is None or counted.ids_TK is not routing.ids_TK:
+        return None, False
+    return counted.load_KE, counted.complete
 
 
 def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,

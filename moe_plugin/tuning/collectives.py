@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.collectives import NATIVE, Collectives, FindNetwork, kinds
+from moe_plugin.comm.base import NATIVE, Collectives, Comm, FindNetwork, collective_kinds
 from moe_plugin.comm.forest import Forest
 from moe_plugin.config import CommConfig
 from moe_plugin.messages import short
@@ -39,7 +38,7 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
     measures: whether `auto` may measure; else it predicts, also without a cluster file.
     Raises: ValueError: a network file that cannot be read or does not fit the group.
     """
-    kind = kinds.get(config.collectives)
+    kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:
         return comm
     known = comm.state.get(Calibration).cluster
@@ -56,7 +55,7 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
     See `with_collectives`; where these are native, nothing is sent.
     """
-    if kinds.get(config.collectives) is not Collectives:
+    if collective_kinds.get(config.collectives) is not Collectives:
         comm.prepare()
         if config.cluster:
             comm.state.get(Calibration).cluster = load_cluster(config.cluster)
@@ -122,7 +121,7 @@ def _cluster(comm: Comm) -> Cluster:
     return default_cluster(comm, comm.device).resized(len(nodes), max(map(len, nodes)))
 
 
-@kinds.register("auto")
+@collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
     """The faster of native and forest for each collective and size, predicted or measured.

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.comm import Comm, LocalComm
+from moe_plugin.comm import LocalComm
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.rows import known_load
 from moe_plugin.experts import Experts
-from moe_plugin.kernels.choices import expert_load, known_load
+from moe_plugin.kernels.choices import expert_load
 from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
@@ -36,6 +37,8 @@ class LayoutSelector:
     Attributes:
         prefill: cuts the calls of evaluation by their load; None: nothing does.
         available: what may be selected. fixed: the configured layout.
+        fixed_slots: whether slots are made, empty ones too, which need a capacity.
+        load_comm: the ranks whose loads differ: those that must agree on a capacity.
         tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
     """
 
@@ -45,9 +48,11 @@ class LayoutSelector:
         self.available = Layouts(config, place, experts)
         self.fixed = self.available.at(self.available.fixed)
         self.tuner = self._make_tuner(host)
+        traits = self.available.traits
+        self.fixed_slots, self.load_comm = traits.fixed_slots, place.comm
         self._copies = place.replicas.size if place.replicas is not None else 1
-        if self.available.traits.shares_tokens:
-            self._copies = place.comm.size
+        if traits.shares_tokens:
+            self.load_comm, self._copies = LocalComm(), place.comm.size
         self.prefill = None
         if config.parallel.prefill and experts.anchor is not None:
             self.prefill = PrefillPieces(config, self.available, experts.anchor)
@@ -95,11 +100,6 @@ class LayoutSelector:
     def current(self) -> LayoutChoice:
         """The layout of the latest call that was not given one, or of the next if there is none."""
         return self.available.fixed if self.tuner is None else self.tuner.current
-
-    @property
-    def load_comm(self) -> Comm:
-        """The ranks whose loads differ: those that must agree on a capacity."""
-        return LocalComm() if self.available.traits.shares_tokens else self.place.comm
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
               traffic: TrafficMeter | None) -> LayerStats:

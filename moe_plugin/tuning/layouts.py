@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, algorithms
@@ -29,7 +30,7 @@ from moe_plugin.dispatch.rows import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
-from moe_plugin.experts import Experts, FFNParameters, Strategy, strategies
+from moe_plugin.experts import Experts, FFNParameters, OverlappedWork, Strategy, strategies
 from moe_plugin.experts.borrowed import BorrowingDispatcher
 from moe_plugin.experts.ffn import gather_parameters
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
@@ -38,12 +39,7 @@ from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import (
-    DispatchPlan,
-    ExpertRows,
-    Overlap,
-    Placement,
-)
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap, Placement
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
@@ -178,6 +174,30 @@ def _computed_with(work: ExpertRows, parameters: FFNParameters | None,
     """The same rows; borrowed experts come with parameters of their own."""
     own = parameters if work.parameters is None else work.parameters
     return ExpertRows(work.x, work.rows, own, strategy, work.started)
+
+
+def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
+                    alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
+    """Plan, dispatch, experts, combine; outside of a graph of `torch.compile` that cannot hold it.
+
+    Args:
+        experts: of the layer, or what stands in their place.
+        alongside: done while rows are on their way.
+    Returns: (tokens' results [T, D], rows that this rank's experts computed).
+    """
+    if torch.compiler.is_compiling() and not layout.compiles:
+        from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
+
+        y_TD, computed = uncompiled(through_experts, experts, layout, x_TD, kept, alongside)
+        return y_TD, computed
+    dispatcher = layout.dispatcher
+    plan = dispatcher.plan(kept)
+    sent = layout.dispatch(x_TD, plan, experts)
+    if alongside is not None:
+        alongside()
+    for rows in sent:
+        sent.put_back(experts(rows))
+    return dispatcher.combine(sent, plan), plan.rows
 
 
 class Layouts:

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.experts.custom import check_memory
 from moe_plugin.planner.shared_token_schedules import ParmShape, choose_schedule
-from moe_plugin.records import Placement
+from moe_plugin.records import HostContext, Placement
 from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.default_hardware import default_cluster
 from moe_plugin.tuning.prepare_group import (
@@ -75,20 +74,18 @@ def _digest(name: str | None) -> str | None:
 def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None,
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
-                  training: bool = True, agreed: Mapping[str, Any] = MappingProxyType({})
-                  ) -> tuple[MoEConfig, Placement, Comm | None]:
+                  host: HostContext = HostContext()) -> tuple[MoEConfig, Placement, Comm | None]:
     """(settings, placement, ranks that share tokens) of a layer. Collective.
 
     The third value is None where no tokens are shared before routing, see `with_schedule`. All
     ranks' settings are compared first (`agree_on_settings`); last, that the weights fit the memory.
 
     Args:
-        router, experts, dtype, device: of the layer, see `MoELayer`. training: it may train.
-        agreed: see `HostContext`.
+        router, experts, dtype, device, host: of the layer, see `MoELayer`.
     Raises:
         ValueError: settings, ranks, group and memory do not fit together.
     """
-    agree_on_settings(config, comm, agreed, dtype=dtype or torch.get_default_dtype(),
+    agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
     config.prepare()
     exchange = prepare(comm, config.comm, may_measure(config))
@@ -96,7 +93,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     place = Placement(comm, config.num_experts, exchange, configured_shards=config.parallel.shards)
     place.check()
     config, place, sharing = with_schedule(config, place)
-    check_settings(config.dispatch, training)
+    check_settings(config.dispatch, host.training)
     check_memory(config, place, experts, dtype, device)
     return resolve_open_settings(config, comm), place, sharing
 

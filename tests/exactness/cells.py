@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_plugin.comm import algorithms
-from moe_plugin.comm.collectives import kinds as collectives
+from moe_plugin.comm.base import collective_kinds as collectives
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.base import DispatchTraits

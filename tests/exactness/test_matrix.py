@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_plugin.comm import Topology, algorithms, run_simulated
-from moe_plugin.comm.collectives import kinds as collectives
+from moe_plugin.comm.base import collective_kinds as collectives
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import expert_kinds, strategies
 from tests.combinations import Cell, all_pairs, every_value, name_of

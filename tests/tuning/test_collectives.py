@@ -13,7 +13,7 @@ import yaml
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, run_simulated
-from moe_plugin.comm.collectives import NATIVE, Collectives
+from moe_plugin.comm.base import NATIVE, Collectives
 from moe_plugin.comm.forest import Forest, plan_few
 from moe_plugin.config import CommConfig, from_dict
 from moe_plugin.gradients.sync import reduce_experts

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm import Comm, TorchComm
+from moe_plugin.comm.base import Collectives
 from moe_plugin.comm.chunks import ring_reduce_scatter
-from moe_plugin.comm.collectives import Collectives
 from moe_plugin.comm.forest import Forest
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.forest.network import Network, shortest_paths

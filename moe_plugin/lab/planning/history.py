@@ -37,20 +37,24 @@ def mean_errors(records: Iterable[PredictionRecord]) -> dict[str, dict[str, floa
 
 def pairs(records: Sequence[PredictionRecord], apart: float = 0.0) -> tuple[int, int]:
     """(pairs whose faster one was predicted to be faster, all pairs) of different plans for one
-    task on one machine.
+    task, predicted with the constants of one network and run on one machine.
 
     apart: pairs count whose measured steps differ by at least such a part of the shorter one.
     """
     right = total = 0
     for one, other in combinations(records, 2):
-        alike = one.predicted.task == other.predicted.task and one.machine == other.machine
-        if not alike or one.predicted.plan == other.predicted.plan:
+        if _place(one) != _place(other) or one.predicted.plan == other.predicted.plan:
             continue
         fast, slow = sorted((one, other), key=lambda record: record.seconds)
         if slow.seconds >= (1 + apart) * fast.seconds:
             total += 1
             right += fast.predicted.seconds.middle < slow.predicted.seconds.middle
     return right, total
+
+
+def _place(record: PredictionRecord) -> tuple[str, str, str]:
+    """What two runs whose plans are compared have in common."""
+    return record.predicted.task, record.predicted.machine, record.machine
 
 
 def as_dict(found: Places) -> dict[str, Any]:

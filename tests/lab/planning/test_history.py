@@ -48,6 +48,10 @@ def test_pairs_are_of_one_task_and_machine() -> None:
     assert pairs(runs, 0.05) == (0, 2)
     alone = [record("a", 1.0, 1.0), record("b", 2.0, 3.0, machine="two"), record("a", 1.0, 2.0)]
     assert pairs(alone) == (0, 0)
+    other = record("b", 2.0, 3.0)
+    other = dataclasses.replace(other, predicted=dataclasses.replace(
+        other.predicted, machine="another network"))
+    assert pairs([record("a", 1.0, 1.0), other]) == (0, 0)
 
 
 def test_the_command_joins_what_runs_wrote(tmp_path: Path,

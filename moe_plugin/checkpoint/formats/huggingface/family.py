@@ -1,5 +1,5 @@
 """What a family of models in Hugging Face's `transformers` is: names and settings of its MoE block,
-and what surrounds it. A family is one file in `families`.
+and what surrounds it. `families` lists them.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Family:
 
     Attributes:
         architecture: class of the model with a language-model head.
+        title: what it is called, and by whom it was published.
         also: other `model_type`s that published checkpoints of it have; it is written as its own.
         block: its MoE layers; None: it is dense.
         decoder: what surrounds them; None: it has no neutral form, because of `alone`.
@@ -121,6 +122,7 @@ class Family:
 
     model_type: str
     architecture: str
+    title: str
     also: tuple[str, ...] = ()
     block: Block | None = None
     decoder: Decoder | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.config import RunConfig
-from moe_plugin.config.flags import flag_specs
+from moe_plugin.config.flags import flag_texts
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
@@ -59,11 +59,11 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 def _flags(settings: Settings) -> list[str]:
-    by_path = {spec.path: spec.flag for spec in flag_specs()}
-    # a dispatcher of its own takes the place of the branch's capacity
+    # a dispatcher of its own takes the place of the branch's, with its capacity, if none is given
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
-    return [word for path, value in {**settings, **own}.items()
-            for word in ([path] if path == FUSED_ADAM else [by_path[path], str(value)])]
+    found = [word for name, text in flag_texts({**own, **settings}).items()
+             for word in ("--" + name.replace("_", "-"), text)]
+    return [*found, FUSED_ADAM] if FUSED_ADAM in settings else found
 
 
 class _Maker:

@@ -1,10 +1,12 @@
-"""How many rows each of a rank's experts has, known on the host or on a device alone, and of which
-tokens they are.
+"""Rows of a rank's experts: how many each has, known on the host or on a device alone, of which
+tokens they are, and how they come and go.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,3 +143,52 @@ class RowPlan:
         choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
         choices = self.position_TK.shape[1]
         return choice_R if choices == 1 else choice_R // max(1, choices)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Work for this rank's experts.
+
+    Attributes:
+        x: [R, D] rows, expert after expert, or, with a `RowPlan`, [T, D] tokens.
+        rows: rows by expert; or a `RowPlan`: the result then is [T, D], each token's rows weighted
+            and summed.
+        parameters: `FFNParameters` to compute with, e.g. gathered ones; None: those that the
+            experts store.
+        strategy: a `kernels.expert_ffn.Strategy`, how to compute; None: as configured.
+        started: experts outside the device call it when all that they need is there, before they
+            compute: what comes next can be fetched meanwhile.
+    """
+
+    x: Tensor
+    rows: RowCounts | RowPlan
+    parameters: Any = None
+    strategy: Callable[..., Tensor] | None = None
+    started: Callable[[], object] | None = None
+
+
+class Sent:
+    """The rows of one call: on their way to their experts, and back.
+
+    Iterating gives work for this rank's experts, piece by piece, each when it has arrived. The
+    results of a piece are put back before the next one is taken.
+
+    Args:
+        arriving: see above. anchor: as given to `Dispatcher.dispatch`.
+
+    Attributes:
+        results: of the pieces that were put back, in order, or what stands for them on their way.
+    """
+
+    def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
+        self.arriving, self.anchor = arriving, anchor
+        self.results: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[ExpertRows]:
+        return iter(self.arriving)
+
+    def put_back(self, result: Tensor) -> None:
+        """Results [R, D] of the piece that was taken last, which may start to travel now; of a
+        `RowPlan`'s tokens [T, D].
+        """
+        self.results.append(result)
