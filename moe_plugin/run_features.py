@@ -26,6 +26,7 @@ from moe_plugin.resilience.averaging_peers import PeerSteps
 from moe_plugin.resilience.elastic import ReplicaPlace, ReplicaSteps
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.resilience.overflow import RowsFit, StepStart
+from moe_plugin.resilience.resizing import ExpertParallelSteps
 from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.stopping import RUN, Stopping
 from moe_plugin.resilience.twins import TwinCheck
@@ -55,7 +56,7 @@ class HostSeams:
         streamed: the trainer of weights that stream, which ends a step block by block; None: they
             are on the device.
         replicas: this run is one of several; None: it is the only one.
-        activations, votes: make what settings ask for; None: the host lacks it.
+        resize, activations, votes: make what settings ask for; None: the host lacks it.
         more: features of one run alone. They are called before steps are looked at
             (`FiniteSteps`), so that they may change gradients.
     """
@@ -75,6 +76,7 @@ class HostSeams:
     skips_steps: bool = False
     streamed: StreamedTrainer | None = None
     replicas: ReplicaPlace | None = None
+    resize: Callable[[RunConfig], RunFeature | None] | None = None
     activations: Callable[[OffloadConfig], Activations | None] | None = None
     votes: Callable[[GuardConfig], StepVotes] | None = None
     more: Sequence[RunFeature] = ()
@@ -133,8 +135,14 @@ def _told(host: HostSeams, seam: Made | None, setting: str) -> Made:
     return seam
 
 
+def _resize(settings: RunConfig, host: HostSeams) -> RunFeature | None:
+    return _told(host, host.resize, "resize.expert_parallel_at")(
+        settings) if settings.resize.expert_parallel_at else None
+
+
 # in the order in which they are made, and called in each step
 FEATURES = (
+    FeatureRow("resize.expert_parallel_at", (ExpertParallelSteps,), _resize),
     FeatureRow("", (FirstStepLine,), lambda settings, host: FirstStepLine()),
     FeatureRow("", (Stopping,), lambda settings, host: RUN),
     FeatureRow("observe.prediction", (PredictionCheck,), lambda settings, host: prediction_check(
@@ -166,6 +174,8 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
         made += host.more if row.setting == REPLICAS else ()
     run = Run(made)
     records, drops = run.find(LayerRecords), run.find(DropWarning)
+    if (rows := run.find(RowsFit)) is not None:
+        rows.votes = run.find(StepVotes)
     takers = [take for take in (host.training, records and records.recorder.add) if take]
     listen(host.layers, takers, drops and drops.validation.add)
     if records is not None:

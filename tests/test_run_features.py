@@ -27,6 +27,7 @@ ASKED = {
     "observe.jsonl": ({"observe": {"jsonl": "stats.jsonl"}}, "records"),
     "guard.votes": ({"guard": {"votes": 3}}, "votes"),
     "offload.activations": ({"offload": {"activations": "recompute"}}, "activations"),
+    "resize.expert_parallel_at": ({"resize": {"expert_parallel_at": {2: 1}}}, "resize"),
     REPLICAS: ({}, "replicas"),
     "offload.weights": ({"offload": {"weights": "host"}}, "streamed"),
     "pipeline.schedule": ({"pipeline": {"schedule": "eager-1f1b"}}, "start"),

@@ -38,6 +38,10 @@ LACKS: Mapping[tuple[str, str], Lack] = {
     ("offload.weights", "vision"): _ON_DEVICE,
     ("guard.twins", "vision"): _SPREAD,
     ("guard.votes", "vision"): _SPREAD,
+    ("resize.expert_parallel_at", "pytorch"): Lack(
+        "its model has groups of ranks that you made",
+        "call moe_plugin.checkpoint.resize.change_expert_parallel between two steps"),
+    ("resize.expert_parallel_at", "vision"): _SPREAD,
     (REPLICAS, "vision"): Lack(
         "its epochs are passes over all images, which replicas do not share out", _IN_HOSTS),
 }

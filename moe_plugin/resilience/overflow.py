@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -151,6 +151,13 @@ class StepStart:
         return [buffer for model in self.models for _, buffer in model.named_buffers()]
 
 
+class VotesOnRows(Protocol):
+    """What `RowsFit` asks of votes."""
+
+    def rows_overflowed(self) -> bool | None:
+        """`RowsCheck.overflowed` by vote; None: nothing is voted on in these passes."""
+
+
 class RowsFit(RunFeature):
     """Steps and evaluations of a run begin again until their rows fit. Made by all ranks;
     collective.
@@ -160,16 +167,20 @@ class RowsFit(RunFeature):
         world: all ranks of the models.
         start: what keeps the state that passes change, made with the models.
         check: made before; None: one of these models.
+        votes: of the run's steps; None: there are none.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
                  start: Callable[[list[nn.Module]], StepStart] = StepStart,
-                 check: RowsCheck | None = None) -> None:
-        self.models, self.start = list(models), start
+                 check: RowsCheck | None = None,
+                 votes: VotesOnRows | None = None) -> None:
+        self.models, self.start, self.votes = list(models), start, votes
         self.check = RowsCheck(self.models, world) if check is None else check
 
     def before_passes(self) -> Callable[[], None] | None:
         """What the passes change is kept where they may be repeated."""
+        if self.check.active:  # layers may have other bounds since another expert-parallel size
+            self.check.limits = limits_of(self.models)
         self.check.forget()
         return self.start(self.models).rewind if self.check.repeats else None
 
@@ -177,5 +188,8 @@ class RowsFit(RunFeature):
         """See `RunFeature`. `StepRepeat`: rows did not fit; the bound is larger now, on all ranks.
         `RowsOverflow`: on all ranks, where `dispatch.on_overflow` is error.
         """
-        if self.check.overflowed():
+        if not self.check.active:
+            return
+        voted = None if self.votes is None else self.votes.rows_overflowed()
+        if self.check.overflowed() if voted is None else voted:
             raise StepRepeat

@@ -13,6 +13,7 @@ from torch import nn
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.hosts.fairseq import resizing
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
@@ -50,6 +51,7 @@ def check(cfg: Any, model: nn.Module) -> None:
     wants_replicas(cfg, config is not None)
     if config is None:
         return
+    resizing.check(cfg, model)
     guard, settings = run_settings(model).guard, cfg.distributed_training
     several = ("one rank", settings.distributed_world_size > 1, "use several, or 0")
     fully = settings.ddp_backend == "fully_sharded"
@@ -103,6 +105,7 @@ def run_of(trainer: Any) -> Run:
     return make_run(run_settings(model), replace(
         seams_of(model, world), speaks=trainer.is_data_parallel_master,
         skips_steps=cfg.common.amp, streamed=trainer.streamed and trainer.streamed.trainer,
+        resize=lambda _: resizing.steps_of(trainer, world),
         activations=lambda _: _activations(cfg, model, world),
         votes=lambda guard: FileTurns(ballots_of(guard, model, world), model,
                                       trainer.get_criterion(), group),

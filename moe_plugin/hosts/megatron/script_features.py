@@ -21,6 +21,7 @@ from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import place_of
 from moe_plugin.hosts.megatron.report import log_path
+from moe_plugin.hosts.megatron.resizing import steps_of
 from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
@@ -66,6 +67,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
             speaks=not layers or dist.get_rank(layers[0].groups.data) == 0, start=MegatronStart,
             kept=lambda: twins_apart(chunks), replicas=place,
             streamed=None if streamed is None else streamed.trainer,
+            resize=lambda asked: steps_of(asked, chunks, optimizer),
             activations=lambda offload: activations_of(
                 offload, layers[0].config, chunks) if layers else None,
             votes=lambda guard: FileSteps(guard, chunks, models[0].config,

@@ -17,6 +17,7 @@ model).
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -250,8 +251,12 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
     for size, length, context, seconds in samples:
         found[size].append((length, context, seconds))
     fitted = [(size, fit(found[size])) for size in sorted(found)]
-    return lambda size, length, context: SliceTimes(
-        tuple((known, times(length, context)) for known, times in fitted))(size, 0)
+
+    @functools.cache  # searches ask for each slice with every number of sequences
+    def by_size(length: int, context: int) -> SliceTimes:
+        return SliceTimes(tuple((known, times(length, context)) for known, times in fitted))
+
+    return lambda size, length, context: by_size(length, context)(size, 0)
 
 
 # -- cuts compared in the simulator, with transfers

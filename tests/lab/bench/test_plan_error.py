@@ -10,7 +10,7 @@ from moe_plugin.config.flags import add_arguments, config_from_flags
 from moe_plugin.lab.bench.host_steps import DROPLESS, HostSteps, with_host
 from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.bench.studies.plan_error import model_of
-from moe_plugin.lab.bench.train.fairseq import _flags
+from moe_plugin.lab.bench.train.fairseq import flags_of
 from moe_plugin.lab.bench.train.shapes import SHAPES
 from moe_plugin.lab.bench.train.sides import FIXED
 from moe_plugin.lab.planning.measured import HOST, HOST_UPDATE, Processor, Timing
@@ -59,7 +59,7 @@ def test_what_trains_is_dropless(host: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     config = config_from_flags({}, settings) if host == "megatron" else config_from_flags(
-        vars(parser.parse_args(_flags(settings))), {"dispatch.capacity_factor": 1.0})
+        vars(parser.parse_args(flags_of(settings))), {"dispatch.capacity_factor": 1.0})
     assert config.dispatch.capacity_factor is None and config.dispatch.name == "ragged"
     assert config.parallel.mode == "fixed" and config.comm.all_to_all == "linear"
 
