@@ -122,10 +122,12 @@ class RowsLimit(Limit):
     T at most.
 
     Args:
-        config: of the layer. device: of its parameters.
+        config: of the layer.
+        device: of its parameters.
 
     Attributes:
-        choices: T k; None: not agreed yet, which a call with gradients and tokens does. tokens: T.
+        choices: T k; None: not agreed yet, which a call with gradients and tokens does.
+        tokens: T.
         least: a bound that an overflow asked for; 0: none has.
         stashes: what backward needs is kept without filler, see `stash`.
         needed: see `Limit`; rows, equal on all ranks of the group.
@@ -159,7 +161,8 @@ class RowsLimit(Limit):
         any rank, ask, too, and settle nothing.
 
         Args:
-            ids_TK: [T, k], of which the shape is looked at. place: of the experts.
+            ids_TK: [T, k], of which the shape is looked at.
+            place: of the experts.
         Raises:
             CommError: T is unknown under torch.compile or during a capture.
         """

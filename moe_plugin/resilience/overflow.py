@@ -41,7 +41,8 @@ class RowsCheck:
         asked: agreed on before; then making it is not collective.
 
     Attributes:
-        active: whether any rank has something to ask for. repeats: whether any rank's limit does.
+        active: whether any rank has something to ask for.
+        repeats: whether any rank's limit does.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,

@@ -56,7 +56,8 @@ class StepVotes(RunFeature):
         group: the process group of the ranks.
 
     Attributes:
-        running: whether a step is being computed. dealt: this rank's micro-batches of the step.
+        running: whether a step is being computed.
+        dealt: this rank's micro-batches of the step.
     """
 
     reduces = True
@@ -175,7 +176,9 @@ class StepVotes(RunFeature):
     def finish(self, shared_scale: float, expert_scale: float) -> None:
         """Set all gradients by vote, scaled, and warn of ranks that were outvoted. Collective.
 
-        shared_scale: of what is summed over a worker's ranks. expert_scale: of their own experts'.
+        Args:
+            shared_scale: of what is summed over a worker's ranks.
+            expert_scale: of their own experts'.
         """
         if not self.running or self._began is None:
             return

@@ -33,7 +33,8 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
     one's, optimizer state is left out.
 
     Args:
-        inputs: checkpoints, with or without the number of a rank. output: name without it.
+        inputs: checkpoints, with or without the number of a rank.
+        output: name without it.
     Raises:
         ValueError: files are missing or damaged, or of other models or numbers of ranks.
     """

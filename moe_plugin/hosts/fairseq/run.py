@@ -143,7 +143,9 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
                ignore: bool) -> Any:
     """fairseq's sums over ranks; where ranks compute batches of each other, each counts once.
 
-    aggregate: the trainer's own. sums: the sample size first.
+    Args:
+        aggregate: the trainer's own.
+        sums: the sample size first.
     """
     votes = run.find(FileTurns)
     if votes is None or not votes.running:

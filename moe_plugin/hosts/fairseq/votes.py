@@ -24,8 +24,9 @@ class FileTurns(StepVotes):
     """`StepVotes` in a step over the batches of all files, which calls the criterion for each.
 
     Args:
-        ballots: see `StepVotes`. model, criterion: not wrapped. group: the process group of the
-            data-parallel ranks.
+        ballots: see `StepVotes`.
+        model, criterion: not wrapped.
+        group: the process group of the data-parallel ranks.
     """
 
     def __init__(self, ballots: Ballots, model: nn.Module, criterion: nn.Module,

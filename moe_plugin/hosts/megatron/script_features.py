@@ -37,8 +37,10 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
            ) -> tuple[Run, StatsRecorder]:
     """A script's run with these parts of a model, and the recorder of its log; collective.
 
-    optimizer: Megatron's; None: the run only evaluates. scheduler: of its learning rate. taken: see
-    `Script`; replicas write it.
+    Args:
+        optimizer: Megatron's; None: the run only evaluates.
+        scheduler: of its learning rate.
+        taken: see `Script`; replicas write it.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))

@@ -81,7 +81,10 @@ def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> T
     """q of `QuantileRouter` and 1, float32 [E + 1]; all 0 without a real token, or where a real one
     has a logit that is not finite.
 
-    logits_TE, biased_TE: l and l + b. real_T: bool, True = real token; T >= 1. k: below E.
+    Args:
+        logits_TE, biased_TE: l and l + b.
+        real_T: bool, True = real token; T >= 1.
+        k: below E.
     """
     tokens, experts = logits_TE.shape
     over_TE = logits_TE - biased_TE.topk(k + 1, dim=1).values[:, k:]
