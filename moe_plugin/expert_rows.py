@@ -175,7 +175,8 @@ class Sent:
     results of a piece are put back before the next one is taken.
 
     Args:
-        arriving: see above. anchor: as given to `Dispatcher.dispatch`.
+        arriving: see above.
+        anchor: as given to `Dispatcher.dispatch`.
 
     Attributes:
         results: of the pieces that were put back, in order, or what stands for them on their way.

@@ -195,7 +195,8 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
     """`ValueError` unless experts divide over ranks, ranks over experts, both over shards.
 
     Args:
-        ranks: expert-parallel. shards: as configured, see `Placement`.
+        ranks: expert-parallel.
+        shards: as configured, see `Placement`.
     """
     if shards is not None:
         fits = [s for s in range(1, ranks + 1) if ranks % s == 0 and experts % (ranks // s) == 0]

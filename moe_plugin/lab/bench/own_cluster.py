@@ -155,7 +155,8 @@ def _collective(name: str, comm: Comm, sizes: Sequence[int], repeats: int,
     """By size of the whole, until one takes long enough.
 
     Args:
-        part: what counts is so small a part of the whole. given: `run` gets so many parts.
+        part: what counts is so small a part of the whole.
+        given: `run` gets so many parts.
     """
     found: list[Timing] = []
     for size in sizes:

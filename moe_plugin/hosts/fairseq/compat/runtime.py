@@ -167,8 +167,9 @@ def follow_parameters(wrapped: Any, optimizer: Any,
     """Put new parameters in the place of old ones where fairseq keeps lists of them.
 
     Args:
-        wrapped: the model. changed: new ones by the old ones. copies: see `fp32_copies`, of the new
-            ones; without any if the optimizer has none.
+        wrapped: the model.
+        changed: new ones by the old ones.
+        copies: see `fp32_copies`, of the new ones; without any if the optimizer has none.
     """
     for params in getattr(wrapped, "per_device_params", ()):  # of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
