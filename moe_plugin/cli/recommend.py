@@ -120,6 +120,7 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
     if processor is not None and comm.rank == 0:
         processor = dataclasses.replace(processor, device=dataclasses.replace(
             processor.device, memory_bytes=memory))
+        model = model if model.skew > 1 else dataclasses.replace(model, skew=processor.skew)
         cluster = (network.cluster if network else Cluster()).resized(*wanted)
         _judge(args, model, _search(args, model, cluster, processor.device), network, processor,
                cluster)
@@ -185,8 +186,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
     if not kept:
         processor = measure_processor(model, comm, device, memory, about, args.repeats, grid[1])
         if host != "none":
-            processor = dataclasses.replace(processor, timings=[
-                *processor.timings, *measure_host(host, processor.model, comm)])
+            processor = measure_host(host, processor, comm)
         if comm.rank == 0:
             write_regular(args.out / PROCESSOR, dump(processor))
     return network, processor

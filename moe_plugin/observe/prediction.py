@@ -2,7 +2,8 @@
 
 After `SKIPPED` steps, in which layers settle, `MEASURED` steps are timed: the whole step, and its
 optimizer from complete gradients on. `PROFILED` more run under torch's profiler, which tells how
-long a rank waits for others. Then nothing is measured any more.
+long a rank waits for others; in these, loads of ranks are counted, too. Then nothing is measured
+any more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
 from moe_plugin.machine import device_name, wait_for_device
 from moe_plugin.observe.history.predictions import PredictionRecord
+from moe_plugin.observe.rank_skew import RankSkew
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.observe.timeline import EXCHANGES
 from moe_plugin.planner.prediction import Prediction, load_prediction, measured_parts
@@ -47,14 +49,15 @@ class PredictionCheck(RunFeature):
         device: of this rank.
         parameter_bytes: of this rank's parameters, which exist before the first step.
         host: what trains.
+        models: this rank's parts of the model, whose MoE layers' load is counted.
         skipped, measured: steps.
     Raises:
         ValueError: the file holds no prediction.
     """
 
     def __init__(self, config: ObserveConfig, comm: Comm, device: torch.device,
-                 parameter_bytes: int, host: str, skipped: int = SKIPPED,
-                 measured: int = MEASURED) -> None:
+                 parameter_bytes: int, host: str, models: Iterable[nn.Module] = (),
+                 skipped: int = SKIPPED, measured: int = MEASURED) -> None:
         assert config.prediction is not None
         self.prediction: Prediction = load_prediction(config.prediction)
         self.file = config.jsonl or str(Path(config.prediction).parent / MEASUREMENTS)
@@ -62,6 +65,7 @@ class PredictionCheck(RunFeature):
         self.comm, self.device, self.host = comm, device, host
         self.first, self.last, self.end = skipped, skipped + measured, skipped + measured + PROFILED
         self.memory = PeakMemory(device, parameter_bytes)
+        self.skew = RankSkew(models)
         self.done, self.seconds, self.optimizer_s = 0, [], []  # type: int, list[float], list[float]
         self.exchange_s: list[float] = []
         self.peak_bytes = 0.0
@@ -88,7 +92,7 @@ class PredictionCheck(RunFeature):
         if self.done >= self.last:
             # the profiler takes memory, too
             self.peak_bytes = self.peak_bytes or self.memory.peak_bytes()
-            with profiled(self.device) as found:
+            with self.skew.listening(), profiled(self.device) as found:
                 yield
             self._waited = found()
         else:
@@ -114,7 +118,8 @@ class PredictionCheck(RunFeature):
 
     def _finish(self, number: int) -> None:
         agree, count = self.comm.agree_max, len(self.seconds)
-        most = agree([*self.seconds, *self.optimizer_s, self.peak_bytes])
+        *most, peak, skew = agree([*self.seconds, *self.optimizer_s, self.peak_bytes,
+                                   self.skew.mean()])
         seconds, optimizer = median(most[:count]), median(most[count:2 * count])
         # the rank that the others wait for has no waiting of its own to count
         least = median(-one for one in agree([-one for one in self.exchange_s]))
@@ -122,7 +127,7 @@ class PredictionCheck(RunFeature):
         record = PredictionRecord(
             step=number, host=self.host, predicted=self.prediction,
             machine=device_name(self.device), steps=count, seconds=seconds,
-            parts=dict(measured_parts(seconds, optimizer, exchange)), memory_bytes=most[-1])
+            parts=dict(measured_parts(seconds, optimizer, exchange)), memory_bytes=peak, skew=skew)
         self._stop()
         if self.comm.rank == 0:
             sink = JsonlSink(self.file)
@@ -151,10 +156,11 @@ def prediction_check(config: ObserveConfig, comm: Comm, models: Iterable[nn.Modu
     """
     if config.prediction is None:
         return None
+    models = list(models)
     own = {id(p): p for model in models for p in model.parameters()}.values()
     device = next((p.device for p in own), comm.device)
     return PredictionCheck(config, comm, device,
-                           sum(p.numel() * p.element_size() for p in own), host)
+                           sum(p.numel() * p.element_size() for p in own), host, models)
 
 
 class PeakMemory:

@@ -20,7 +20,7 @@ from moe_plugin.regular_files import check_input
 PARTS = ("products", "exchange", "optimizer")
 FILE = "prediction.json"
 REMEDY = "write it again with `moe-plugin plan --write` or `moe-plugin recommend`"
-MAX_SECONDS, MAX_BYTES = 1e9, 1e18
+MAX_SECONDS, MAX_BYTES, MAX_SKEW = 1e9, 1e18, 1e12
 
 
 class Interval(NamedTuple):
@@ -42,6 +42,7 @@ class Prediction:
         basis: how the interval was made.
         parts: low, middle and high seconds by `PARTS`; those left out were not predicted.
         memory_bytes: of the fullest rank.
+        skew: rows of the busiest rank over the mean, as assumed.
     """
 
     task: str = ""
@@ -50,6 +51,7 @@ class Prediction:
     basis: str = ""
     parts: dict[str, list[float]] = field(default_factory=dict)
     memory_bytes: float = 0.0
+    skew: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.parts or not set(self.parts) <= set(PARTS):
@@ -62,6 +64,8 @@ class Prediction:
         if not 0 <= self.memory_bytes <= MAX_BYTES:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be from 0 to {MAX_BYTES:g}; "
                              f"{REMEDY}")
+        if not 1 <= self.skew <= MAX_SKEW:
+            raise ValueError(f"skew={self.skew} must be from 1 to {MAX_SKEW:g}; {REMEDY}")
 
     @property
     def seconds(self) -> Interval:
@@ -92,9 +96,9 @@ def prediction_of(values: Any) -> Prediction:
         given = dict(values)
         parts = {str(name): [float(one) for one in part]
                  for name, part in dict(given.pop("parts")).items()}
-        memory = float(given.pop("memory_bytes", 0.0))
+        memory, skew = float(given.pop("memory_bytes", 0.0)), float(given.pop("skew", 1.0))
         words = {str(name): str(text) for name, text in given.items()}
-        return Prediction(parts=parts, memory_bytes=memory, **words)
+        return Prediction(parts=parts, memory_bytes=memory, skew=skew, **words)
     except (TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"no prediction ({error}); {REMEDY}") from error
 

@@ -16,7 +16,9 @@ from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.observe.history.predictions import prediction_record
 from moe_plugin.observe.prediction import STEPS, exchange_s
+from moe_plugin.observe.rank_skew import skew_of
 from moe_plugin.planner.prediction import PARTS, Prediction, dump_prediction
+from moe_plugin.records import Placement
 
 HOST, GPU = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
@@ -38,6 +40,7 @@ def test_exchange_is_what_no_product_hides() -> None:
 
 def steps(folder: Path, number: int, **settings: object) -> list[dict]:
     """The lines that a plain run of so many steps wrote."""
+    folder.mkdir(exist_ok=True)
     path = folder / "prediction.json"
     path.write_text(dump_prediction(Prediction(parts={"products": [1.0, 2.0, 3.0]})))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -74,6 +77,26 @@ def test_one_record_of_the_steps_that_count(tmp_path: Path, caplog: pytest.LogCa
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert found.parts["optimizer"] > 0 and found.memory_bytes > 0
     assert found.line() in caplog.text
+
+
+def test_the_load_of_ranks_is_counted(tmp_path: Path) -> None:
+    rows = steps(tmp_path, STEPS + 4, jsonl=str(tmp_path / "stats.jsonl"))
+    [found] = [prediction_record(row) for row in rows if "measured" in row]
+    assert found.skew == 1.0  # of one rank
+    assert "the busiest rank has 1.00 times the mean rows, predicted 1.00" in found.line()
+    [plain] = steps(tmp_path / "plain", STEPS + 4)
+    assert prediction_record(plain).skew == 0 and "busiest" not in prediction_record(plain).line()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("ranks, shards, skew", [(4, None, (2.0 + 1.6) / 2), (2, 2, 1.0),
+                                                 (8, None, (3.2 + 2.4) / 2)])
+def test_skew_is_the_busiest_ranks_rows_over_the_mean(ranks: int, shards: int | None,
+                                                      skew: float) -> None:
+    load_NE = torch.tensor([[4, 1, 1, 1, 1, 1, 1, 0], [1, 3, 1, 1, 1, 1, 1, 1]])
+    comm = SimpleNamespace(size=ranks, all_reduce=lambda x: 3 * x)  # of other ranks as much, twice
+    layer = SimpleNamespace(placement=Placement(comm, 8, None, configured_shards=shards))
+    assert skew_of(load_NE, layer) == pytest.approx(skew)
 
 
 def test_a_short_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,8 @@ import logging
 import os
 import subprocess
 import tempfile
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_plugin.comm import Comm
 from moe_plugin.lab.bench.child import call
 from moe_plugin.lab.bench.ranks import free_port
-from moe_plugin.lab.bench.train.run import train_side
+from moe_plugin.lab.bench.train.run import read_text, train_side, write_text
 from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import FIXED, Settings
 from moe_plugin.lab.planning.measured import (
@@ -29,6 +31,7 @@ from moe_plugin.lab.planning.measured import (
     HOST_LAYERS,
     HOST_SEQUENCES,
     HOST_UPDATE,
+    Processor,
     Timing,
 )
 from moe_plugin.lab.planning.model import ModelShape
@@ -51,24 +54,43 @@ def can_run(host: str, model: ModelShape, ranks: int, device: torch.device) -> b
             and model.experts % ranks == 0 and (host == "megatron" or model.top_k <= 2))
 
 
-def measure_host(host: str, model: ModelShape, comm: Comm) -> list[Timing]:
-    """Products and optimizer of the host's steps with experts in each layer, by numbers of layers.
-    Each rank runs them in processes of their own, where a host's groups and patches stay.
+@dataclass(frozen=True, kw_only=True)
+class HostSteps:
+    """What a host's steps with so many layers take. skew: see `PredictionRecord`."""
 
-    Every rank calls it; rank 0 has what was measured. [] where the run of any rank fails.
+    layers: int
+    products_s: float
+    optimizer_s: float
+    skew: float
+
+
+def with_host(processor: Processor, found: Sequence[HostSteps]) -> Processor:
+    """With these measurements."""
+    more = [Timing(name=name, size=one.layers, seconds=[max(1e-9, seconds)]) for one in found
+            for name, seconds in ((HOST, one.products_s), (HOST_UPDATE, one.optimizer_s))]
+    skew = max(1.0, sum(one.skew for one in found) / len(found))
+    return replace(processor, timings=[*processor.timings, *more], skew=skew)
+
+
+def measure_host(host: str, processor: Processor, comm: Comm) -> Processor:
+    """With the host's steps with experts in each layer, by numbers of layers, and the skew of their
+    load. Each rank runs them in processes of their own, where a host's groups and patches stay, on
+    the text that all benchmarks train on.
+
+    Every rank calls it; rank 0 has what was measured. As it was where the run of any rank fails.
     """
-    found: list[Timing] = []
+    found: list[HostSteps] = []
     for layers in HOST_LAYERS:
         first, failed = float(free_port()) if comm.rank == 0 else 0.0, False
         place = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(comm.agree_max([first])[0])
         try:
-            found += [Timing(**one) for one in call(own_run, host, asdict(model), layers,
-                                                    comm.rank, comm.size, *place)]
+            found += [HostSteps(**one) for one in call(own_run, host, asdict(processor.model),
+                                                       layers, comm.rank, comm.size, *place)]
         except subprocess.CalledProcessError:
             failed = True
         if comm.agree_max([float(failed)])[0]:
-            return []
-    return found
+            return processor
+    return with_host(processor, found) if found else processor
 
 
 def own_run(host: str, model: dict[str, Any], layers: int, rank: int, ranks: int, address: str,
@@ -78,17 +100,21 @@ def own_run(host: str, model: dict[str, Any], layers: int, rank: int, ranks: int
     store = dist.TCPStore(address, port, ranks, is_master=rank == 0, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
-        with hidden([*FAIRSEQ, *MEGATRON]):
-            found = host_steps(host, ModelShape(**model), layers, rank, ranks)
+        with hidden([*FAIRSEQ, *MEGATRON]), tempfile.TemporaryDirectory() as folder:
+            text = read_text(write_text(Path(folder)))
+            found = host_steps(host, ModelShape(**model), layers, rank, ranks, text)
         dist.barrier()
         return [asdict(one) for one in found]
     finally:
         dist.destroy_process_group()
 
 
-def host_steps(host: str, model: ModelShape, layers: int, rank: int, ranks: int) -> list[Timing]:
-    """Products and optimizer with so many layers, on ranks in an initialized group, whose process
-    trains nothing else; on ranks other than 0 [].
+def host_steps(host: str, model: ModelShape, layers: int, rank: int, ranks: int,
+               text: Tensor) -> list[HostSteps]:
+    """Steps with so many layers, on ranks in an initialized group, whose process trains nothing
+    else; on ranks other than 0 [].
+
+    text: uint8 [N], what they train on.
     """
     shape = TrainShape(name=HOST, width=model.model_dim, inner=model.expert_dim,
                        experts=model.experts, top_k=model.top_k, layers=layers,
@@ -97,13 +123,13 @@ def host_steps(host: str, model: ModelShape, layers: int, rank: int, ranks: int)
         path = Path(folder, FILE)
         path.write_text(dump_prediction(Prediction(parts={PARTS[0]: [0.0] * 3})),
                         encoding="utf-8")
-        side = train_side(host, shape, torch.randint(256, (1 << 16,), dtype=torch.uint8),
+        side = train_side(host, shape, text,
                           {**FIXED["linear"], **DROPLESS, "observe.prediction": str(path)})
         for number in range(STEPS):
             side.step(number)
         if rank:
             return []
         row = json.loads((Path(folder) / MEASUREMENTS).read_text(encoding="utf-8"))
-    parts = prediction_record(row).parts
-    return [Timing(name=name, size=layers, seconds=[max(1e-9, parts[part])])
-            for name, part in ((HOST, PARTS[0]), (HOST_UPDATE, PARTS[2]))]
+    record = prediction_record(row)
+    return [HostSteps(layers=layers, products_s=record.parts[PARTS[0]],
+                      optimizer_s=record.parts[PARTS[2]], skew=record.skew)]

@@ -17,6 +17,7 @@ from moe_plugin.messages import short
 from moe_plugin.planner.cluster import MAX_RANKS, Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.files import load_record
+from moe_plugin.planner.prediction import MAX_SKEW
 
 REMEDY = "measure again with --fresh"
 MAX_SECONDS, MAX_SIZE, MAX_TIMINGS = 1e6, 1e18, 10_000
@@ -92,6 +93,7 @@ class Processor:
         timings: matmuls, parts, an optimizer step.
         tensor_ranks: that shared the tensor-parallel layer, whose sizes are the tokens that they
             had together; 1: none.
+        skew: rows of the busiest rank over the mean, in steps of the host; 1: not measured.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -99,12 +101,15 @@ class Processor:
     model: ModelShape = field(default_factory=lambda: ModelShape(layers=1, model_dim=1, ffn_dim=1))
     timings: list[Timing] = field(default_factory=list)
     tensor_ranks: int = 1
+    skew: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self.timings)
         if not 1 <= self.tensor_ranks <= MAX_RANKS:
             raise ValueError(f"tensor_ranks={short(self.tensor_ranks)} must be from 1 to "
                              f"{MAX_RANKS:,}; {REMEDY}")
+        if not 1 <= self.skew <= MAX_SKEW:
+            raise ValueError(f"skew={short(self.skew)} must be from 1 to {MAX_SKEW:g}; {REMEDY}")
 
 
 Record = TypeVar("Record", MeasuredNetwork, Processor)

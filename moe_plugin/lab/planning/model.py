@@ -36,6 +36,8 @@ class ModelShape:
             consecutive experts (DeepSeek's node-limited routing, where groups are nodes), which
             bounds the ranks and nodes that its row goes to; 1: not limited.
         capacity_factor: None: dropless.
+        skew: rows of the busiest rank over the mean, >= 1; `recommend` measures it where the
+            file says 1.
         element_bytes: of weights and activations.
         state_bytes: gradient and optimizer state per parameter, without its weight (fp32
             gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).
@@ -57,6 +59,7 @@ class ModelShape:
     groups: int = 1
     group_top_k: int = 1
     capacity_factor: float | None = None
+    skew: float = 1.0
     gated: bool = False
     element_bytes: int = 2
     state_bytes: int = 16
@@ -74,6 +77,9 @@ class ModelShape:
         if self.experts % self.groups:
             raise ValueError(f"model groups={self.groups} does not fit experts={self.experts}: "
                              "must be a divisor; correct the file")
+        if self.skew > self.experts:
+            raise ValueError(f"model skew={self.skew} does not fit experts={self.experts}: must be "
+                             "at most as large; correct the file")
         least = -(-self.top_k * self.groups // self.experts)  # groups that have top_k experts
         if self.groups > 1 and not least <= self.group_top_k <= self.groups:
             raise ValueError(f"model group_top_k={self.group_top_k} does not fit top_k="
@@ -147,7 +153,8 @@ class ModelShape:
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
                           latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
                           experts=self.experts,
-                          top_k=self.top_k, capacity_factor=self.capacity_factor, gated=self.gated,
+                          top_k=self.top_k, capacity_factor=self.capacity_factor, skew=self.skew,
+                          gated=self.gated,
                           element_bytes=self.element_bytes, limits=self.limits)
 
     @property

@@ -15,7 +15,7 @@ BASIS = f"{INSIDE:.0%} of the repeats that `moe-plugin recommend` measured on th
 def task_of(model: ModelShape, plan: ModelPlan, host: str) -> str:
     """What plans that can be compared have in common."""
     sizes = " ".join(f"{name}={value}" for name, value in vars(model).items()
-                     if name not in ("moe_first", "state_bytes"))
+                     if name not in ("moe_first", "skew", "state_bytes"))
     return f"{host}, {plan.tp * plan.pp * plan.dp} ranks, {sizes}"
 
 
@@ -29,7 +29,7 @@ def predicted_step(model: ModelShape, estimate: Estimate, host: str, machine: st
     """
     return Prediction(task=task_of(model, estimate.cost.plan, host), machine=machine, basis=basis,
                       plan=estimate.cost.plan.label, parts=by_part(estimate),
-                      memory_bytes=estimate.cost.memory_bytes)
+                      memory_bytes=estimate.cost.memory_bytes, skew=model.skew)
 
 
 # by how much, up and down, constants after a data sheet may be off; not measured

@@ -147,7 +147,7 @@ def layer_of_rank(model: ModelShape, ranks: int) -> LayerShape:
     """An MoE layer that computes on one rank, without exchanges, what a rank of `ranks` does."""
     shape, cut = model.layer(1), max(1, ranks // model.experts)
     experts = max(1, model.experts // ranks)
-    return replace(shape, experts=experts, top_k=min(model.top_k, experts),
+    return replace(shape, experts=experts, top_k=min(model.top_k, experts), skew=1.0,
                    hidden_dim=max(1, shape.hidden_dim // cut))
 
 
@@ -316,7 +316,7 @@ def host_share(network: MeasuredNetwork | None, processor: Processor,
                      micro_batch=HOST_SEQUENCES, layout=LayoutChoice(r=1))
     over = []
     for layers in HOST_LAYERS:
-        model = replace(processor.model, layers=layers, moe_every=1,
+        model = replace(processor.model, layers=layers, moe_every=1, skew=processor.skew,
                         global_batch=HOST_SEQUENCES * cluster.ranks)
         made = by_part(estimate(model, plan_cost(model, cluster, processor.device, plan), found,
                                 processor.timings))

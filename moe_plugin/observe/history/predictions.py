@@ -10,6 +10,7 @@ from typing import Any
 from moe_plugin.planner.prediction import (
     MAX_BYTES,
     MAX_SECONDS,
+    MAX_SKEW,
     PARTS,
     Prediction,
     prediction_of,
@@ -31,6 +32,7 @@ class PredictionRecord:
         seconds: of a step, on the slowest rank.
         parts: the same by `planner.prediction.PARTS`.
         memory_bytes: the most of any rank; 0: not known.
+        skew: rows of the busiest rank over the mean, as `observe.rank_skew` has it; 0: not known.
     """
 
     step: int
@@ -41,6 +43,7 @@ class PredictionRecord:
     seconds: float
     parts: dict[str, float] = field(default_factory=dict)
     memory_bytes: float = 0.0
+    skew: float = 0.0
 
     @property
     def error(self) -> float:
@@ -74,16 +77,19 @@ class PredictionRecord:
         where = "inside" if self.inside else "outside"
         memory = f"; memory {show_size(self.memory_bytes)}, predicted " \
                  f"{show_size(self.predicted.memory_bytes)}" if self.memory_bytes else ""
+        skew = f"; the busiest rank has {self.skew:.2f} times the mean rows, predicted " \
+               f"{self.predicted.skew:.2f}" if self.skew else ""
         return (f"a step takes {show_time(self.seconds)} (median of {self.steps}); predicted "
                 f"{show_time(found.middle)} ({self.error:+.0%}), {where} {show_time(found.low)} to "
-                f"{show_time(found.high)}{memory}")
+                f"{show_time(found.high)}{memory}{skew}")
 
     def as_row(self) -> dict[str, Any]:
         """A line of a JSONL file."""
         return {"step": self.step, "time": time.time(), "host": self.host,
                 "predicted": asdict(self.predicted), "measured": {
                     "machine": self.machine, "steps": self.steps, "seconds": self.seconds,
-                    "parts": self.parts, "memory_bytes": self.memory_bytes}}
+                    "parts": self.parts, "memory_bytes": self.memory_bytes,
+                    "skew": self.skew}}
 
 
 def prediction_record(row: Mapping[str, Any]) -> PredictionRecord:
@@ -102,7 +108,8 @@ def _record(row: Mapping[str, Any]) -> PredictionRecord:
         step=int(row["step"]), host=str(row["host"]), machine=str(found["machine"]),
         predicted=prediction_of(row["predicted"]), steps=int(found["steps"]),
         seconds=_within("seconds", found["seconds"], 1e-9, MAX_SECONDS), parts=measured,
-        memory_bytes=_within("memory_bytes", found["memory_bytes"], 0.0, MAX_BYTES))
+        memory_bytes=_within("memory_bytes", found["memory_bytes"], 0.0, MAX_BYTES),
+        skew=_within("skew", found.get("skew", 0.0), 0.0, MAX_SKEW))
 
 
 def _within(name: str, value: Any, least: float, most: float) -> float:

@@ -7,12 +7,13 @@ import argparse
 import pytest
 
 from moe_plugin.config.flags import add_arguments, config_from_flags
-from moe_plugin.lab.bench.host_steps import DROPLESS
+from moe_plugin.lab.bench.host_steps import DROPLESS, HostSteps, with_host
 from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.bench.studies.plan_error import model_of
 from moe_plugin.lab.bench.train.fairseq import _flags
 from moe_plugin.lab.bench.train.shapes import SHAPES
 from moe_plugin.lab.bench.train.sides import FIXED
+from moe_plugin.lab.planning.measured import HOST, HOST_UPDATE, Processor, Timing
 from moe_plugin.observe.history.predictions import PredictionRecord
 from moe_plugin.planner.prediction import Prediction
 
@@ -66,3 +67,12 @@ def test_the_model_is_the_one_that_trains() -> None:
         assert model.moe_layers == model.layers == shape.layers and model.moe_first is first
         assert model.global_batch * model.sequence == shape.tokens
         assert sum(model.parameter_bytes().values()) == 16  # weight, gradient, two moments
+
+
+def test_steps_of_a_host_become_timings_and_a_skew() -> None:
+    processor = Processor(timings=[Timing(name=HOST, size=9, seconds=[1.0])])
+    found = with_host(processor, [HostSteps(layers=layers, products_s=0.1 * layers, optimizer_s=0.0,
+                                            skew=1 + 0.2 * layers) for layers in (1, 2)])
+    assert found.skew == pytest.approx(1.3)
+    assert [(t.name, t.size, t.median) for t in found.timings[-2:]] == [
+        (HOST, 2, 0.2), (HOST_UPDATE, 2, 1e-9)]

@@ -41,6 +41,7 @@ from moe_plugin.lab.planning.trust import (
     doubts,
     estimate,
     host_share,
+    layer_of_rank,
     parts_of,
     rank,
     refuse,
@@ -263,3 +264,17 @@ def test_corrections_are_those_of_the_sizes_next_to_the_plan() -> None:
     found = Residuals({1.0: (1.0,), 4.0: (2.0,), 16.0: (4.0,)})
     assert [found.at(size).ratios for size in (None, 0.5, 4.0, 8.0, 99.0)] == [
         (1.0, 2.0, 4.0), (1.0,), (2.0,), (2.0, 4.0), (4.0,)]
+
+
+def test_skew_lengthens_what_the_busiest_rank_does_and_no_check_of_one_rank() -> None:
+    network, processor = measurements(M, C)
+    skewed = dataclasses.replace(M, skew=2.0)
+    even, found = (plan_cost(m, C, A100, PLAN) for m in (M, skewed))
+    assert all(1 < b / a <= 2 for a, b in (
+        (even.time[MOE_LAYERS], found.time[MOE_LAYERS]),
+        (even.memory["MoE rows and gathered"], found.memory["MoE rows and gathered"])))
+    assert layer_of_rank(skewed, 8) == layer_of_rank(M, 8)
+    made = dataclasses.replace(PLAN, layout=LayoutChoice(r=0))
+    assert plan_cost(skewed, C, A100, made).time == plan_cost(M, C, A100, made).time
+    with pytest.raises(ValueError, match=f"model skew=99 does not fit experts={M.experts}"):
+        dataclasses.replace(M, skew=99)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.lab.bench.host_steps import DROPLESS, host_steps
+from moe_plugin.lab.bench.host_steps import DROPLESS, HostSteps, host_steps, with_host
 from moe_plugin.lab.bench.own_cluster import grid_of, measure_network, measure_processor
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
@@ -30,7 +30,7 @@ from moe_plugin.lab.bench.train.shapes import SHAPES, TrainShape, for_host
 from moe_plugin.lab.bench.train.sides import FIXED, Settings
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.planning import history, trust
-from moe_plugin.lab.planning.measured import HOST_LAYERS, MeasuredNetwork, Processor, Timing
+from moe_plugin.lab.planning.measured import HOST_LAYERS, MeasuredNetwork, Processor
 from moe_plugin.lab.planning.model import ModelPlan, ModelShape
 from moe_plugin.lab.planning.plan_cost import plan_cost
 from moe_plugin.lab.planning.predicted_step import BASIS, predicted_step
@@ -87,10 +87,10 @@ def processor_rank(model: ModelShape, repeats: int) -> Processor:
     return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats, 1)
 
 
-def host_rank(host: str, model: ModelShape, layers: int) -> list[Timing]:
+def host_rank(host: str, model: ModelShape, layers: int, text: str) -> list[HostSteps]:
     """On every rank."""
     comm = TorchComm()
-    return host_steps(host, model, layers, comm.rank, comm.size)
+    return host_steps(host, model, layers, comm.rank, comm.size, read_text(text))
 
 
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> None:
@@ -105,6 +105,7 @@ def cell(where: Where, host: str, shape: TrainShape, layout: str, text: str,
     """Predict, then train; the record that the run wrote."""
     (shape,), (choice, settings) = for_host([shape], host), LAYOUTS[layout]
     model, ranks = model_of(shape, host), where.cluster.size
+    model = replace(model, skew=where.processor.skew)
     plan = ModelPlan(tp=1, pp=1, dp=ranks, ep=ranks, etp=1, layout=choice,
                      micro_batch=shape.sentences(ranks))
     cost = plan_cost(model, where.network.cluster, where.processor.device, plan)
@@ -141,9 +142,9 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
                 for host in args.hosts:
                     own = model_of(for_host([shape], host)[0], host)
                     steps = [one for layers in HOST_LAYERS for one in cluster.run(
-                        host_rank, host, own, layers, timeout_s=TIMEOUT_S)[0]]
-                    where = Where(place, cluster, network, replace(
-                        processor, model=own, timings=[*processor.timings, *steps]))
+                        host_rank, host, own, layers, text, timeout_s=TIMEOUT_S)[0]]
+                    where = Where(place, cluster, network,
+                                  with_host(replace(processor, model=own), steps))
                     for layout in LAYOUTS:
                         yield cell(where, host, shape, layout, text, folder)
 
@@ -190,7 +191,8 @@ def body(found: dict[str, Any]) -> list[str]:
                    for name in dict.fromkeys(row[key] for row in found["cells"])]
     rows = [{**row, "measured": 1e3 * one.seconds, "predicted": 1e3 * one.predicted.seconds.middle,
              "low": 1e3 * one.predicted.seconds.low, "high": 1e3 * one.predicted.seconds.high,
-             "errors": history.errors(one)}
+             "errors": history.errors(one),
+             "skew": f"{one.predicted.skew:.2f}, {one.skew:.2f}" if one.skew else ""}
             for one, row in zip(made, found["cells"], strict=True)]
     return [
         f"{len(made)} cells: whole training steps of two ranks on one machine, as one node or as "
@@ -198,7 +200,8 @@ def body(found: dict[str, Any]) -> list[str]:
         f"clipping and optimizer; models of {LAYERS} layers with experts, {TOKENS:,} tokens of a "
         "rank in a step. Exchanges, processors and parts of a model are measured as by `moe-plugin "
         "recommend`, and so are steps of the host with one layer and with two in the layout "
-        "r=1; the step is predicted with these; then the host trains, and compares itself "
+        "r=1, and the skew of their load on the text that is trained on; the step is predicted "
+        "with these; then the host trains, and compares itself "
         f"(`observe.prediction`; median of {MEASURED} steps after {SKIPPED}). No constant is "
         "fitted to a step.",
         f"**The step is off by {every:.1%} on average; the aim is {AIM:.0%}, which is "
@@ -211,13 +214,15 @@ def body(found: dict[str, Any]) -> list[str]:
         "predicted interval, *order*: of pairs on one network that differ.",
         columns([_means(*group) for group in groups], {
             name: f"{{{name}}}" for name in ("cells", "number", *history.ROWS, "inside", "order")}),
-        "Each cell; errors below 0: it took longer than predicted.",
+        "Each cell; errors below 0: it took longer than predicted. *Skew*: rows of the busiest "
+        "rank over the mean, predicted and measured.",
         columns(rows, {
             "network": "{place}", "host": "{host}", "shape": "{shape}", "layout": "{layout}",
             "measured, ms": "{measured:.0f}", "predicted": "{predicted:.0f}",
             "interval": "{low:.0f} to {high:.0f}",
             **{name: lambda row, name=name: _percent(row["errors"], name)
-               for name in history.ROWS}})]
+               for name in history.ROWS},
+            "skew": "{skew}"})]
 
 
 def failures(found: dict[str, Any]) -> list[str]:
