@@ -187,6 +187,26 @@ class Tokens:
     count: int
 
 
+def check_shards(experts: int, ranks: int, shards: int | None) -> None:
+    """`ValueError` unless experts divide over ranks, ranks over experts, both over shards.
+
+    Args:
+        ranks: expert-parallel. shards: as configured, see `Placement`.
+    """
+    if shards is not None:
+        fits = [s for s in range(1, ranks + 1) if ranks % s == 0 and experts % (ranks // s) == 0]
+        if shards not in fits:
+            raise ValueError(
+                f"parallel.shards={shards} does not fit {experts} experts on {ranks} "
+                f"expert-parallel ranks: must be one of {fits}; "
+                f"the nearest is {min(fits, key=lambda s: abs(s - shards))}")
+    elif experts % ranks and ranks % experts:
+        raise ValueError(
+            f"num_experts={experts} does not fit {ranks} expert-parallel ranks: must be a "
+            f"multiple or a divisor of {ranks}; use {max(1, experts // ranks) * ranks} "
+            "experts or another expert-parallel size")
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where experts are: rank i of `comm` has `local` experts, or one shard of each of them.
@@ -249,20 +269,7 @@ class Placement:
 
     def check(self) -> None:
         """`ValueError` unless experts divide over ranks, ranks over experts, both over shards."""
-        size, shards = self.comm.size, self.configured_shards
-        if shards is not None:
-            fits = [s for s in range(1, size + 1)
-                    if size % s == 0 and self.experts % (size // s) == 0]
-            if shards not in fits:
-                raise ValueError(
-                    f"parallel.shards={shards} does not fit {self.experts} experts on {size} "
-                    f"expert-parallel ranks: must be one of {fits}; "
-                    f"the nearest is {min(fits, key=lambda s: abs(s - shards))}")
-        elif self.experts % size and size % self.experts:
-            raise ValueError(
-                f"num_experts={self.experts} does not fit {size} expert-parallel ranks: must be a "
-                f"multiple or a divisor of {size}; use {max(1, self.experts // size) * size} "
-                "experts or another expert-parallel size")
+        check_shards(self.experts, self.comm.size, self.configured_shards)
 
 
 @dataclass(frozen=True)

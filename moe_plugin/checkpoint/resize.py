@@ -8,7 +8,8 @@ not travel. Of several ranks that store the same experts each sends a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from moe_plugin.experts.marks import mark_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.order_files import check_order
 from moe_plugin.planner.resharding import Box, TensorLayout
-from moe_plugin.records import Placement
+from moe_plugin.records import Placement, check_shards
 from moe_plugin.routing.contract import expert_groups_of
 
 # what a layer has of its group; its router and experts are moved one by one
@@ -35,7 +36,9 @@ Positions = Sequence[int]  # by rank of the world, its rank in its expert-parall
 
 
 def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | None, comm: Comm,
-                           world: Comm | None = None) -> None:
+                           world: Comm | None = None,
+                           copies: MutableMapping[Tensor, Tensor] | None = None
+                           ) -> dict[Tensor, nn.Parameter]:
     """Spread the experts of all `MoELayer`s of a model over another expert-parallel group.
 
     Call it between `optimizer.step()` and the next forward pass: gradients of experts are dropped.
@@ -48,11 +51,14 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     Args:
         model: in a plain training loop, wrapped or not.
         optimizer: of all experts' trainable parameters, whose state of each is tensors of its
-            shape or of one element: of torch's all but Adafactor. None: none. Copies of weights
-            that are kept elsewhere (moving averages) need a call of their own, without optimizer.
+            shape or of one element: of torch's all but Adafactor. None: none. Moving averages of
+            weights that are kept elsewhere need a call of their own, without optimizer.
         comm: the new group of this rank, of any size that the experts fit; a group of one: every
             rank has all experts.
         world: all data-parallel ranks; None: those of the default group.
+        copies: what the optimizer updates in the place of parameters, such as float32 copies of
+            16-bit weights, by parameter; those of the experts are replaced. None: nothing else.
+    Returns: the experts' new parameters by the old ones.
     Raises:
         ValueError: before anything has moved: custom experts, ranks with the same tokens, experts
             that do not fit the group, groups of different sizes, parameters that are sharded or
@@ -64,10 +70,33 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
               for name, layer in layers.items()}
     after = _positions("new", comm, world)
     for name, layer in layers.items():
-        _check(name, layer, comm)
-    _check_states(_experts_of(layers), optimizer, world)
+        _check(name, layer, comm.size)
+    copies, changed = {} if copies is None else copies, dict[Tensor, nn.Parameter]()
+    _check_states({name: copies.get(tensor, tensor) for name, tensor in
+                   _experts_of(layers).items()}, optimizer, world)
     for name, layer in layers.items():
-        _change(layer, optimizer, comm, world, before[name], after)
+        changed.update(_change(layer, optimizer, comm, world, before[name], after, copies))
+    return changed
+
+
+def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
+    """`ValueError` where an expert-parallel group of one of these sizes does not fit: its setting,
+    value, bound and remedy; see `change_expert_parallel`.
+
+    Args:
+        sizes: by step. world: data-parallel ranks.
+    """
+    for step, size in sizes.items():
+        given = f"resize.expert_parallel_at={step}={size}"
+        if world % size:
+            raise ValueError(f"{given} is out of bounds: must divide the {world} data-parallel "
+                             f"ranks; use {math.gcd(world, size)}, or leave it out")
+        for name, layer in model.named_modules():
+            if isinstance(layer, MoELayer):
+                try:
+                    _check(name, layer, size)
+                except ValueError as error:
+                    raise ValueError(f"{given}: {error}") from error
 
 
 def _check_movable(name: str, layer: MoELayer) -> None:
@@ -94,17 +123,16 @@ def _check_movable(name: str, layer: MoELayer) -> None:
             "tokens: must be 1; save a checkpoint and start again with other ranks")
 
 
-def _check(name: str, layer: MoELayer, comm: Comm) -> None:
-    config = layer.given
+def _check(name: str, layer: MoELayer, ranks: int) -> None:
+    config, shards = layer.given, layer.given.parallel.shards
     _check_movable(name, layer)
-    place = Placement(comm, config.num_experts, layer.placement.algorithm,
-                      configured_shards=config.parallel.shards)
-    place.check()
-    if config.hidden_dim % place.shards or config.row_dim % place.shards:
+    check_shards(config.num_experts, ranks, shards)
+    shards = shards or max(1, ranks // config.num_experts)
+    if config.hidden_dim % shards or config.row_dim % shards:
         raise ValueError(
             f"layer {name!r} with rows of width {config.row_dim}, hidden_dim={config.hidden_dim} "
-            f"cannot be split into the {place.shards} shards of {comm.size} expert-parallel ranks: "
-            f"use multiples of {place.shards}, or fewer ranks")
+            f"cannot be split into the {shards} shards of {ranks} expert-parallel ranks: use "
+            f"multiples of {shards}, or fewer ranks")
 
 
 def _experts_of(layers: Mapping[str, MoELayer]) -> dict[str, Tensor]:
@@ -172,22 +200,41 @@ def _positions(name: str, comm: Comm, world: Comm) -> Positions:
 
 
 def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm, world: Comm,
-            before: Positions, after: Positions) -> None:
-    old, new = layer.placement, _rebuilt(layer, comm)
+            before: Positions, after: Positions, copies: MutableMapping[Tensor, Tensor]
+            ) -> dict[Tensor, nn.Parameter]:
+    old, new, changed = layer.placement, _rebuilt(layer, comm), dict[Tensor, nn.Parameter]()
     for name, parameter in list(layer.experts.named_parameters()):
         target = new.experts.get_parameter(name)
         layouts = [_layout(place, name, tensor, positions) for place, tensor, positions in (
             (old, parameter, before), (new.placement, target, after))]
         move = Resharding(world, *layouts)
-        state = {key: move(value, value.dtype) if _moves(value, parameter) else value
-                 for key, value in _state(optimizer, parameter).items()}
-        target.data = move(parameter.data, parameter.dtype)
+        updated = copies.pop(parameter, parameter)
+        state = {key: _moved(move, value) if _moves(value, updated) else value
+                 for key, value in _state(optimizer, updated).items()}
+        target.data = _moved(move, parameter.data)
         target.requires_grad_(parameter.requires_grad)
+        now: Tensor = target
+        if updated is not parameter:
+            now = copies[target] = _like(updated, _moved(move, updated.data))
         if optimizer is not None:
-            _replace(optimizer, parameter, target, state)
+            _replace(optimizer, updated, now, state)
+        changed[parameter] = target
     for name in _OF_THE_GROUP:
         setattr(layer, name, getattr(new, name))
     layer.router, layer.experts = new.router, new.experts
+    return changed
+
+
+def _moved(move: Resharding, value: Tensor) -> Tensor:
+    moved = move(value, value.dtype)
+    assert moved is not None  # every rank stores some of it
+    return moved
+
+
+def _like(old: Tensor, value: Tensor) -> Tensor:
+    """A tensor of this value of the kind of `old`, to be trained as it is."""
+    new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
+    return new.requires_grad_(old.requires_grad)
 
 
 def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
@@ -230,10 +277,11 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
         for rank, position in enumerate(positions)})
 
 
-def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: nn.Parameter,
+def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor,
              state: Mapping[str, Any]) -> None:
     """Let the optimizer update `new` in the place of `old`."""
-    mark_expert(new)
+    if isinstance(new, nn.Parameter):
+        mark_expert(new)
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     if optimizer.state.pop(old, None) is not None:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.planner.all_to_all_cost import COSTS, CostModel
+from moe_plugin.planner.all_to_all_cost import COSTS
+from moe_plugin.planner.all_to_all_cost.phases import CostModel
 from moe_plugin.registry import Registry
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
@@ -129,8 +130,8 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             direct, rounds, lacks, tried: see `Exchange`.
-            cost: by which the planner predicts it; None: it is measured only, or predicted by name
-                in `planner.all_to_all_cost` already.
+            cost: by which the planner predicts it; None: it is measured only, or predicted by a
+                file of its own in `planner.all_to_all_cost`, which programs without torch read.
         Raises:
             ValueError: the name is taken.
             TypeError: neither an `Exchange` nor a function.

@@ -12,6 +12,7 @@ from moe_plugin.config.run import (
     ObserveConfig,
     OffloadConfig,
     PipelineConfig,
+    ResizeConfig,
     RunConfig,
 )
 from moe_plugin.config.tree import (
@@ -32,7 +33,8 @@ from moe_plugin.config.tree import (
 
 __all__ = [
     "CommConfig", "DispatchConfig", "ExpertsConfig", "GuardConfig", "MoEConfig", "ObserveConfig",
-    "OffloadConfig", "ParallelConfig", "PipelineConfig", "RouterConfig", "RunConfig", "TunerConfig",
+    "OffloadConfig", "ParallelConfig", "PipelineConfig", "ResizeConfig", "RouterConfig",
+    "RunConfig", "TunerConfig",
     "both_from_yaml", "flatten", "from_dict", "from_yaml", "of_layer", "of_run", "register_hydra",
     "run_config", "run_from_dict", "settings_from_yaml", "to_dict", "with_overrides",
 ]

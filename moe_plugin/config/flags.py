@@ -43,13 +43,17 @@ _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One generated flag: its command-line name, its dotted path in the tree, its type and help."""
+    """One generated flag: its command-line name, its dotted path in the tree, its type and help.
+
+    entry: of a mapping, the form of one, such as name=weight.
+    """
 
     flag: str
     path: str
     kind: type
     help: str
     choices: tuple[str, ...]
+    entry: str = ""
 
     @property
     def dest(self) -> str:
@@ -81,7 +85,8 @@ def _walk(cls: type[SettingsSection], prefix: str) -> Iterator[FlagSpec]:
             flag = f.metadata.get("prefix", "--moe-") + f.metadata["flag"]
             alias = f.metadata.get("alias")
             kind, choices = _leaf_kind(hints[f.name]), f.metadata.get("choices", ())
-            yield FlagSpec(flag, prefix + f.name, kind, _help(f), choices)
+            yield FlagSpec(flag, prefix + f.name, kind, _help(f), choices,
+                           f.metadata.get("entry", ""))
             if alias:
                 yield FlagSpec("--moe-" + alias.replace("_", "-"), prefix + alias, kind,
                                f"the same as {flag}", choices)
@@ -89,7 +94,7 @@ def _walk(cls: type[SettingsSection], prefix: str) -> Iterator[FlagSpec]:
 
 def _help(f: dataclasses.Field[Any]) -> str:
     default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
-    return f"{f.metadata['help']} (default: {'none' if default is None else default})"
+    return f"{f.metadata['help']} (default: {'none' if default in (None, {}) else default})"
 
 
 def flag_specs() -> list[FlagSpec]:
@@ -173,23 +178,26 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """A flag's text as a value of the tree. `none` is None; losses are `name=weight,name=weight`.
-    """
+    """A flag's text as a value of the tree. `none` is None; a mapping is `name=number,...`."""
     if not isinstance(text, str):
         return text
     if text.lower() == "none" and "none" not in spec.choices:
         return {} if spec.kind is dict else None
     try:
         if spec.kind is dict:
-            return {
-                key.strip(): float(value)
-                for key, value in (item.split("=") for item in text.split(","))
-            }
+            pairs = [item.split("=") for item in text.split(",")]
+            by_number = spec.entry.startswith("step=")
+            found = {int(key) if by_number else key.strip(): (int if by_number else float)(value)
+                     for key, value in pairs}
+            if len(found) < len(pairs):
+                raise KeyError("one is given twice")
+            return found
         if spec.kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return spec.kind(text)
     except (ValueError, KeyError) as error:
-        wanted = "name=weight,name=weight" if spec.kind is dict else spec.kind.__name__
+        wanted = (f"{spec.entry},{spec.entry}, each once" if spec.kind is dict
+                  else spec.kind.__name__)
         raise ValueError(f"{spec.flag} {short(text)} cannot be read; must be {wanted}") from error
 
 

@@ -271,10 +271,13 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
             raise ValueError(f"{path}={short(value)} must be a mapping with keys {keys}")
         return build(hint, value, path + ".", base, root)
     if typing.get_origin(hint) is dict:
+        names, numbers = typing.get_args(hint)
         if not isinstance(value, Mapping):
-            raise ValueError(
-                f"{path}={short(value)} must be a mapping of name to number, e.g. {{gshard: 0.01}}")
-        return {str(key): _scalar(float, item, f"{path}.{key}") for key, item in value.items()}
+            what, such = (("name to number", "{gshard: 0.01}") if names is str else
+                          ("number to number", "{100: 4}"))
+            raise ValueError(f"{path}={short(value)} must be a mapping of {what}, e.g. {such}")
+        return {str(key) if names is str else _scalar(names, key, f"{path}: the key"):
+                _scalar(numbers, item, f"{path}.{key}") for key, item in value.items()}
     options = typing.get_args(hint)
     if type(None) in options:
         return None if value is None else _scalar(options[0], value, path)

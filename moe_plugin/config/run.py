@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ READERS = {
                       "host, fairseq or Megatron",
     "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
                 "or use a host, fairseq or Megatron",
+    "resize.": "call moe_plugin.checkpoint.resize.change_expert_parallel in your training loop, or "
+               "use a host, fairseq or Megatron",
     "guard.": "use moe_plugin.resilience.vote.VotedGradients, or a host, fairseq or Megatron",
 }
 _PROJECT = re.compile(r"([\w.-]+/)?[\w.-]{1,128}")
@@ -262,6 +265,35 @@ class PipelineConfig(SettingsSection):
 
 
 @dataclass(kw_only=True)
+class ResizeConfig(SettingsSection):
+    """Changes of a run between two of its steps; see docs/replicas.md."""
+
+    PATH = "resize."
+
+    expert_parallel_at: dict[int, int] = field(default_factory=dict, metadata={
+        "help": "expert-parallel ranks from a step on, by step: 100=4,200=2 (a file: "
+                "{100: 4, 200: 2}). Before, the host's own setting counts; a run that resumes has "
+                "the size of its step",
+        "flag": "expert-parallel-at", "entry": "step=ranks"})
+
+    def check_bounds(self) -> None:
+        steps, path = list(self.expert_parallel_at), "expert_parallel_at"
+        self.require(path, steps == sorted(steps), "steps in ascending order",
+                     "write the first change first, e.g. 100=4,200=2")
+        self.require(path, all(2 <= step <= MOST_STEPS for step in steps),
+                     f"steps from 2 to {MOST_STEPS}",
+                     "give the size of the first step by the host's own setting")
+        self.require(path, all(1 <= size <= MOST_RANKS for size in
+                               self.expert_parallel_at.values()),
+                     f"1 to {MOST_RANKS} ranks", "use a divisor of the run's ranks")
+
+    def size_at(self, step: int, before: int) -> int:
+        """Expert-parallel ranks of a step, from 1. before: without any change."""
+        return next((size for first, size in reversed(self.expert_parallel_at.items())
+                     if first <= step), before)
+
+
+@dataclass(kw_only=True)
 class RunConfig(SettingsSection):
     """All settings of a run that no single layer reads."""
 
@@ -269,6 +301,7 @@ class RunConfig(SettingsSection):
     guard: GuardConfig = field(default_factory=GuardConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    resize: ResizeConfig = field(default_factory=ResizeConfig)
 
     def check_bounds(self) -> None:
         cuts = self.pipeline.cuts
@@ -276,6 +309,12 @@ class RunConfig(SettingsSection):
                      f"keep where pipeline.schedule={self.pipeline.schedule} cuts sequences",
                      "use Megatron's --recompute-granularity with slices of sequences, or "
                      "pipeline.schedule=1f1b")
+        if self.resize.expert_parallel_at:
+            for name, value in (("guard.votes", 0), ("guard.twins", 0),
+                                ("offload.weights", "device"), ("pipeline.schedule", "1f1b")):
+                self.require(name, operator.attrgetter(name)(self) == value,
+                             f"{value} beside resize.expert_parallel_at",
+                             "its groups of ranks stay as they are: leave one of the two out")
 
 
 def reader_of(path: str) -> str:

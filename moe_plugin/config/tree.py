@@ -74,7 +74,7 @@ class MoEConfig(SettingsSection):
         default_factory=lambda: {"gshard": 0.01}, metadata={
             "help": "weights of the router losses by registered name: gshard, switch, sequence, "
                     "global_batch, z, ... (see docs/balance.md)",
-            "flag": "losses"
+            "flag": "losses", "entry": "name=weight"
         },
     )
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
@@ -168,6 +168,7 @@ class MoEConfig(SettingsSection):
         return self.experts.latent_dim or self.model_dim
 
 
+MAPPINGS = "losses", "resize.expert_parallel_at"  # leaves that are mappings
 _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 
 
@@ -299,12 +300,12 @@ def unread(values: Mapping[str, Any]) -> set[str]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as dotted paths to leaves; `losses` is one leaf, and so is a mapping without
-    entries.
+    """Nested values as dotted paths to leaves; those of `MAPPINGS` are leaves, and so is a mapping
+    without entries.
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value and prefix + str(key) != "losses":
+        if isinstance(value, Mapping) and value and prefix + str(key) not in MAPPINGS:
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
@@ -178,10 +179,16 @@ def _spread(shape: LayerShape, cluster: Cluster, device: Device,
     mean = shape.rows * shards / (local * ranks)
     hot = min(shape.rows, (shape.skew * local - local + 1) * mean)
     rest = (shape.rows - hot) / max(1, shape.experts - 1)
-    row = [round(hot if v < local * shards and v % local == 0 else rest)
-           for v in range(local * ranks)]
-    plan = plan_spill([row] * ranks, spill_costs(shape, cluster, device), choice.spill,
-                      shape.guests)
+    row = tuple(round(hot if v < local * shards and v % local == 0 else rest)
+                for v in range(local * ranks))
+    return _spread_of(row, ranks, spill_costs(shape, cluster, device), choice.spill, shape.guests)
+
+
+@lru_cache(maxsize=8)  # many choices differ in other things
+def _spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
+               guests: int) -> Spread | None:
+    """Of equal ranks with these rows by expert."""
+    plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()
 
 

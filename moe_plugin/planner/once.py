@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_plugin.planner.all_to_all_cost import leader_cost, two_d_cost
+from moe_plugin.planner.all_to_all_cost.leader import leader_cost
+from moe_plugin.planner.all_to_all_cost.two_d import two_d_cost
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_to_all_s

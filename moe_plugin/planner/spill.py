@@ -167,19 +167,22 @@ class _Draft:
         self.arriving = [n - m for n, m in zip(self.rows, stay, strict=True)]
         self.leaving = [sum(row) - m for row, m in zip(counts_WV, stay, strict=True)]
         self.guests: list[set[int]] = [set() for _ in counts_WV]
+        self.helpers: dict[int, set[int]] = {}  # by expert
         total = sum(self.rows)
         self.speeds, self.shares = speeds, [-(-total // self.ranks)] * self.ranks
         if speeds is not None:
             self.shares = round_shares(speeds, total)
 
-    def load(self, rank: int) -> float:
-        """Time of a rank's rows, in rows of a rank of speed 1."""
-        return self.rows[rank] if self.speeds is None else self.rows[rank] / self.speeds[rank]
+    def loads(self) -> Sequence[float]:
+        """Time of each rank's rows, in rows of a rank of speed 1."""
+        if self.speeds is None:
+            return self.rows
+        return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
 
     @property
     def busiest(self) -> float:
         """The largest load of a rank."""
-        return max(map(self.load, range(self.ranks)))
+        return max(self.loads())
 
     def at_owner(self, expert: int) -> int:
         """Rows of an expert that its owner computes."""
@@ -196,6 +199,7 @@ class _Draft:
         self._set(expert, owner, self.amounts[expert][owner] - rows)
         self._set(expert, helper, self.amounts[expert][helper] + rows)
         self.guests[helper].add(expert)
+        self.helpers.setdefault(expert, set()).add(helper)
 
     def _set(self, expert: int, rank: int, rows: int) -> None:
         before, has = self.amounts[expert][rank], self.counts[rank][expert]
@@ -213,10 +217,8 @@ class _Draft:
     def _lending(self) -> float:
         first, second = [0.0] * self.ranks, [0.0] * self.ranks
         sent = [0] * self.ranks
-        for expert, rows in self.amounts.items():
-            owner = expert // self.local
-            helpers = [w for w, n in enumerate(rows) if n and w != owner]
-            sent[owner] += bool(helpers)
+        for expert, helpers in self.helpers.items():
+            sent[expert // self.local] += 1
             for w in helpers:
                 first[w] += 1 / len(helpers)
                 second[w] += 1 - 1 / len(helpers)
@@ -256,7 +258,8 @@ def _least_loaded(draft: _Draft, guests: int) -> Iterator[None]:
 
 
 def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
-    fullest = max(range(draft.ranks), key=lambda w: (draft.load(w), -w))
+    loads = draft.loads()
+    fullest = loads.index(max(loads))
     above = draft.rows[fullest] - draft.shares[fullest]
     if above <= 0:
         return None
@@ -266,7 +269,7 @@ def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
                 and (expert in draft.guests[w] or len(draft.guests[w]) < guests)]
         if free and draft.at_owner(expert):
             # of equally empty ranks the one that has most of these rows itself
-            helper = min(free, key=lambda w: (draft.load(w), -draft.counts[w][expert], w))
+            helper = min(free, key=lambda w: (loads[w], -draft.counts[w][expert], w))
             room = draft.shares[helper] - draft.rows[helper]
             return expert, helper, min(draft.at_owner(expert), above, room)
     return None

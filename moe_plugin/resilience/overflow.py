@@ -170,6 +170,8 @@ class RowsFit(RunFeature):
 
     def before_passes(self) -> Callable[[], None] | None:
         """What the passes change is kept where they may be repeated."""
+        if self.check.active:  # layers may have other bounds since another expert-parallel size
+            self.check.limits = limits_of(self.models)
         self.check.forget()
         return self.start(self.models).rewind if self.check.repeats else None
 

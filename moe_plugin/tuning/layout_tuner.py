@@ -49,6 +49,7 @@ LOOKS = 16
 WITHIN = 2.0  # times the best prediction: what the model of a cluster file says is not tried
 PRUNE = 1.5  # times the fastest layout's time: slower ones are not timed again
 FINALS = 3  # calls more of each of the two fastest layouts
+FEW_RANKS = 4  # for each expert of a token: so many ranks at most are few
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
 MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
@@ -104,7 +105,7 @@ class LayoutTuner(OwnsReplayLogs):
             self.candidates,
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
                           within=within, prune=PRUNE, finals=FINALS),
-            always=self.plain)
+            always=lambda: [*self.plain(), *self.gathered()])
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # as agreed last, where rows may be sent once
         self.runs: deque[_Run] = deque()
@@ -225,6 +226,18 @@ class LayoutTuner(OwnsReplayLogs):
         processors are what waits, so that no choice is slower than the layout that was there.
         """
         return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
+
+    def gathered(self) -> list[LayoutChoice]:
+        """The layout that gathers tokens, where ranks are so few that it moves little more than an
+        all-to-all: it is one collective each way, of which predictions know least.
+        """
+        few = self.comm.size <= FEW_RANKS * self.config.router.experts_per_token
+        if not few or not self.layouts.gathers_tokens:
+            return []
+        values = {d.name: d.values(self) for d in DIMENSIONS}
+        first = {name: list(found)[:1] for name, found in values.items()}
+        return list(combinations({**first, "r": values["r"], "gather_tokens": [True]},
+                                 self.comm.size))
 
     def shape(self, bucket: Bucket) -> LayerShape:
         """The layer under the load of a bucket."""

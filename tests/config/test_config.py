@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 import omegaconf
 import pytest
@@ -21,12 +22,19 @@ from moe_plugin.config import (
     flatten,
     from_dict,
     from_yaml,
+    run_config,
     run_from_dict,
     settings_from_yaml,
     to_dict,
     with_overrides,
 )
-from moe_plugin.config.flags import add_arguments, as_given, config_from_flags, setting_specs
+from moe_plugin.config.flags import (
+    add_arguments,
+    as_given,
+    config_from_flags,
+    run_from_flags,
+    setting_specs,
+)
 from moe_plugin.planner.forest.source import find_network
 
 pytestmark = pytest.mark.fast
@@ -242,7 +250,7 @@ def test_every_flag_reads_back_its_default() -> None:
         "model_dim"
     }
     given = {
-        spec.dest: ",".join(f"{k}={v}" for k, v in defaults[spec.path].items())
+        spec.dest: ",".join(f"{k}={v}" for k, v in defaults[spec.path].items()) or "none"
         if spec.kind is dict else str(defaults[spec.path])
         for spec in specs if spec.path in leaves
     }
@@ -320,3 +328,31 @@ def test_arguments_of_a_layer_are_not_left_out_silently(given: dict[str, object]
                                                         words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MoELayer(8, **given)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("200=4,100=2", "must be steps in ascending order"), ("1=2", "must be steps from 2 to"),
+    ("5=0", "must be 1 to .* ranks; use a divisor"), ("5", "cannot be read; must be step=ranks"),
+    ("5=2,5=4", "must be step=ranks,step=ranks, each once"), ("5=2.5", "cannot be read")])
+def test_sizes_by_step_that_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_from_flags({"moe_expert_parallel_at": text})
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("guard.votes", 3), ("guard.twins", 5), ("offload.weights", "host"),
+    ("pipeline.schedule", "eager-1f1b")])
+def test_sizes_by_step_beside_groups_that_stay(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}='?{value}'? is out of bounds: must be .* beside "
+                       "resize.expert_parallel_at; .* leave one of the two out"):
+        run_config({name: value, "resize.expert_parallel_at": {5: 2}})
+
+
+def test_sizes_by_step_of_a_file_and_of_a_flag(tmp_path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("resize: {expert_parallel_at: {100: 4, 200: 2}}\n")
+    resize = run_config(settings_from_yaml(str(path))).resize
+    assert resize == run_from_flags({"moe_expert_parallel_at": "100=4,200=2"}).resize
+    assert [resize.size_at(step, 1) for step in (1, 99, 100, 199, 200)] == [1, 1, 4, 4, 2]
+    with pytest.raises(ValueError, match="expert_parallel_at: the key='x' is a str; must be int"):
+        run_from_dict({"resize": {"expert_parallel_at": {"x": 2}}})

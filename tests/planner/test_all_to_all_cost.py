@@ -24,7 +24,7 @@ from moe_plugin.planner import (
     predict,
     predict_table,
 )
-from moe_plugin.planner.all_to_all_cost import overlapped_s
+from moe_plugin.planner.all_to_all_cost.phases import overlapped_s
 from moe_plugin.planner.files import record
 from moe_plugin.planner.units import (
     parse_grid,

@@ -379,6 +379,24 @@ def test_spilling_is_tried_for_an_uneven_load() -> None:
         assert label.endswith("spill=least_loaded") and named == "everywhere"
 
 
+@pytest.mark.parametrize("ranks, top_k, tried", [(4, 1, True), (8, 1, False), (8, 2, True)])
+def test_gathered_tokens_are_tried_on_few_ranks_however_slow_they_are_predicted(
+        ranks: int, top_k: int, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = from_dict({
+        "model_dim": 8, "num_experts": 8, "experts": {"hidden_dim": 16}, "parallel": "auto",
+        "router": {"top_k": top_k}, "tuner": {"tries": 1, "max_d": 1}})
+    real = auto_module.LayoutTuner.candidates
+    monkeypatch.setattr(auto_module.LayoutTuner, "candidates", lambda self, bucket: {
+        c: 9.0 if c.gather_tokens else s for c, s in real(self, bucket).items()})
+
+    def rank(comm: Comm) -> list[str]:
+        return drive(comm, lambda c: 2.0 - c.gather_tokens, 40, settings=settings)[1]
+
+    for labels in run_simulated(ranks, rank):
+        assert labels[-1].endswith("gather_tokens=True") is tried
+        assert any("gather_tokens" in label for label in labels) is tried
+
+
 def test_a_load_on_a_border_stays_in_its_bucket() -> None:
     """Loads that swing by a fifth around a bucket's border share one; a load that leaves for good
     gets its own.

@@ -19,7 +19,6 @@ from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, swap_equal
 from moe_plugin.comm.exchange import algorithms, several_nodes
 from moe_plugin.comm.topology import Topology
-from moe_plugin.planner.all_to_all_cost import leader_cost
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class _Node:
     recv: dict[int, list[int]]
 
 
-@algorithms.register("leader", rounds=3, lacks=several_nodes, cost=leader_cost)
+@algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Through one rank per node: few large messages between nodes, a gather and a scatter inside.

@@ -9,10 +9,9 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import receive_first
 from moe_plugin.comm.exchange import algorithms
-from moe_plugin.planner.all_to_all_cost import linear_cost
 
 
-@algorithms.register("linear", direct=True, cost=linear_cost)
+@algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """Every rank sends to every rank directly; on gloo as messages, all receives posted first.

@@ -21,7 +21,6 @@ from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, reorder, ring, stride_copy, swap_equal
 from moe_plugin.comm.exchange import algorithms, several_nodes
 from moe_plugin.comm.topology import Topology
-from moe_plugin.planner.all_to_all_cost import two_d_cost
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class _Plan:
     counts: dict[int, list[int]]
 
 
-@algorithms.register("2dh", rounds=2, lacks=several_nodes, cost=two_d_cost)
+@algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
     """First inside the node by destination, then between nodes: few large messages on all cards.

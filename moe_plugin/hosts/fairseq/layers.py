@@ -60,7 +60,8 @@ class LayerSettings:
         batch_comm = None
         if self.evaluation is not None:
             batch_comm = LocalComm()  # every rank evaluates batches of its own
-        elif self.groups.replicas > 1 and self.groups.world > 1:
+        elif self.groups.world > 1 and (self.groups.replicas > 1
+                                        or self.run.resize.expert_parallel_at):
             batch_comm = default_comm(self.config.comm.timeout_s)
         return HostContext(layer_number=self.layer_number, replay=self.replay,
                            batch_comm=batch_comm, own_capacity=self.evaluation is not None,
@@ -117,11 +118,16 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         self._drops = None if settings.evaluation is None else settings.evaluation.drops
         if self._turns is not None:
             self._number = self._turns.add_layer(self._without_tokens)
+        self._gradient_factor = settings.gradient_factor
+        self.scale_gradients(settings.groups.replicas)
+
+    def scale_gradients(self, replicas: int) -> None:
+        """Prepare new expert parameters, which so many ranks store."""
         for parameter in self.moe.parameters():
             if is_expert(parameter):
-                mark_replicas(parameter, settings.groups.replicas)
+                mark_replicas(parameter, replicas)
                 # the trainer averages over replicas
-                factor = settings.gradient_factor * settings.groups.replicas
+                factor = self._gradient_factor * replicas
                 if factor != 1.0:
                     parameter.register_hook(_scale(factor))
 

@@ -14,6 +14,7 @@ from moe_plugin.comm import LocalComm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import GuardConfig
 from moe_plugin.gradients.replicas import replica_comm
+from moe_plugin.hosts.fairseq import resizing
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
@@ -57,6 +58,7 @@ def check(cfg: Any, model: nn.Module) -> None:
     wants_replicas(cfg, config is not None)
     if config is None:
         return
+    resizing.check(cfg, model)
     guard, settings = run_settings(model).guard, cfg.distributed_training
     several = ("one rank", settings.distributed_world_size > 1, "use several, or 0")
     fully = settings.ddp_backend == "fully_sharded"
@@ -115,7 +117,7 @@ def run_of(trainer: Any) -> Run:
     if records is not None and streamed is not None:
         records.recorder.watch("weights", streamed.trainer.copier, streamed.trainer.on_device)
     return Run([
-        FirstStepLine(), RUN,
+        resizing.steps_of(trainer, world), FirstStepLine(), RUN,
         prediction_check(run_settings(model).observe, world, [model], "fairseq"),
         TwinCheck(model, world, every=guard.twins) if guard.twins else None,
         _replicas(trainer, config),

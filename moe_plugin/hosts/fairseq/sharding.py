@@ -170,14 +170,18 @@ class _ShardedOptimizer:
         }
 
 
-def reduce_replicas(optimizer: Any, reducer: ReplicaReducer) -> None:
+def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
     """Let an optimizer of fairseq's complete the replicas' gradients when fairseq reduces the
     dense ones. In place.
+
+    reducer: the present one; None: there are no replicas.
     """
     reduce = optimizer.all_reduce_grads
 
     def all_reduce_grads(module: nn.Module) -> None:
-        reducer.finish()
+        present = reducer()
+        if present is not None:
+            present.finish()
         reduce(module)
 
     optimizer.all_reduce_grads = all_reduce_grads

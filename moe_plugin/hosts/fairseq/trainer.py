@@ -202,7 +202,7 @@ class MoETrainer(Trainer):
             return
         reduces = self.data_parallel_world_size > 1 and not self.run.reduces
         if self._reducer is None and self.has_experts and reduces:
-            self._average_replicas()
+            self.average_replicas()
         if not self.is_sharded:
             super()._build_optimizer()
             parts: list[Part] = []
@@ -218,17 +218,24 @@ class MoETrainer(Trainer):
                 self._wrapped_model = model
         if self.is_sharded:
             sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
-        if self._reducer is not None:
-            sharding.reduce_replicas(self._optimizer, self._reducer)
+        if self.has_experts and reduces:
+            sharding.reduce_replicas(self._optimizer, lambda: self._reducer)
         if (votes := self.run.find(FileTurns)) is not None:
             self._optimizer.all_reduce_grads = votes.reduce_by_vote
+        self._mark_copies()
+
+    def _mark_copies(self) -> None:
         for parameter, copy in fp32_copies(self._optimizer):
             mark_replicas(copy, replicas_of(parameter))
 
-    def _average_replicas(self) -> None:
+    def average_replicas(self) -> None:
+        """Average gradients over the ranks that store this rank's experts now. Collective."""
         moe = moe_layers(self._model)[0].moe_layer.moe
         timeout_s = moe.config.comm.timeout_s
         comm = replica_comm(moe.comm, TorchComm(self.data_parallel_process_group, timeout_s))
+        self._reducer = None
+        if self._optimizer is not None:
+            self._mark_copies()
         if comm is not None:
             comm = prepare_replicas(comm, moe.config.comm, not moe.config.deterministic)
             experts = expert_parameters(self.model).values()

@@ -136,6 +136,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         watch_store(moe, lambda: f"layer{self.layer_number}")
         self._clock, self._recordings = StepClock(), Recordings(moe, config)
         self.run_ends_steps = False
+        self._given_number: int | None = None
         self.continues = False  # a slice of a micro-batch whose first slice has passed
         if layer_number is not None:
             self._follow_recipe(layer_number)
@@ -226,15 +227,30 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         The attribute `layer_number` is then that of `layer_numbers.in_model`.
         """
         self.layer_number = self._number_in_model(layer_number)
+        self._given_number = layer_number
+        if not self._number_parts(layer_number):
+            _announce(self.plan)
+        if self.plan.native_router:
+            self.router.set_layer_number(layer_number)  # part of Megatron's router interface
+
+    def _number_parts(self, layer_number: int) -> int | None:
         self._follow_recipe(layer_number)
         number = layer_numbers.moe_layers_before(self.config, self.layer_number)
         self.experts.use_layer(number)
         if number is not None:
             number_layers(self.router, number)
-        if not number:
-            _announce(self.plan)
-        if self.plan.native_router:
-            self.router.set_layer_number(layer_number)  # part of Megatron's router interface
+        return number
+
+    def follow_groups(self, groups: core.MegatronGroups) -> None:
+        """Take the experts that `moe` has since its groups are others; see `resizing`."""
+        self.groups, self.experts = groups, self.moe.experts
+        if not self.plan.native_router:
+            self.router = self.moe.router
+        core.count_local_experts(self, groups)
+        parameters.mark(self.experts)
+        muon.prepare(self.experts, self.moe.placement.shards)
+        if self._given_number is not None:
+            self._number_parts(self._given_number)
 
     def _number_in_model(self, layer_number: int | None) -> int | None:
         return layer_numbers.in_model(layer_number, self.config, self._is_mtp, self._prediction)

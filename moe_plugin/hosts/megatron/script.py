@@ -304,6 +304,7 @@ def _named(what: str) -> Iterator[None]:
 def _refuse_unfit() -> None:
     """Before a model is built, which takes minutes."""
     # imported here: it imports Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron import resizing
     from moe_plugin.hosts.megatron.guards import guard_of
     from moe_plugin.hosts.megatron.pipeline.base import refuse_virtual
 
@@ -319,6 +320,7 @@ def _refuse_unfit() -> None:
                          "folder of the checkpoints to evaluate")
     ensemble.ensemble_of(args)
     replicas.check(args)
+    resizing.check(args, run_config(settings_from_flags(arguments)))
     if getattr(args, "save", None) and "://" not in args.save:
         make_folder(args.save)
     given = getattr(args, "data_path", None) or ()

@@ -21,6 +21,7 @@ from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import replicas_of
 from moe_plugin.hosts.megatron.report import log_path
+from moe_plugin.hosts.megatron.resizing import steps_of
 from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of, router_steps, traced
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
@@ -79,9 +80,9 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     replicas = (_replicas(args, chunks, optimizer, scheduler, taken)
                 if optimizer is not None else None)
     check = prediction_check(observe, comm_of(), chunks, "megatron")
-    return [FirstStepLine(), RUN, check, twins, replicas, records, votes,
-            RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(), router_steps(chunks),
-            activations, drops, _errors(args, chunks)], recorder
+    return [steps_of(config, chunks, optimizer), FirstStepLine(), RUN, check, twins, replicas,
+            records, votes, RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(),
+            router_steps(chunks), activations, drops, _errors(args, chunks)], recorder
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,

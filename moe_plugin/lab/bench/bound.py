@@ -12,10 +12,12 @@ class GemmBound:
     """The matmuls of forward and backward and nothing else, into preallocated memory.
 
     CPU: one dense matmul per expert, with its true number of rows. GPU: one dense matmul of the
-    same FLOPs over all rows.
+    same FLOPs over all rows. forward_only: those of a forward pass.
     """
 
-    def __init__(self, problem: Problem, data: Data, counts: list[int]) -> None:
+    def __init__(self, problem: Problem, data: Data, counts: list[int],
+                 forward_only: bool = False) -> None:
+        self.forward_only = forward_only
         rows = sum(counts)
         self.rows_RD = data.x_TD.repeat(-(-rows // problem.tokens), 1)[:rows].clone()
         self.inner_RF = torch.randn(rows, problem.hidden_dim,
@@ -39,12 +41,13 @@ class GemmBound:
         x, h = self.rows_RD[span], self.inner_RF[span]
         out_x, out_h = self.out_RD[span], self.out_RF[span]
         for w, grad in zip(self.first, self.grads, strict=False):
-            _linear(x, w[expert], h, out_h, out_x, grad[expert])
-        _linear(h, self.second[expert], x, out_x, out_h, self.grads[-1][expert])
+            self._linear(x, w[expert], h, out_h, out_x, grad[expert])
+        self._linear(h, self.second[expert], x, out_x, out_h, self.grads[-1][expert])
 
-
-def _linear(x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor, grad_w: Tensor) -> None:
-    """The three matmuls of one linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
-    torch.mm(x, w, out=y)
-    torch.mm(grad, w.t(), out=grad_x)
-    torch.mm(x.t(), grad, out=grad_w)
+    def _linear(self, x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor,
+                grad_w: Tensor) -> None:
+        """The three matmuls of one linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
+        torch.mm(x, w, out=y)
+        if not self.forward_only:
+            torch.mm(grad, w.t(), out=grad_x)
+            torch.mm(x.t(), grad, out=grad_w)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from moe_plugin.lab.bench import headline_models as models
+from moe_plugin.lab.bench.train.results import median_ms, newest, reports
 
 HERE = ""  # in the place of a file's name: measured by the study itself
 # (file of committed numbers, what of them, what it is and where)
@@ -49,10 +50,9 @@ class Headline:
 def steps(found: Any, host: str, place: str, over: str, under: str,
           shape: str = "") -> list[float]:
     """Median steps of one side over those of another, by shape."""
-    sides = [{side["name"]: statistics.median(side["seconds"]) for side in cell["sides"]}
-             for cell in found if cell["host"] == host and cell["place"].startswith(place)
-             and shape in cell["shape"]["name"]]
-    return [side[over] / side[under] for side in sides]
+    return [median_ms(cell.side(over)) / median_ms(cell.side(under))
+            for cell in newest(reports(found)) if cell.host == host
+            and cell.place.startswith(place) and shape in cell.shape.name]
 
 
 def pieces(found: Any, kinds: Iterable[str]) -> list[float]:
@@ -73,8 +73,8 @@ def hierarchical(found: Any) -> list[float]:
 
 
 def einsum(found: Any) -> list[float]:
-    return [peer["median_ms"] / cell["median_ms"] for cell in found for peer in cell["peers"]
-            if peer["name"] == "einsum"]
+    return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
+            for peer in cell["peers"] if peer["name"] == "einsum"]
 
 
 def tokens_s(found: Any, over: str, under: str) -> float:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class LayerReport:
         refused: peers that could not run, with the reason.
         threads, ranks: threads of each expert-parallel rank; each rank has the problem's tokens,
             and numbers are those of rank 0.
+        forward_only: without a backward pass, as text is generated.
     """
 
     problem: Problem
@@ -72,6 +74,7 @@ class LayerReport:
     refused: dict[str, str]
     threads: int
     ranks: int = 1
+    forward_only: bool = False
 
     @property
     def noise(self) -> float:
@@ -83,10 +86,9 @@ class LayerReport:
         mine = asdict(self.results[0])
         return {
             **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
-            **asdict(self.problem), "threads": self.threads, "ranks": self.ranks, "peers": [
-                asdict(r) for r in self.results[1:]
-            ], "refused": self.refused, "versions": versions(self.problem.device)
-        }
+            **asdict(self.problem), "threads": self.threads, "ranks": self.ranks,
+            "forward_only": self.forward_only, "peers": [asdict(r) for r in self.results[1:]],
+            "refused": self.refused, "versions": versions(self.problem.device)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerReport:
@@ -96,7 +98,7 @@ class LayerReport:
 
         return cls(part(Problem, values), values["bound_ms"], values["bound_min_ms"],
                    [part(Result, one) for one in (values, *values["peers"])], values["refused"],
-                   values["threads"], values.get("ranks", 1))
+                   values["threads"], values.get("ranks", 1), values.get("forward_only", False))
 
     def parts(self) -> list[str]:
         """Of a page: a row per candidate; peers that were not measured."""
@@ -108,8 +110,8 @@ class LayerReport:
                 r.name, _ms(r.median_ms), _ms(r.min_ms), f"{r.ratio_to_bound:.2f}",
                 f"{r.ratio_of_minima:.2f}", memory, f"{r.tflops:.3f}", f"{r.gbytes_per_s:.1f}",
                 "" if r.error is None else f"{r.error:.0e}", r.note])
-        head = ["forward + backward", "median", "minimum", "ratio", "ratio of min", "peak",
-                "TFLOP/s", "GB/s", "error", "note"]
+        head = ["forward" if self.forward_only else "forward + backward", "median", "minimum",
+                "ratio", "ratio of min", "peak", "TFLOP/s", "GB/s", "error", "note"]
         ranks = f"{self.ranks} ranks, each " if self.ranks > 1 else ""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         return [f"{problem.label()}, {problem.device}, {ranks}{threads}",
@@ -176,9 +178,12 @@ def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Dat
     return errors
 
 
-def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport:
+def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
+        forward_only: bool = False) -> LayerReport:
     """Measure our layer and the named peers, over the ranks of `expert_group`.
 
+    Args:
+        forward_only: without a backward pass.
     Raises:
         ValueError: unknown peer, a peer whose output is not ours, or one without balance loss.
     """
@@ -187,24 +192,24 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15) -> LayerReport
     with contextlib.ExitStack() as stack:
         candidates, refused = enter_candidates(stack, problem, data, names)
         errors = checked(candidates, refused, data, problem)
-        steps = {
-            n: training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
-                             data.grad_TD) for n, c in candidates.items()
-        }
+        steps = {n: torch.no_grad()(partial(c.forward, data.x_TD)) if forward_only else
+                 training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
+                               data.grad_TD) for n, c in candidates.items()}
         _warm_up(problem, data)
         memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
         group = expert_group()
         bound = GemmBound(problem, data.local(group.rank, group.size), own_loads(
-            problem, data, group.rank, group.size))
+            problem, data, group.rank, group.size), forward_only)
         # ranks may see different times, and must run the same
         times = interleaved([bound, *steps.values()], device, rounds,
                             slow=SLOW if group.size == 1 else math.inf)
     results = [
-        _result(problem, name, candidates[name].note, mine, times[0], memory[name], errors[name])
+        _result(problem.work(forward_only), name, candidates[name].note, mine, times[0],
+                memory[name], errors[name])
         for name, mine in zip(steps, times[1:], strict=True)
     ]
     return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused,
-                       torch.get_num_threads(), group.size)
+                       torch.get_num_threads(), group.size, forward_only)
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
@@ -285,9 +290,10 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
                              "is not comparable; leave it out with --peers")
 
 
-def _result(problem: Problem, name: str, note: str, mine: Times, bound: Times, memory: float | None,
-            error: float | None) -> Result:
+def _result(work: tuple[float, float], name: str, note: str, mine: Times, bound: Times,
+            memory: float | None, error: float | None) -> Result:
+    flops, moved = work
     return Result(name=name, median_ms=mine.median * 1e3, min_ms=mine.best * 1e3,
                   ratio_to_bound=mine.median / bound.median, ratio_of_minima=mine.best / bound.best,
-                  peak_extra_mib=memory, tflops=problem.flops / mine.median / 1e12,
-                  gbytes_per_s=problem.bytes / mine.median / 1e9, error=error, note=note)
+                  peak_extra_mib=memory, tflops=flops / mine.median / 1e12,
+                  gbytes_per_s=moved / mine.median / 1e9, error=error, note=note)

@@ -24,8 +24,7 @@ MIB = 1 << 20
 HELD_UP = 40_000_000  # cycles of a GPU, about 20 ms
 # whose versions a page names, where they are installed
 PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-engine",
-            "grouped-gemm", "megablocks", "scattermoe", "sonic-moe", "deepspeed", "transformers",
-            "torchtitan")
+            "scattermoe", "sonic-moe", "deepspeed", "transformers", "torchtitan", "ai2-olmo-core")
 
 
 @dataclass(frozen=True)

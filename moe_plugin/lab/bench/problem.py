@@ -78,6 +78,14 @@ class Problem:
         elements = 3 * weights + 5 * self.tokens * self.model_dim
         return elements * self.torch_dtype.itemsize
 
+    def work(self, forward_only: bool) -> tuple[float, float]:
+        """(FLOPs, least bytes) of forward and backward, or of forward alone."""
+        if not forward_only:
+            return self.flops, self.bytes
+        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
+        elements = weights + 2 * self.tokens * self.model_dim
+        return self.flops / 3, elements * self.torch_dtype.itemsize
+
     @property
     def least_memory(self) -> int:
         """Bytes that no implementation does without: weights and their gradients, x, y, both

@@ -24,6 +24,7 @@ from moe_plugin.observe.history.records import (
     SpanRecord,
     StepRecord,
 )
+from moe_plugin.observe.history.resizes import KEY, ResizeRecord, resize_record
 from moe_plugin.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
@@ -66,6 +67,7 @@ class _Source:
     copies: dict[tuple[str, int], CopyRecord] = field(default_factory=dict)
     timelines: list[tuple[int, int, list[SpanRecord]]] = field(default_factory=list)
     predictions: list[PredictionRecord] = field(default_factory=list)
+    resizes: list[ResizeRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None
     arguments: dict[str, str] = field(default_factory=dict)
@@ -257,6 +259,8 @@ def _json_line(source: _Source, text: str) -> None:
         source.timelines.append(json_lines.timeline(row))
     elif "predicted" in row and "measured" in row and "step" in row:
         source.predictions.append(prediction_record(row))
+    elif KEY in row and "step" in row:
+        source.resizes.append(resize_record(row))
     elif "training" in row and "step" in row:  # of `StatsRecorder.training`
         source.steps.append(("training", json_lines.training_record(row)))
         source.writer = "pytorch"  # hosts have logs of their own
@@ -297,6 +301,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
     run.layers = _by_layer([*(r for s in sources for r in s.brief if r.layer not in known), *full])
     run.copies = _copies(sources)
     run.predictions = [record for s in sources for record in s.predictions]
+    run.resizes = [record for s in sources for record in s.resizes]
     run.timelines = {(step, rank): spans for s in sources for step, rank, spans in s.timelines}
     for source in sources:
         run.settings |= source.settings

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.observe.history.predictions import PredictionRecord
+from moe_plugin.observe.history.resizes import ResizeRecord
 
 RECENT = 20  # records from which the remaining time is estimated
 # in fairseq's log: percent of the first and of the second choices that found no slot
@@ -164,6 +165,7 @@ class RunRecord:
         copies: by copier, in the order of steps, of all pipeline stages together.
         timelines: spans by (step, rank).
         predictions: what was measured of a step, and what was predicted of it.
+        resizes: changes of the expert-parallel size.
         settings: flag or field and its value, as given.
         changed: (as the user wrote it, default) of the settings that were chosen otherwise than
             the defaults; None: unknown.
@@ -180,6 +182,7 @@ class RunRecord:
     copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
     timelines: dict[tuple[int, int], list[SpanRecord]] = field(default_factory=dict)
     predictions: list[PredictionRecord] = field(default_factory=list)
+    resizes: list[ResizeRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None
     notes: list[str] = field(default_factory=list)

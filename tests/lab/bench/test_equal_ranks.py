@@ -10,6 +10,7 @@ from moe_plugin.comm.simulated import run_simulated
 from moe_plugin.comm.topology import Topology
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.equal_ranks import EqualRanks
+from moe_plugin.lab.bench.studies.ranks import exponent, lines
 from moe_plugin.layer import MoELayer
 
 pytestmark = pytest.mark.fast
@@ -50,3 +51,15 @@ def test_equal_collectives() -> None:
     inner = group.subgroup(range(4))
     assert inner is not None and inner.size == 4 and inner.topology == Topology.one_node(4)
     assert group.subgroup([1, 2]) is None
+
+
+def test_growth_is_the_slope_of_the_logarithms() -> None:
+    assert exponent({2: 3.0, 8: 48.0, 64: 3072.0}) == pytest.approx(2)
+    assert exponent({2: 5.0, 64: 5.0}) == pytest.approx(0, abs=1e-12)
+    cells = [{"kind": kind, "ranks": ranks, "experts": 8, "call_s": 1e-3 * ranks}
+             for kind in ("rows", "nodes") for ranks in (2, 8)]
+    found = dict(lines({"layers": cells, "plans": [{"ranks": 8, "seconds": 1.0}], "tuned": [
+        {"ranks": ranks, "experts": 8, "trials_s": 6.0, "trials": 3} for ranks in (2, 8)]}))
+    assert found["a call, a token once to each node, 8 experts"] == {2: 2e-3, 8: 8e-3}
+    assert found["a call that tries layouts, 8 experts"] == {2: 2.0, 8: 2.0}
+    assert found["planning a change of places"] == {}  # older numbers have none

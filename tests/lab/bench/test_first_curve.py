@@ -10,7 +10,7 @@ import pytest
 from moe_plugin.lab.bench.studies.first_curve import body, ways
 from moe_plugin.lab.bench.study import read_numbers
 from moe_plugin.lab.bench.train.curves import SHAPE, curve, draw
-from moe_plugin.lab.bench.train.results import reports
+from moe_plugin.lab.bench.train.results import newest, reports
 from moe_plugin.lab.bench.train.sides import OURS
 from moe_plugin.planner.units import show_time
 
@@ -54,7 +54,7 @@ def test_set_up_is_counted_apart() -> None:
 
 def test_the_picture_s_curves_are_equal_losses_at_measured_seconds(tmp_path: Path) -> None:
     numbers = read_numbers(NUMBERS)
-    shown = [one for one in reports(numbers)
+    shown = [one for one in newest(reports(numbers))
              if one.shape.name == SHAPE and one.place.startswith("one machine")]
     assert [one.host for one in shown] == ["megatron", "fairseq"]
     for report in shown:

@@ -1,5 +1,5 @@
-"""The peers that multiply all experts in one launch: torch's grouped_mm, and Megatron-core's own
-GroupedMLP, whose package for GPUs alone is replaced by a loop.
+"""The peers that multiply all experts in one launch: torch's grouped_mm, and Megatron-core's with
+Transformer Engine.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_plugin.lab.bench import layer
-from moe_plugin.lab.bench.peers import UnsupportedProblem, grouped_mm, megatron, ours, peers
+from moe_plugin.lab.bench.peers import UnsupportedProblem, grouped_mm, megatron, peers
 from moe_plugin.lab.bench.problem import Problem, make_data
-from tests.lab.bench.peer_checks import same_function, without_refusal
+from tests.lab.bench.peer_checks import same_function
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -33,34 +33,6 @@ def test_grouped_mm_says_which_widths_it_takes() -> None:
     with pytest.raises(UnsupportedProblem,
                        match="multiples of 4"), grouped_mm.build(problem, make_data(problem)):
         pass
-
-
-def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    """`grouped_gemm.ops.gmm`: a [R, I] rows, b [L, I, O], batch_sizes [L] on the host."""
-    assert not trans_b and batch_sizes.device.type == "cpu"
-    return torch.cat([rows @ w for rows, w in zip(a.split(batch_sizes.tolist()), b, strict=True)])
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("gated", [False, True])
-def test_megatron_with_grouped_gemm(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core")
-    grouped_gemm_util = pytest.importorskip(
-        "megatron.core.transformer.moe.grouped_gemm_util",
-        reason="a newer megatron-core has no GroupedMLP: bash scripts/test_megatron_versions.sh "
-               "0.16.1 -- tests/lab/bench/test_grouped_peers.py")
-    monkeypatch.setattr(grouped_gemm_util, "grouped_gemm", True)
-    monkeypatch.setattr(grouped_gemm_util, "ops", SimpleNamespace(gmm=gmm))
-    problem = Problem(tokens=32, model_dim=16, hidden_dim=24, experts=4, top_k=2, dtype="bfloat16",
-                      gated=gated)
-    data = make_data(problem)
-    # a linker does not take what torch.compile makes where a folder's name has a space
-    with (torch.compiler.set_stance("force_eager"),
-          without_refusal(SimpleNamespace(build=megatron.grouped))(problem, data) as peer):
-        assert peer.note == "GroupedMLP"
-        errors = layer.agreement({"moe-plugin": ours(problem, data), "megatron_grouped": peer},
-                                 data, problem)
-    assert errors["megatron_grouped"] <= layer.TOLERANCE["bfloat16"]
 
 
 def test_weights_of_transformer_engine() -> None:
@@ -91,7 +63,7 @@ def test_the_plain_megatron_peer_says_what_it_is() -> None:
     if peers.entry("megatron").why_not() is not None:
         pytest.skip("megatron-core is not installed")
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2)
-    found = layer.run(problem, ["megatron", "megatron_grouped", "megatron_te"], rounds=1)
+    found = layer.run(problem, ["megatron", "megatron_te"], rounds=1)
     assert [r.note for r in found.results] == ["", "SequentialMLP"]
     assert "SequentialMLP" in peers.entry("megatron").summary
-    assert set(found.refused) == {"megatron_grouped", "megatron_te"}
+    assert set(found.refused) == {"megatron_te"}

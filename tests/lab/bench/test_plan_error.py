@@ -10,7 +10,7 @@ from moe_plugin.config.flags import add_arguments, config_from_flags
 from moe_plugin.lab.bench.host_steps import DROPLESS, HostSteps, with_host
 from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.bench.studies.plan_error import model_of
-from moe_plugin.lab.bench.train.fairseq import _flags
+from moe_plugin.lab.bench.train.fairseq import flags_of
 from moe_plugin.lab.bench.train.shapes import SHAPES
 from moe_plugin.lab.bench.train.sides import FIXED
 from moe_plugin.lab.planning.measured import HOST, HOST_UPDATE, Processor, Timing
@@ -38,6 +38,10 @@ def test_the_page_says_what_is_missed() -> None:
     assert "in 0 of 1 pairs, and in 0 of 1 whose steps differ by 5% or more" in page
     assert "| fairseq | 2 | 35.0% | 35.0% | | | 50.0% | 0 of 2 | 0 of 1 |" in page
     assert "| one node | fairseq | few | r=0 | 200 | 100 | 90 to 110 | -50% | -50% |" in page
+    found["cells"][0]["measured"]["skew"] = 1.5
+    page = " ".join(study.page(found).split())
+    assert "| one node | fairseq | few | r=0 | 200 | 100 | 90 to 110 | | -50% | -50% |" in page
+    assert "90 to 110" in page and " 108 to 132 | 1.00, 1.50 | +20%" in page
     assert study.code.failures(found) == ["steps are off by 23.3% on average, more than 5%"]
     assert study.code.failures({"cells": found["cells"][2:]}) == []
 
@@ -55,7 +59,7 @@ def test_what_trains_is_dropless(host: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     config = config_from_flags({}, settings) if host == "megatron" else config_from_flags(
-        vars(parser.parse_args(_flags(settings))), {"dispatch.capacity_factor": 1.0})
+        vars(parser.parse_args(flags_of(settings))), {"dispatch.capacity_factor": 1.0})
     assert config.dispatch.capacity_factor is None and config.dispatch.name == "ragged"
     assert config.parallel.mode == "fixed" and config.comm.all_to_all == "linear"
 

@@ -68,7 +68,7 @@ def test_scaling_has_ticks_where_it_was_measured(figures: list[Any]) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_bars_are_marked_sorted_and_cut(figures: list[Any], number: int) -> None:
-    report = LayerReport.from_dict(numbers("layer")[number])
+    report = LayerReport.from_dict(numbers("layer")["one_rank"][number])
     plots.layer_plot(report, "")
     time = figures[0].axes[0]
     names = [label.get_text() for label in time.get_yticklabels()]

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +16,13 @@ import torch
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm
 from moe_plugin.lab.bench.studies import STUDIES
-from moe_plugin.lab.bench.study import read_numbers
+from moe_plugin.lab.bench.studies.train import _hardware
+from moe_plugin.lab.bench.study import ROOT, read_numbers
 from moe_plugin.lab.bench.train.results import (
+    PACKAGE,
     TrainReport,
     merged,
+    newest,
     reports,
     side_pages,
     sides_table,
@@ -25,7 +30,9 @@ from moe_plugin.lab.bench.train.results import (
     summary_table,
 )
 from moe_plugin.lab.bench.train.shapes import SHAPES, TrainShape, for_host, parse_shapes
+from moe_plugin.lab.bench.train.sides import PIECES
 from moe_plugin.lab.bench.train.steps import Side, SideTimes, batch, measure
+from moe_plugin.planner.cluster import load_cluster
 
 TINY = "16x16x4x2x256"
 COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
@@ -40,16 +47,17 @@ def side(name: str, kind: str, ms: list[float], losses: list[float]) -> SideTime
                      "r=1 d=1 linear auto")
 
 
-def report(host: str = "megatron", place: str = "one machine, 2 ranks",
-           name: str = "few") -> TrainReport:
+def report(host: str = "megatron", place: str = "one machine, 2 ranks", name: str = "few",
+           version: str = "1.0", date: str = "2020-01-01") -> TrainReport:
     sides = [
         side("moe-plugin", "ours", [10, 12, 11, 40], [3.0, 2.0]),
-        side("moe-plugin, r=0", "ours", [10, 10, 10, 10], [3.0, 2.0]),
+        side(PIECES, "ours", [10, 10, 10, 10], [3.0, 2.0]),
         side("Megatron, alltoall", "native", [30, 23, 23, 20], [3.0, 2.0001]),
         side("Megatron, allgather", "native", [19, 50, 50, 50], [3.0, 2.5]),
         side("dense", "dense", [5, 5, 5, 5], [3.0, 2.7])
     ]
-    return TrainReport(host, place, 2, SHAPES[name], sides, (0.5, 1.5), {"torch": "1.0"})
+    return TrainReport(host, place, 2, SHAPES[name], sides, (0.5, 1.5), {
+        "torch": "1.0", PACKAGE[host]: version, "date": date})
 
 
 def test_ratios_are_of_the_better_native_side() -> None:
@@ -70,9 +78,9 @@ def test_tables_are_made_from_the_json_alone() -> None:
     assert again == [TrainReport.from_dict(one.as_dict()) for one in made]
     row = summary_table(again[:1]).splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == ["few", SHAPES["few"].label(), "11.5 ms", "23 ms", "2.00", "1.90", "15 %",
-                     "5 ms", "4.60", "25% / 25%", "1e-04"]
-    assert "Megatron, allgather | 50 ms" in sides_table(again[0])
+    assert cells == ["few", SHAPES["few"].label(), "1.0", "11.5 ms", "23 ms", "2.00",
+                     "1.90", "15 %", "5 ms", "4.60", "25% / 25%", "1e-04"]
+    assert "Megatron, allgather        | 50 ms" in sides_table(again[0])
     assert "| 356,174 " in sides_table(again[0])  # 4,096 tokens in 11.5 ms
 
 
@@ -85,11 +93,12 @@ def test_pages_are_a_summary_and_one_for_each_host_and_place() -> None:
     assert list(sides) == names
     summary = STUDIES["train"].page([one.as_dict() for one in made])
     megatron, _, fairseq = sides.values()
-    for title in ("Megatron-core, one machine, 2 ranks", "fairseq, one machine, 2 ranks",
-                  "Megatron-core, 2x2 emulated nodes, 200 Mbit/s"):
-        assert summary.count(f"## {title}\n") == 1
+    for title in ("# Megatron-core, one machine, 2 ranks", "# fairseq, one machine, 2 ranks",
+                  "# Megatron-core, 2x2 emulated nodes, 200 Mbit/s", "Training: one machine",
+                  "Training: 2x2 emulated nodes", "Evaluation"):
+        assert summary.count(f"\n## {title}\n") + summary.count(f"\n##{title}\n") == 1
     assert all(f"({name})" in summary for name in names)
-    assert sides_table(made[0]) in megatron and "machine, 2 ranks: wide\n" in megatron
+    assert sides_table(made[0]) in megatron and "machine, 2 ranks: wide, 1.0\n" in megatron
     assert "wide" not in fairseq and "# Whole training steps: fairseq, one machine\n" in fairseq
     words = " ".join(summary.split())
     assert "torch 1.0" in words and "bench train --host" in words
@@ -103,16 +112,54 @@ def test_results_of_the_same_shape_and_place_are_replaced() -> None:
     assert merged([old, other], [new]) == [new, other]
 
 
+def test_versions_of_a_host_stay_apart_the_newest_measured_first() -> None:
+    old, other = report(name="wide"), report(version="0.9", date="2019-01-01")
+    new = report(version="2.0", date="2021-01-01")
+    every = merged([other, old], [new])
+    assert every == [other, old, new] and newest(every) == [new]
+    assert [row.split("|")[3].strip() for row in main_table(every)] == ["2.0", "1.0", "0.9"]
+
+
+def main_table(every: list[TrainReport]) -> list[str]:
+    page = STUDIES["train"].page([one.as_dict() for one in every])
+    return [line for line in page.splitlines() if line.startswith(("| few", "| wide"))]
+
+
+def test_evaluations_have_a_section_of_their_own() -> None:
+    trained, evaluated = report(), replace(report(), evaluate=True)
+    assert "Not measured yet" in STUDIES["train"].page([trained.as_dict()])
+    every = merged([trained], [evaluated])
+    assert newest(every) == [trained] and newest(every, evaluate=True) == [evaluated]
+    training, _, evaluation = STUDIES["train"].page([one.as_dict() for one in every]).partition(
+        "## Evaluation")
+    row = next(line for line in evaluation.splitlines() if line.startswith("| few"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:] == ["1.0", "23 ms", f"11.5 ms ({spread(evaluated.side('moe-plugin')):.0%})",
+                         "10 ms (0%)", "2.00", "2.30", "1.15", "r=1 d=1 linear auto", "1e-04"]
+    assert training.count("| few") == 1
+
+
+def test_pieces_are_planned_for_links_of_the_measured_rate(tmp_path: Path) -> None:
+    fitted = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
+    cluster = SimpleNamespace(rate_bit_s=50e6)
+    settings = _hardware(cluster, tmp_path)
+    assert load_cluster(settings["comm.cluster"]).inter.beta_s == 4 * fitted.inter.beta_s
+    assert _hardware(None, tmp_path) == {}
+
+
 def test_files_of_another_kind_are_refused() -> None:
     with pytest.raises(ValueError, match="are not of `bench train`"):
         reports([{"bound_ms": 1}])
 
 
 def test_shapes() -> None:
-    assert len(parse_shapes("all")) == 6 and parse_shapes("few,wide")[1] is SHAPES["wide"]
+    assert len(parse_shapes("all")) == 8 and parse_shapes("few,wide")[1] is SHAPES["wide"]
     assert parse_shapes(TINY) == [
         TrainShape(name=TINY, width=16, inner=16, experts=4, top_k=2, tokens=256, length=8)]
     assert [s.top_k for s in for_host(parse_shapes("fine,few"), "fairseq")] == [2, 2]
+    assert len(for_host(parse_shapes("all"), "fairseq")) == 6
+    with pytest.raises(ValueError, match="gated has gated experts, which fairseq's moe branch"):
+        for_host(parse_shapes("gated"), "fairseq")
     assert SHAPES["few"].sentences(4) == 8
     for text, words in (("huge", "'huge' is no shape"), ("1x1x2x3x64", "must be <= experts=2")):
         with pytest.raises(ValueError, match=words):
@@ -154,7 +201,7 @@ def test_bad_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def learned_alike(folder: Path, host: str, native: set[str]) -> None:
-    (found,) = reports(read_numbers(folder / "data" / "train.json"))
+    found, *evaluated = reports(read_numbers(folder / "data" / "train.json"))
     assert (found.host, found.place, found.ranks) == (host, "2 ranks", 2)
     assert {s.name: s.kind for s in found.sides} == {
         **SIDES, **dict.fromkeys(native, "native"), "dense": "dense"}
@@ -163,10 +210,21 @@ def learned_alike(folder: Path, host: str, native: set[str]) -> None:
     assert max(first) - min(first) < 2e-3, first  # equal weights and data (fairseq logs 3 digits)
     assert found.loss_gap() < 5e-3
     assert found.ratio()[0] > 0 and TINY in (folder / "train.md").read_text()
+    for one in evaluated:
+        assert one.evaluate and {s.name: s.kind for s in one.sides} == {
+            "moe-plugin": "ours", PIECES: "ours", **dict.fromkeys(native, "native"),
+            "dense": "dense"}
+        # equal weights and data, which stay: fairseq logs 3 digits
+        assert one.loss_gap() < (2e-3 if host == "fairseq" else 1e-5)
+        losses = one.side(PIECES).losses
+        assert losses == one.side("moe-plugin").losses and len(set(losses)) > 1
+    assert [one.shape.name for one in evaluated] == [
+        TINY, *(["gated"] if host == "megatron" else [])]
 
 
 def _megatron(folder: str) -> int:
-    return main([*COMMAND.split(), "--host", "megatron", "--out", folder])
+    words = [*COMMAND.split(), "--host", "megatron", "--out", folder]
+    return main(words) or main([*words, "--evaluate", "--shapes", f"{TINY},gated"])
 
 
 @pytest.mark.distributed
@@ -186,5 +244,6 @@ def test_command_in_fairseq(tmp_path: Path) -> None:
     pytest.importorskip("fairseq", reason="fairseq is not installed")
     from tests.hosts.fairseq.conftest import run
 
-    run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path}", ranks=2).ok()
+    for more in ("", "--evaluate"):
+        run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path} {more}", ranks=2).ok()
     learned_alike(tmp_path, "fairseq", {"fairseq's moe branch"})

@@ -6,7 +6,7 @@ import importlib.util
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +151,7 @@ def drop_fused_path_copies(layer: torch.nn.Module) -> None:
         delattr(layer, name)
 
 
-def fp32_copies(optimizer: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(parameter, fp32 copy) pairs of an fp16 optimizer; empty for others.
 
     fairseq <= 0.12.3 keeps the copies in a list under `--fp16-no-flatten-grads` and has the
@@ -159,6 +159,22 @@ def fp32_copies(optimizer: Any) -> list[tuple[torch.nn.Parameter, torch.Tensor]]
     """
     copies = getattr(optimizer, "fp32_params", None)
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
+
+
+def follow_parameters(wrapped: Any, optimizer: Any,
+                      changed: Mapping[torch.Tensor, torch.nn.Parameter],
+                      copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put new parameters in the place of old ones where fairseq keeps lists of them.
+
+    Args:
+        wrapped: the model. changed: new ones by the old ones. copies: see `fp32_copies`, of the new
+            ones; without any if the optimizer has none.
+    """
+    for params in getattr(wrapped, "per_device_params", ()):  # of `legacy_ddp`
+        params[:] = [changed.get(p, p) for p in params]
+    if copies:
+        optimizer.fp16_params = [changed.get(p, p) for p in optimizer.fp16_params]
+        optimizer.fp32_params = [copies[p] for p in optimizer.fp16_params]
 
 
 def shards_optimizer_state(cfg: Any) -> bool:

@@ -137,6 +137,14 @@ def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collec
                           **{name: value for name, value in extra.items() if name in known})
 
 
+def count_local_experts(layer: Any, groups_: MegatronGroups) -> None:
+    """Set what `BaseMoELayer.__init__` makes of the expert-parallel group."""
+    layer.ep_group = groups_.collection.ep
+    layer.num_local_experts = layer.config.num_moe_experts // layer.ep_group.size()
+    first = layer.ep_group.rank() * layer.num_local_experts
+    layer.local_expert_indices = list(range(first, first + layer.num_local_experts))
+
+
 def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
                   is_mtp_layer: bool) -> torch.nn.Module:
     """Megatron's own router, or the one that the spec injects (0.16 on)."""

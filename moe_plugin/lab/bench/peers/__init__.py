@@ -7,8 +7,8 @@ from moe_plugin.lab.bench.peers import (
     deepspeed,
     grouped_mm,
     local,
-    megablocks,
     megatron,
+    olmo_core,
     scattermoe,
     sonicmoe,
     torchtitan,
@@ -18,6 +18,6 @@ from moe_plugin.lab.bench.peers.base import Candidate, UnsupportedProblem, peers
 from moe_plugin.lab.bench.peers.local import ours
 
 __all__ = [
-    "Candidate", "UnsupportedProblem", "deepspeed", "grouped_mm", "local", "megablocks",
-    "megatron", "ours", "peers", "scattermoe", "sonicmoe", "torchtitan", "transformers"
+    "Candidate", "UnsupportedProblem", "deepspeed", "grouped_mm", "local", "megatron",
+    "olmo_core", "ours", "peers", "scattermoe", "sonicmoe", "torchtitan", "transformers"
 ]

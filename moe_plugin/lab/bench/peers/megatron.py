@@ -1,7 +1,7 @@
-"""Megatron-core's own MoE layer as three candidates, by the experts that it is built with.
+"""Megatron-core's own MoE layer as two candidates, by the experts that it is built with.
 
-`megatron` is what its layer specs give without `moe_grouped_gemm`: one matmul per expert. The two
-others are what its users run on GPUs.
+`megatron` is what its layer specs give without `moe_grouped_gemm`: one matmul per expert. The other
+is what its users run on GPUs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,6 @@ from moe_plugin.lab.bench.peers.base import (
 from moe_plugin.lab.bench.problem import Data, Problem
 
 
-def why_not_grouped(problem: Problem) -> str | None:
-    """Why `GroupedMLP` cannot run this problem; None where it can."""
-    if problem.device != "cuda":
-        return "grouped_gemm needs a GPU"
-    if problem.dtype != "bfloat16":
-        return f"Megatron-core's GroupedMLP takes bfloat16, not {problem.dtype}"
-    return None
-
-
 def why_not_engine(problem: Problem) -> str | None:
     """Why `TEGroupedMLP` cannot run this problem; None where it can."""
     return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
@@ -44,12 +35,6 @@ def why_not_engine(problem: Problem) -> str | None:
 def sequential(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Megatron-core's layer with SequentialMLP: all-to-all dispatcher, one matmul per expert."""
     yield from _candidate(problem, data, "SequentialMLP")
-
-
-@register_peer("megatron_grouped", "megatron.core", "grouped_gemm", refuses=why_not_grouped)
-def grouped(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Megatron-core's layer with moe_grouped_gemm: GroupedMLP over the package grouped_gemm."""
-    yield from _candidate(problem, data, "GroupedMLP")
 
 
 @register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
@@ -146,7 +131,7 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights into a layer with any of the three experts; gate before the other half."""
+    """Copy the weights into a layer with either experts; gate before the other half."""
     copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
     _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)
@@ -158,12 +143,6 @@ def _load_sequential(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> Non
         copy(module.linear_fc2.weight, second_LFD[expert].t())
 
 
-def _load_grouped(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
-    # its [D, L * F] is a view of [L, D, F], see GroupedMLP.forward
-    copy(experts.weight1, first_LDF.reshape(experts.weight1.shape))
-    copy(experts.weight2, second_LFD.reshape(experts.weight2.shape))
-
-
 def _load_engine(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
     for linear, w in ((experts.linear_fc1, first_LDF), (experts.linear_fc2, second_LFD)):
         named = dict[str, nn.Parameter](linear.named_parameters())
@@ -171,5 +150,4 @@ def _load_engine(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
             copy(named[f"weight{expert}"], w[expert].t())
 
 
-_LOADERS = {
-    "SequentialMLP": _load_sequential, "GroupedMLP": _load_grouped, "TEGroupedMLP": _load_engine}
+_LOADERS = {"SequentialMLP": _load_sequential, "TEGroupedMLP": _load_engine}

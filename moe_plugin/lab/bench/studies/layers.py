@@ -6,7 +6,7 @@ import argparse
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ AXES = {
     "tokens": [512, 1024, 2048, 4096, 8192], "experts": [4, 8, 16, 32, 64], "top_k": [1, 2, 4, 8]
 }
 TOO_LARGE_FOR_EINSUM = 1 << 31  # elements of T x E x C
+GENERATED = 64  # tokens of a decoding batch
+MOST_MIB = 20.0  # aim for the layer's memory beside its inputs
 SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
 PROBLEMS = {
     "device": Option("cuda" if torch.cuda.is_available() else "cpu", "where", choices=LAYERS),
@@ -57,7 +59,8 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [replace(every[0], **SMALL)] if args.quick else every
 
 
-def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
+def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
+             forward_only: bool = False) -> dict[str, Any]:
     """Our layer and its peers, by the attempt with the least noise: median and minimum of the bound
     closest to each other. ranks: that share the experts and the threads.
     """
@@ -66,7 +69,7 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1) -> dict
              if n != "einsum" or ranks == 1 and slots < TOO_LARGE_FOR_EINSUM]
     log.info("%s: measuring %s", problem.label(), ", ".join(names))
     measure = partial(layer.on_ranks, ranks=ranks, threads=max(
-        1, args.threads // ranks)) if ranks > 1 else layer.run
+        1, args.threads // ranks)) if ranks > 1 else partial(layer.run, forward_only=forward_only)
     found: list[LayerReport] = []
     while len(found) < args.attempts and not any(one.noise < 1.05 for one in found):
         found.append(measure(problem, names, args.rounds))
@@ -111,41 +114,89 @@ LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skippe
 DRAWN = 4  # of the problems
 
 
-def _draw(number: int, found: list[dict[str, Any]], path: Path) -> None:
-    if number < len(found):
-        plots.layer_plot(LayerReport.from_dict(found[number]), str(path))
+def _draw(number: int, found: dict[str, Any], path: Path) -> None:
+    shown = found.get("one_rank", [])
+    if number < len(shown):
+        plots.layer_plot(LayerReport.from_dict(shown[number]), str(path))
+
+
+def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [with_load(quietest, problem, args) for problem in problems(args)]
+
+
+def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Gated layers, which all peers of several ranks have; of a GPU, or with `--quick`, none."""
+    return [with_load(quietest, problem, args, 2) for problem in problems(args)
+            if problem.gated and problem.device == "cpu" and not args.quick]
+
+
+def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [with_load(quietest, replace(problem, tokens=min(GENERATED, problem.tokens)), args,
+                      forward_only=True) for problem in problems(args) if problem.gated]
+
+
+def aim_of(one: dict[str, Any]) -> float | None:
+    """The ratio to the bound that is aimed at on one rank; None: there is no aim for this layer."""
+    problem = Problem(**{f.name: one[f.name] for f in fields(Problem)})
+    if problem not in LAYERS["cpu"]:
+        return None
+    few = problem.experts == FEW.experts
+    if problem.gated:
+        return 1.08 if few else 1.20
+    return (1.02 if problem.dtype == "float32" else 1.06) if few else 1.18
+
+
+def aims(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What is aimed at on one rank, and which of it is reached."""
+    rows = [one for one in found if aim_of(one) is not None]
+    if not rows:
+        return
+    def met(reached: bool) -> str:
+        return "yes" if reached else "no"
+
+    yield (f"Aims on one rank: a ratio to the bound for each layer, and at most {MOST_MIB:g} MiB "
+           "beside its inputs.")
+    yield report.columns(rows, {
+        "layer": lambda one: LayerReport.from_dict(one).problem.label(),
+        "ratio": "{ratio_to_bound:.2f}", "aim": lambda one: f"{aim_of(one):.2f}",
+        "met": lambda one: met(round(one["ratio_to_bound"], 2) <= (aim_of(one) or 0)),
+        "MiB": "{peak_extra_mib:.1f}", "of MiB met": lambda one: met(
+            one["peak_extra_mib"] <= MOST_MIB)})
+
+
+def _layers(title: str, drawn: int, found: list[dict[str, Any]]) -> Iterator[str]:
+    if not found:
+        return
+    if title:
+        yield title
+    yield said(found[0]["versions"])
+    yield from aims(found) if drawn else ()
+    for number, one in enumerate(found):
+        label, shown, _ = layer.parts(one)
+        yield f"{label}. Load average {one['load'][0]:g}, {one['load'][1]:g}."
+        yield shown
+        if number < drawn:
+            yield f"![Time and memory of every candidate](layer_{number}.svg)"
+    reasons: dict[str, dict[str, None]] = {}
+    for one in found:
+        for name, reason in one["refused"].items():
+            reasons.setdefault(name, {})[reason] = None
+    yield layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()
+                              if name in peers.names()})
 
 
 class AllLayers:
-    """Forward and backward of our layer and of every peer that is installed, on all problems of the
-    page. The bound is the time of the experts' matmuls alone, in the same run.
+    """Our layer and every peer that is installed, on all problems of the page: forward and backward
+    on one rank and on two, and a forward pass of 64 tokens, as text is generated. The bound is the
+    time of the experts' matmuls alone, in the same run.
     """
 
     TITLE = "The layer and its peers"
     OPTIONS = PROBLEMS | ATTEMPTS
-
-    @staticmethod
-    def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-        every = [(one, 1) for one in problems(args)]
-        if args.device == "cpu" and not args.quick:  # gated ones over two ranks, too
-            every += [(one, 2) for one, _ in every[:len(GATED) * 2]]
-        return [with_load(quietest, problem, args, ranks) for problem, ranks in every]
-
-    @staticmethod
-    def body(found: list[dict[str, Any]]) -> Iterator[str]:
-        yield said(found[0]["versions"])
-        for number, one in enumerate(found):
-            label, shown, _ = layer.parts(one)
-            yield f"{label}. Load average {one['load'][0]:g}, {one['load'][1]:g}."
-            yield shown
-            if number < DRAWN:
-                yield f"![Time and memory of every candidate](layer_{number}.svg)"
-        reasons: dict[str, dict[str, None]] = {}
-        for one in found:
-            for name, reason in one["refused"].items():
-                reasons.setdefault(name, {})[reason] = None
-        yield layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()})
-
+    PARTS = {
+        "one_rank": (_one_rank, partial(_layers, "", DRAWN)),
+        "two_ranks": (_two_ranks, partial(_layers, "## Two ranks", 0)),
+        "generated": (_generated, partial(_layers, "## Text is generated: 64 tokens, forward", 0))}
     PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(DRAWN)}
 
 

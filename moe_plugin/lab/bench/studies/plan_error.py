@@ -181,6 +181,7 @@ def _means(name: str, made: Sequence[PredictionRecord]) -> dict[str, Any]:
 
 def body(found: dict[str, Any]) -> list[str]:
     made = records(found)
+    skewed = any(one.skew for one in made)  # older numbers have none
     every = history.mean_errors(made)[history.STEP]["mape"]
     right, total = history.pairs(made)
     apart, of_apart = history.pairs(made, history.APART)
@@ -200,8 +201,8 @@ def body(found: dict[str, Any]) -> list[str]:
         f"clipping and optimizer; models of {LAYERS} layers with experts, {TOKENS:,} tokens of a "
         "rank in a step. Exchanges, processors and parts of a model are measured as by `moe-plugin "
         "recommend`, and so are steps of the host with one layer and with two in the layout "
-        "r=1, and the skew of their load on the text that is trained on; the step is predicted "
-        "with these; then the host trains, and compares itself "
+        f"r=1{', and the skew of their load on the text that is trained on' * skewed}; the step "
+        "is predicted with these; then the host trains, and compares itself "
         f"(`observe.prediction`; median of {MEASURED} steps after {SKIPPED}). No constant is "
         "fitted to a step.",
         f"**The step is off by {every:.1%} on average; the aim is {AIM:.0%}, which is "
@@ -214,15 +215,14 @@ def body(found: dict[str, Any]) -> list[str]:
         "predicted interval, *order*: of pairs on one network that differ.",
         columns([_means(*group) for group in groups], {
             name: f"{{{name}}}" for name in ("cells", "number", *history.ROWS, "inside", "order")}),
-        "Each cell; errors below 0: it took longer than predicted. *Skew*: rows of the busiest "
-        "rank over the mean, predicted and measured.",
+        "Each cell; errors below 0: it took longer than predicted." + skewed * (
+            " *Skew*: rows of the busiest rank over the mean, predicted and measured."),
         columns(rows, {
             "network": "{place}", "host": "{host}", "shape": "{shape}", "layout": "{layout}",
             "measured, ms": "{measured:.0f}", "predicted": "{predicted:.0f}",
-            "interval": "{low:.0f} to {high:.0f}",
+            "interval": "{low:.0f} to {high:.0f}", **({"skew": "{skew}"} if skewed else {}),
             **{name: lambda row, name=name: _percent(row["errors"], name)
-               for name in history.ROWS},
-            "skew": "{skew}"})]
+               for name in history.ROWS}})]
 
 
 def failures(found: dict[str, Any]) -> list[str]:

@@ -3,15 +3,14 @@
 Reads docs/benchmarks/data/train.json (`moe-plugin bench train`), measures nothing and takes a
 second. Fits, by least squares over all layouts of all shapes in both hosts, what it costs ranks to
 meet in a collective, a byte on its way, and a byte in and out of a buffer for rows; these belong
-into `moe_plugin/tuning/default_hardware.py` by hand. Exit status 1 if a predicted layout is more
-than 3 % behind.
+into `moe_plugin/tuning/default_hardware.py` by hand. Exit status 1 if a predicted layout is
+certainly more than 3 % behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 from typing import Any
 
@@ -20,8 +19,10 @@ import torch
 
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import MoEConfig
+from moe_plugin.lab.bench.paired import paired
 from moe_plugin.lab.bench.report import columns
-from moe_plugin.lab.bench.study import DATA, ROOT
+from moe_plugin.lab.bench.study import DATA, ROOT, read_numbers
+from moe_plugin.lab.bench.train.results import newest, reports
 from moe_plugin.lab.planning.fit import nonnegative_least_squares
 from moe_plugin.planner import Cluster
 from moe_plugin.planner.choice import LayoutChoice
@@ -50,6 +51,7 @@ class ShapeCell:
         slower_s: by layout, median over the steps of what a layer took longer than with
             gathered parameters in the same round.
         spread_s: the middle half of that.
+        seconds: of the steps, by layout; those of one round are next to each other.
         step_s: median step with gathered parameters.
         layers: of the model.
     """
@@ -59,6 +61,7 @@ class ShapeCell:
     shape: LayerShape
     slower_s: dict[LayoutChoice, float]
     spread_s: dict[LayoutChoice, float]
+    seconds: dict[LayoutChoice, list[float]]
     step_s: float
     layers: int
 
@@ -67,29 +70,36 @@ class ShapeCell:
         best = min(self.slower_s.values())
         return self.layers * (self.slower_s[taken] - best) / (self.step_s + self.layers * best)
 
+    def certain(self, taken: LayoutChoice) -> tuple[float, float]:
+        """The 95 % interval of the same, from the differences of each round's steps."""
+        best = self.seconds[min(self.slower_s, key=lambda choice: self.slower_s[choice])]
+        found, step_s = paired(self.seconds[taken], best), statistics.median(best)
+        return (found.mean - found.half) / step_s, (found.mean + found.half) / step_s
+
 
 def cells() -> list[ShapeCell]:
     """What was measured on one machine."""
     found = []
-    for report in json.loads(STEPS.read_text(encoding="utf-8")):
-        if report["place"] != f"one machine, {RANKS} ranks":
+    for report in newest(reports(read_numbers(STEPS))):
+        if report.place != f"one machine, {RANKS} ranks":
             continue
-        sides = {side["name"]: side["seconds"] for side in report["sides"]}
-        size, base = report["shape"], sides["moe-plugin, r=0"]
+        sides = {side.name: side.seconds for side in report.sides}
+        size, base = report.shape, sides["moe-plugin, r=0"]
         # a layout that the defaults took may have no side of its own
         named = {choice: name if (name := f"moe-plugin, {side}") in sides else "moe-plugin"
                  for choice, side in SIDES.items()}
         differences = {
-            choice: sorted((mine - theirs) / size["layers"] for mine, theirs in
+            choice: sorted((mine - theirs) / size.layers for mine, theirs in
                            zip(sides[name], base, strict=True))
             for choice, name in named.items()}
-        shape = LayerShape(tokens=size["tokens"] // RANKS, model_dim=size["width"],
-                           hidden_dim=size["inner"], experts=size["experts"],
-                           top_k=size["top_k"], element_bytes=4, skew=SKEW)
-        found.append(ShapeCell(report["host"], size["name"], shape,
+        shape = LayerShape(tokens=size.tokens // RANKS, model_dim=size.width,
+                           hidden_dim=size.inner, experts=size.experts, top_k=size.top_k,
+                           gated=size.gated, element_bytes=4, skew=SKEW)
+        found.append(ShapeCell(report.host, size.name, shape,
                           {c: statistics.median(d) for c, d in differences.items()},
                           {c: d[3 * len(d) // 4] - d[len(d) // 4] for c, d in differences.items()},
-                          statistics.median(base), size["layers"]))
+                          {choice: sides[name] for choice, name in named.items()},
+                          statistics.median(base), size.layers))
     return found
 
 
@@ -145,6 +155,7 @@ def compare(measured: list[ShapeCell]) -> dict[str, Any]:
         rows.append({
             "host": cell.host, "shape": cell.name, "k": cell.shape.top_k,
             "step_ms": 1e3 * cell.step_s, "taken": taken.label, "behind": cell.behind(taken),
+            "certain": list(cell.certain(taken)),
             "slower_ms": {c.label: [1e3 * s, 1e3 * cell.spread_s[c],
                                     1e3 * (seconds[c] - seconds[GATHERED])]
                           for c, s in cell.slower_s.items() if c != GATHERED}})
@@ -163,13 +174,15 @@ def body(found: dict[str, Any]) -> list[str]:
         "round: how many milliseconds longer forward and backward of one layer take, measured (in "
         "brackets the middle half of the steps) and as predicted by the constants for CPUs in "
         "`moe_plugin/tuning/default_hardware.py`. *Behind*: how much longer a whole step takes "
-        "with the layout that is taken than with the best one.",
+        "with the layout that is taken than with the best one; in brackets the 95 % interval of "
+        "the mean difference of steps in one round.",
         columns(found["cells"], {
             "host": "{host}", "shape": "{shape}", "k": "{k}", "step, ms": "{step_ms:.0f}",
             **{head: text.replace("LABEL", label) for label in others for head, text in (
                 (f"{label}, ms", "{slower_ms[LABEL][0]:.1f} ({slower_ms[LABEL][1]:.1f})"),
                 (f"{label}, predicted", "{slower_ms[LABEL][2]:.1f}"))},
-            "taken": "{taken}", "behind": "{behind:.0%}"}),
+            "taken": "{taken}", "behind": lambda cell: (
+                f"{cell['behind']:.0%} ({cell['certain'][0]:.0%} to {cell['certain'][1]:.0%})")}),
         "The constants and what a least-squares fit over all lines gives: seconds for ranks to "
         "meet in a collective, of a byte on its way, and of a byte in or out of a buffer for rows "
         "that travel.",
@@ -182,5 +195,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    return [f"{cell['host']}, {cell['shape']}: {cell['behind']:.1%} behind"
-            for cell in found["cells"] if round(cell["behind"], 2) > MOST_BEHIND]
+    """Where the interval lies above what is allowed: a difference that noise may be is none."""
+    return [f"{cell['host']}, {cell['shape']}: {cell['behind']:.1%} behind, certainly more than "
+            f"{cell['certain'][0]:.1%}" for cell in found["cells"]
+            if cell["certain"][0] > MOST_BEHIND]

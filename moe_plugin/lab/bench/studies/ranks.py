@@ -9,17 +9,20 @@ import argparse
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.equal_ranks import EqualRanks
 from moe_plugin.lab.bench.measure import said, versions
-from moe_plugin.lab.bench.report import columns
+from moe_plugin.lab.bench.plots import log_scale, log_ticks
+from moe_plugin.lab.bench.report import columns, pyplot, save_figure
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.resharding import TensorLayout
@@ -27,6 +30,8 @@ from moe_plugin.planner.units import show_size, show_time
 
 TITLE = "Ranks: what a large group costs the host"
 TOKENS, WIDTH, MOST_SHARDS = 64, 64, 64
+KINDS_SAID = {"rows": "A row to each expert", "ranks": "A token once to each rank",
+              "nodes": "A token once to each node"}
 MOST_TRIED = 512 * 512  # ranks times experts: calls that gather all experts take seconds above
 OPTIONS = {
     "ranks": Option((2, 8, 64, 512, 4096), "of the group", quick=(2, 8)),
@@ -148,8 +153,16 @@ def body(found: dict[str, Any]) -> Iterator[str]:
            "beyond the layer during a call. What grows with experts alone is the arithmetic of "
            "the router and of the experts that the rank has; what grows down a block of rows is "
            "what ranks cost. Where ranks are more than experts, an expert is cut over several.")
-    for kind, about in (("rows", "A row to each expert"), ("ranks", "A token once to each rank"),
-                        ("nodes", "A token once to each node")):
+    yield "![A call over the number of ranks](ranks.svg)"
+    yield "## Growth"
+    yield ("The exponent b of time ~ ranks^b, fitted to the logarithms of all that was measured: "
+           "0, a time that does not depend on the ranks, 1, one that grows with them. A line falls "
+           "while more ranks have fewer experts each, and rises where what ranks cost is more.")
+    yield columns([{"what": what, "number": len(points), "least": min(points), "most": max(points),
+                    "b": exponent(points)} for what, points in lines(found) if len(points) > 1], {
+        "what": "{what}", "ranks": "{least:,} to {most:,}", "numbers of ranks": "{number}",
+        "b": "{b:+.2f}"})
+    for kind, about in KINDS_SAID.items():
         yield f"## {about}"
         yield columns([one for one in found["layers"] if one["kind"] == kind], {
             "experts": "{experts:,}", "ranks": "{ranks:,}",
@@ -166,6 +179,55 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield columns(found["plans"], {
         "ranks": "{ranks:,}", "time": lambda one: show_time(one["seconds"]),
         "layouts tried": "{tried:,}", "best": "{best}"})
+
+
+def exponent(points: Mapping[int, float]) -> float:
+    """b of seconds ~ ranks^b. points: seconds by ranks, at least two."""
+    return float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
+
+
+def lines(found: dict[str, Any]) -> Iterator[tuple[str, dict[int, float]]]:
+    """What was measured over numbers of ranks, with seconds by ranks."""
+    for kind, about in KINDS_SAID.items():
+        for experts, points in calls_of(found, kind).items():
+            yield f"a call, {about[0].lower()}{about[1:]}, {experts:,} experts", points
+    tuned = found.get("tuned", [])
+    for experts in dict.fromkeys(one["experts"] for one in tuned):
+        yield f"a call that tries layouts, {experts:,} experts", {
+            one["ranks"]: one["trials_s"] / one["trials"] for one in tuned
+            if one["experts"] == experts}
+    yield "planning a change of places", {one["ranks"]: one["seconds"]
+                                          for one in found.get("moves", [])}
+    yield "planning a whole model", {one["ranks"]: one["seconds"] for one in found["plans"]}
+
+
+def calls_of(found: dict[str, Any], kind: str) -> dict[int, dict[int, float]]:
+    """Seconds of a call by experts and ranks."""
+    made: dict[int, dict[int, float]] = {}
+    for one in found["layers"]:
+        if one["kind"] == kind:
+            made.setdefault(one["experts"], {})[one["ranks"]] = one["call_s"]
+    return made
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """A call over the number of ranks: a panel for each kind, a line for each number of experts."""
+    figure, axes = pyplot().subplots(1, len(KINDS_SAID), figsize=(11, 4), sharey=True,
+                                     layout="constrained")
+    for axis, (kind, about) in zip(axes, KINDS_SAID.items(), strict=True):
+        for experts, points in calls_of(found, kind).items():
+            axis.plot(list(points), [1e3 * s for s in points.values()], "o-",
+                      label=f"{experts:,} experts")
+        axis.set(title=about, xlabel="ranks")
+        log_ticks(axis, [one["ranks"] for one in found["layers"]], "{:,}".format)
+        axis.grid(alpha=0.3)
+    log_scale(axes[0])
+    axes[0].set_ylabel("a call on one rank, ms of its processor")
+    axes[0].legend(frameon=False)
+    save_figure(figure, path)
+
+
+PLOTS = {"ranks.svg": draw}
 
 
 def _changes(found: dict[str, Any]) -> Iterator[str]:

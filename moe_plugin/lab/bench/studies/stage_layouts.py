@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,23 +45,32 @@ def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
     return at(range(start), before), at(range(start, start + second * PER_NODE), after)
 
 
+def _case(name: str) -> Sequence[Any]:
+    return next(case for case in CASES if case[0] == name)
+
+
 def nodes_of(case: Sequence[Any], once: bool) -> list[int]:
     """By rank, the node; all on one where every receiver gets a message of its own."""
     ranks = (case[1] + case[2]) * PER_NODE
     return [rank // PER_NODE if once else 0 for rank in range(ranks)]
 
 
-def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
-    """What the busiest link carries in one direction, and the first chunk's further nodes."""
+def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
+    """Bytes between nodes: all, and of the busiest link in one direction."""
     hops: list[Hop] = relays(unique_slices(*layouts(case)), nodes_of(case, once))
-    load: dict[tuple[str, int], int] = {}
+    load: Counter[tuple[str, int]] = Counter()
     for hop in hops:
         ends = hop.sender // PER_NODE, hop.receiver // PER_NODE
         if ends[0] != ends[1]:
             for key in (("out", ends[0]), ("in", ends[1])):
-                load[key] = load.get(key, 0) + 4 * (hop.part[1] - hop.part[0])
+                load[key] += 4 * (hop.part[1] - hop.part[0])
+    return sum(size for (way, _), size in load.items() if way == "out"), max(load.values())
+
+
+def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
+    """What the busiest link carries in one direction, and the first chunk's further nodes."""
     chained = once and case[2] > 1
-    return max(load.values()) / bytes_per_s * (1 + (case[2] - 1) / CHUNKS if chained else 1)
+    return moved(case, once)[1] / bytes_per_s * (1 + (case[2] - 1) / CHUNKS if chained else 1)
 
 
 def measure_case(number: int, rounds: int) -> list[list[float]]:
@@ -101,10 +111,13 @@ def body(found: dict[str, Any]) -> list[str]:
         f"{found['rate_mbit_s']:g} Mbit/s. A message each: every receiver gets all it needs from "
         "the stage before. Once: what several ranks of a node need crosses to it once, in parts "
         "that they exchange, and goes on from node to node in chunks. Predicted: the bytes over "
-        "the busiest link. Difference: measured against predicted. Median of "
+        "the busiest link. Moved: the bytes between nodes, a message each and once. Difference: "
+        "measured against predicted. Median of "
         f"{found['rounds']} moves in turn.",
         columns(found["rows"], {
-            "stages": "{case}", "each ms": lambda r: f"{1e3 * r['each_s']:.0f}",
+            "stages": "{case}", "moved, MiB": lambda r: " / ".join(
+                f"{moved(_case(r['case']), once)[0] / 2**20:g}" for once in (False, True)),
+            "each ms": lambda r: f"{1e3 * r['each_s']:.0f}",
             "once ms": lambda r: f"{1e3 * r['once_s']:.0f}",
             "each / once": lambda r: f"{r['each_s'] / r['once_s']:.2f}",
             "predicted": lambda r: f"{r['each_predicted_s'] / r['once_predicted_s']:.2f}",

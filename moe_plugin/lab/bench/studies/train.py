@@ -1,16 +1,17 @@
 """Whole training steps (forward, backward, optimizer) of models with our layer, with the
 framework's own and with dense layers of equal active width: equal weights and data, the same ranks
-and processes, steps alternately. Starts its ranks itself, or runs on those that torchrun started.
+and processes, steps alternately; or forward passes of an evaluation, with our pieces by load and
+without. Starts its ranks itself, or runs on those that torchrun started.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,18 @@ from moe_plugin.lab.bench.train import curves
 from moe_plugin.lab.bench.train import run as runs
 from moe_plugin.lab.bench.train.results import (  # noqa: F401
     MADE_BY,
-    TrainReport,
     main_parts,
     merged,
     reports,
     side_pages,
 )
-from moe_plugin.lab.bench.train.shapes import for_host, parse_shapes
-from moe_plugin.lab.bench.train.sides import our_settings
+from moe_plugin.lab.bench.train.shapes import SHAPES, for_host, parse_shapes
+from moe_plugin.lab.bench.train.sides import Settings, evaluated_settings, our_settings
 from moe_plugin.lab.emulate import EmulatedCluster
-from moe_plugin.observe import tracked
+from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
 
-log = logging.getLogger(__name__)
+FITTED_BIT_S = 200e6  # rate of the links that configs/clusters/emulated.yaml describes
 TITLE = "Whole training steps"
 PLOTS = {curves.FILE: curves.draw}
 
@@ -41,9 +41,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="the framework; native with fairseq is the layer of its moe branch, "
                         "written after its code")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help="all, names with commas (few, fine, wide, switch, mixture, many), or "
-                        "width x inner x experts x k x tokens, e.g. 128x128x8x2x4096 "
-                        "(default: %(default)s); fairseq: k is at most 2")
+                   help=f"all, names with commas ({', '.join(SHAPES)}), or "
+                        "width x inner x experts x k x tokens, e.g. 128x128x8x2x4096, measured on "
+                        "one launch of the ranks (default: %(default)s); fairseq: k is at most 2, "
+                        "and none is gated")
+    p.add_argument("--evaluate", action="store_true",
+                   help="forward passes of an evaluation in place of training steps, with our "
+                        "pieces by load and without")
     p.add_argument("--emulate", metavar="NxP",
                    help="nodes x ranks per node of an emulated cluster, e.g. 2x2")
     add_links(p)
@@ -66,7 +70,39 @@ def check(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     """A report of each shape. On ranks of a launcher rank 0 alone returns them."""
-    return [one.as_dict() for one in _measured(args)] or None
+    grid = parse_grid(args.emulate) if args.emulate else None
+    shapes = for_host(parse_shapes(args.shapes), args.host)
+    if "RANK" not in os.environ:
+        for shape in shapes:  # before any process or node is started
+            shape.sentences(grid[0] * grid[1] if grid else args.ranks)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        text = runs.write_text(folder)
+        cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
+        ours = evaluated_settings(_hardware(cluster, folder)) if args.evaluate else our_settings(
+            several_nodes=grid is not None and grid[0] > 1)
+        plans = [runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up, ours,
+                                evaluate=args.evaluate) for shape in shapes]
+        if cluster:
+            found = runs.on_emulated(plans, cluster)
+        elif "RANK" in os.environ:
+            found = runs.on_own_ranks(plans)
+        else:
+            found = runs.on_this_machine(plans, args.ranks)
+    return [one.as_dict() for one in found] or None
+
+
+def _hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
+    """What is known of links and processors where pieces are chosen: of an emulated cluster the
+    fitted links, at its rate; of one machine nothing.
+    """
+    if cluster is None:
+        return {}
+    fitted = load_cluster("configs/clusters/emulated.yaml")
+    link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / cluster.rate_bit_s)
+    path = folder / "cluster.yaml"
+    path.write_text(dump_cluster(replace(fitted, inter=link)), encoding="utf-8")
+    return {"comm.cluster": str(path), "tuner.device": "configs/devices/cpu_core.yaml"}
 
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,25 +117,3 @@ def body(found: list[dict[str, Any]]) -> Iterator[str]:
 def pages(found: list[dict[str, Any]]) -> dict[str, str]:
     return side_pages(reports(found))
 
-
-def _measured(args: argparse.Namespace) -> Iterator[TrainReport]:
-    grid = parse_grid(args.emulate) if args.emulate else None
-    shapes = for_host(parse_shapes(args.shapes), args.host)
-    if "RANK" not in os.environ:
-        for shape in shapes:  # before any process or node is started
-            shape.sentences(grid[0] * grid[1] if grid else args.ranks)
-    with ExitStack() as stack:
-        text = runs.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
-        for shape in tracked(shapes, "bench train", "shape"):
-            log.info("%s: %s", shape.name, shape.label())
-            plan = runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up,
-                                  our_settings(several_nodes=grid is not None and grid[0] > 1))
-            if cluster is not None:
-                yield runs.on_emulated(plan, cluster)
-            elif "RANK" in os.environ:
-                report = runs.on_own_ranks(plan)
-                if report is not None:
-                    yield report
-            else:
-                yield runs.on_this_machine(plan, args.ranks)

@@ -32,22 +32,24 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
-          ours: Mapping[str, Settings], others: bool) -> list[Side]:
+          ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
     """All models with equal weights; the process group must exist.
 
     Args:
         text: uint8 [N], what they train on.
         ours: settings of our layer by the side's name.
         others: the branch's layer and a dense one, too.
+        evaluate: steps are forward passes in evaluation.
     """
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
     experts = ["--moe-freq", "1", "--moe-expert-count", str(shape.experts),
-               "--moe-second-expert-policy", "all"]
+               "--moe-second-expert-policy", "all",
+               "--moe-eval-capacity-token-fraction", "0"]  # as in training
     experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
-    make = _Maker(shape, text, rank, ranks)
-    models = {(name, "ours"): make.model(shape.inner, [*experts, *_flags(settings)])
+    make = _Maker(shape, text, rank, ranks, evaluate)
+    models = {(name, "ours"): make.model(shape.inner, [*experts, *flags_of(settings)])
               for name, settings in ours.items()}
     if others:
         models[NATIVE, "native"] = make.model(shape.inner, experts, _become_branch)
@@ -58,7 +60,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     return [make.side(name, kind, made) for (name, kind), made in models.items()]
 
 
-def _flags(settings: Settings) -> list[str]:
+def flags_of(settings: Settings) -> list[str]:
+    """The settings as words of fairseq's command line."""
     # a dispatcher of its own takes the place of the branch's, with its capacity, if none is given
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
     found = [word for name, text in flag_texts({**own, **settings}).items()
@@ -67,8 +70,10 @@ def _flags(settings: Settings) -> list[str]:
 
 
 class _Maker:
-    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int) -> None:
+    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
+                 evaluate: bool) -> None:
         self.shape, self.text, self.rank, self.ranks = shape, text, rank, ranks
+        self.evaluate = evaluate
         self.sentences = shape.sentences(ranks)
 
     def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
@@ -109,12 +114,16 @@ class _Maker:
         from moe_plugin.hosts.fairseq.layers import moe_layers
 
         def step(number: int) -> float:
-            return made.train_step([self._sample(number)])["inner_loss"] * math.log(2)
+            sample = self._sample(number)
+            logged = made.valid_step(sample) if self.evaluate else made.train_step([sample])
+            return logged["inner_loss"] * math.log(2)
 
         found = moe_layers(made.get_model()) if kind == "ours" else []
         layers = [layer.moe_layer.moe for layer in found]
-        return Side(name, kind, step, [made.optimizer.optimizer], tuners_settled(layers),
-                    lambda: layout_of(layers))
+        tokens = self.sentences * self.shape.length
+        settled = (lambda: True) if self.evaluate else tuners_settled(layers)
+        return Side(name, kind, step, [made.optimizer.optimizer], settled,
+                    lambda: layout_of(layers, tokens))
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape

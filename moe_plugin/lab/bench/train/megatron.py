@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.lab.bench.peers.base import copy
@@ -19,13 +20,14 @@ SEED, VOCABULARY = 1234, 384  # bytes, padded as Megatron does
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
-          ours: Mapping[str, Settings], others: bool) -> list[Side]:
+          ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
     """All models with equal weights, in Megatron's groups; the process group must exist.
 
     Args:
         text: uint8 [N], what they train on.
         ours: settings of our layer by the side's name.
         others: Megatron's own layer and a dense one, too.
+        evaluate: steps are forward passes in evaluation.
     """
     from megatron.core import parallel_state
 
@@ -34,9 +36,10 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
     cpu.enable(force=True)
     mend_config_warning()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    if not parallel_state.model_parallel_is_initialized():  # by a shape before this one
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     config = _config(shape, ranks)
-    source = _Source(shape, text, rank, ranks)
+    source = _Source(shape, text, rank, ranks, evaluate)
     first, sides = None, []
     for name, settings in ours.items():
         made = _make(shape, config, {name: value for name, value in settings.items()
@@ -67,7 +70,8 @@ def _config(shape: TrainShape, ranks: int) -> Any:
         # Megatron normalises the weights of a single choice to 1 unless it scores before choosing
         moe_router_pre_softmax=shape.top_k == 1, moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.01, moe_router_dtype="fp32", hidden_dropout=0.0,
-        attention_dropout=0.0, use_cpu_initialization=True, gradient_accumulation_fusion=False)
+        attention_dropout=0.0, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        gated_linear_unit=shape.gated, activation_func=F.silu if shape.gated else F.gelu)
 
 
 @dataclass
@@ -131,10 +135,11 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class _Source:
-    """Batches by number: tokens and labels, [B, T]."""
+    """Batches by number: tokens and labels, [B, T]. evaluate: what is done with them."""
 
-    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int) -> None:
-        self.text, self.rank, self.length = text, rank, shape.length
+    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
+                 evaluate: bool) -> None:
+        self.text, self.rank, self.length, self.evaluate = text, rank, shape.length, evaluate
         self.sentences = shape.sentences(ranks)
         self.positions_BT = torch.arange(self.length).expand(self.sentences, -1)
         self.mask = torch.ones(1, 1, self.length, self.length, dtype=torch.bool).triu(1)
@@ -162,9 +167,14 @@ def _side(name: str, kind: str, made: _Made, source: _Source) -> Side:
         made.optimizer.zero_grad()
         logged = passes(forward_step_func=forward_step, data_iterator=iter([given]),
                         model=made.chunk, num_microbatches=1, seq_length=source.length,
-                        micro_batch_size=source.sentences, forward_only=False)
+                        micro_batch_size=source.sentences, forward_only=source.evaluate)
         made.run.after_passes()
         return logged
+
+    def evaluation(number: int) -> float:
+        made.chunk.eval()
+        with torch.no_grad():
+            return float(made.run.compute(lambda: once(source(number)))[0]["lm loss"])
 
     def step(number: int) -> float:
         given = source(number)
@@ -177,7 +187,9 @@ def _side(name: str, kind: str, made: _Made, source: _Source) -> Side:
 
     layers = [layer.moe for layer in made.moe_layers()]
     optimizers = [part.optimizer for part in parts(made.optimizer) if part.optimizer is not None]
-    return Side(name, kind, step, optimizers, tuners_settled(layers), lambda: layout_of(layers))
+    settled = (lambda: True) if source.evaluate else tuners_settled(layers)
+    return Side(name, kind, evaluation if source.evaluate else step, optimizers, settled,
+                lambda: layout_of(layers, source.sentences * source.length))
 
 
 def _copy_weights(source: _Made | None, target: _Made) -> None:
@@ -203,6 +215,9 @@ def _is_native(module: nn.Module) -> bool:
 
 def _copy_experts(layer: Any, native: Any) -> None:
     copy(native.router.weight, layer.router.weight_ED)
+    gate_LDF = getattr(layer.experts, "w_gate_LDF", None)
     for number, module in enumerate(native.experts.local_experts):
-        copy(module.linear_fc1.weight, layer.experts.w_in_LDF[number].t())
+        halves = [w_LDF[number].t() for w_LDF in (gate_LDF, layer.experts.w_in_LDF)
+                  if w_LDF is not None]
+        copy(module.linear_fc1.weight, torch.cat(halves))
         copy(module.linear_fc2.weight, layer.experts.w_out_LFD[number].t())

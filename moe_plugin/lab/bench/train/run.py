@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from moe_plugin.lab.bench.train.shapes import TrainShape
 from moe_plugin.lab.bench.train.sides import OURS, Settings
 from moe_plugin.lab.bench.train.steps import Side, SideTimes, measure
 from moe_plugin.lab.emulate import EmulatedCluster
+from moe_plugin.observe import tracked
 from moe_plugin.planner.units import show_time
 
+Load = tuple[float, float]  # the machine's load average before and after
 TEXT_BYTES = 1_000_000
 TIMEOUT_S = 900.0
 
@@ -37,6 +39,7 @@ class TrainPlan:
         steps: timed ones of each side.
         ours: settings of our layer by the side's name.
         others: the host's own layer and a dense one, too.
+        evaluate: forward passes in evaluation take the place of training steps.
         processor: clocks count processor time.
     """
 
@@ -47,6 +50,7 @@ class TrainPlan:
     warm_up: int
     ours: Mapping[str, Settings]
     others: bool = True
+    evaluate: bool = False
     processor: bool = False
 
 
@@ -60,9 +64,19 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
     """All sides; every rank calls it in an initialized group, and all get the same result."""
     comm = _ready()
     sides = _builder(plan.host)(plan.shape, read_text(plan.text), comm.rank, comm.size, plan.ours,
-                                plan.others)
+                                plan.others, plan.evaluate)
     return measure(sides, comm, plan.steps, plan.warm_up,
                    time.process_time if plan.processor else time.perf_counter)
+
+
+def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
+    """All sides of each, one plan after the other on these ranks, and the machine's load."""
+    found = []
+    for plan in tracked(plans, "bench train", "shape"):
+        before = os.getloadavg()[0]
+        sides = measure_rank(plan)
+        found.append((sides, (round(before, 2), round(os.getloadavg()[0], 2))))
+    return found
 
 
 def read_text(path: str) -> Tensor:
@@ -93,34 +107,34 @@ def _builder(host: str) -> Callable[..., list[Side]]:
     return module.build
 
 
-def on_own_ranks(plan: TrainPlan) -> TrainReport | None:
-    """Measure on the ranks that a launcher started; rank 0 returns the report."""
+def on_own_ranks(plans: Sequence[TrainPlan]) -> list[TrainReport]:
+    """Measure on the ranks that a launcher started; rank 0 alone returns reports."""
     joined = dist.is_initialized()
     if not joined:
         dist.init_process_group("gloo")
     try:
-        before, ranks = os.getloadavg()[0], dist.get_world_size()
-        sides, first = measure_rank(plan), dist.get_rank() == 0
-        return _report(plan, f"{ranks} ranks", ranks, sides, before) if first else None
+        ranks, first = dist.get_world_size(), dist.get_rank() == 0
+        found = measure_plans(plans)
+        return _reports(plans, f"{ranks} ranks", ranks, found) if first else []
     finally:
         if not joined:
             dist.destroy_process_group()
 
 
-def on_this_machine(plan: TrainPlan, ranks: int) -> TrainReport:
+def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]:
     """Measure on `ranks` new processes of this machine."""
-    before = os.getloadavg()[0]
-    sides = on_processes(ranks, measure_rank, plan)
-    return _report(plan, f"one machine, {ranks} ranks", ranks, sides, before)
+    return _reports(plans, f"one machine, {ranks} ranks", ranks,
+                    on_processes(ranks, measure_plans, plans))
 
 
-def on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> TrainReport:
-    """Measure on a running emulated cluster."""
-    before = os.getloadavg()[0]
-    sides = sides_on_emulated(plan, cluster)
+def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[TrainReport]:
+    """Measure on a running emulated cluster; the ranks are forked with the host imported."""
+    forked_hosts({plan.host for plan in plans})
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
              f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
-    return _report(plan, place, cluster.size, sides, before)
+    found = cluster.run(measure_plans, plans, timeout_s=len(plans) * TIMEOUT_S,
+                        group_timeout_s=120.0)[0]
+    return _reports(plans, place, cluster.size, found)
 
 
 def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTimes]:
@@ -146,8 +160,8 @@ def _import_host(host: str) -> None:
         from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
 
-def _report(plan: TrainPlan, place: str, ranks: int, sides: list[SideTimes],
-            before: float) -> TrainReport:
-    load = (round(before, 2), round(os.getloadavg()[0], 2))
-    found = {name: value for name, value in versions("cpu").items() if name != "triton"}
-    return TrainReport(plan.host, place, ranks, plan.shape, sides, load, found)
+def _reports(plans: Sequence[TrainPlan], place: str, ranks: int,
+             found: Sequence[tuple[list[SideTimes], Load]]) -> list[TrainReport]:
+    known = {name: value for name, value in versions("cpu").items() if name != "triton"}
+    return [TrainReport(plan.host, place, ranks, plan.shape, sides, load, known, plan.evaluate)
+            for plan, (sides, load) in zip(plans, found, strict=True)]

@@ -13,6 +13,7 @@ class TrainShape:
 
     width: of a token, D. inner: width inside an expert, F. experts: E. top_k: experts per token.
     tokens: of one step, over all ranks. layers, length: transformer layers, tokens of a sentence.
+    gated: experts are SwiGLU ones.
     Raises: ValueError: sizes that do not fit together; it names value, bound and remedy.
     """
 
@@ -24,6 +25,7 @@ class TrainShape:
     tokens: int
     layers: int = 2
     length: int = 128
+    gated: bool = False
 
     def __post_init__(self) -> None:
         for field in ("width", "inner", "experts", "top_k", "tokens", "layers", "length"):
@@ -44,7 +46,7 @@ class TrainShape:
 
     def label(self) -> str:
         return (f"width {self.width}, inner {self.inner}, {self.experts} experts, k {self.top_k}, "
-                f"{self.tokens:,} tokens")
+                f"{self.tokens:,} tokens" + ", gated" * self.gated)
 
 
 # three of a study of native layers, and small forms of layers that people train
@@ -56,6 +58,10 @@ SHAPES = {
         TrainShape(name="switch", width=128, inner=256, experts=16, top_k=1, tokens=4096),
         TrainShape(name="mixture", width=256, inner=512, experts=8, top_k=2, tokens=2048),
         TrainShape(name="many", width=256, inner=128, experts=32, top_k=4, tokens=2048),
+        # gated experts of as much work: two thirds of the inner width, in multiples of 32
+        TrainShape(name="gated", width=256, inner=352, experts=8, top_k=2, tokens=2048, gated=True),
+        TrainShape(name="gated_fine", width=256, inner=96, experts=32, top_k=4, tokens=2048,
+                   gated=True),
     )
 }
 
@@ -82,7 +88,14 @@ def _shape(text: str) -> TrainShape:
 
 
 def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
-    """The shapes as a host's own layer can run them: fairseq's has at most two choices."""
+    """The shapes as a host's own layer can run them: fairseq's has at most two choices, and no
+    gated experts.
+
+    Raises: ValueError: there are gated ones alone.
+    """
     if host != "fairseq":
         return list(shapes)
-    return [replace(shape, top_k=min(shape.top_k, 2)) for shape in shapes]
+    if found := [replace(one, top_k=min(one.top_k, 2)) for one in shapes if not one.gated]:
+        return found
+    raise ValueError(f"{shapes[0].name} has gated experts, which fairseq's moe branch lacks; use "
+                     "--host megatron, or another shape")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_plugin.layer import MoELayer
+from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+from moe_plugin.tuning.layout_selector import LayoutSelector
 
 Settings = Mapping[str, Any]  # of the layer by path; and `FUSED_ADAM`
 FUSED_ADAM = "--moe-fused-adam"
@@ -22,6 +24,7 @@ FIXED: dict[str, Settings] = {
     "r=0": {**_ONE_LAYOUT, "parallel.r": 0, "comm.all_to_all": "linear"},
     "all_gather": {"dispatch.name": "all_gather", "comm.all_to_all": "linear"},
 }
+PIECES = "moe-plugin, pieces by load"
 ONE_NODE = ("linear", "native", "r=0", "all_gather")
 
 
@@ -33,6 +36,13 @@ def our_settings(several_nodes: bool) -> dict[str, Settings]:
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
     auto = {"parallel.mode": "auto", "comm.all_to_all": "auto"}
     return {OURS: {}, AUTO: auto, **{f"{OURS}, {name}": FIXED[name] for name in ONE_NODE}}
+
+
+def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
+    """The sides of our layer in evaluation: without and with pieces by load, both with what is
+    known of links and processors.
+    """
+    return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
@@ -49,8 +59,17 @@ def _exploring(layer: MoELayer) -> bool:
         layer.comm).exploring
 
 
-def layout_of(layers: Sequence[MoELayer]) -> str:
-    """The layouts of the latest calls, and how many layers run in each."""
-    seen = Counter(layer.layouts.current.label for layer in layers)
+def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
+    """The layouts of the latest calls, and how many layers run in each. Collective.
+
+    tokens: of a rank in a step.
+    """
+    seen = Counter(_latest(layer.layouts, tokens).label for layer in layers)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
                      for label, count in seen.items())
+
+
+def _latest(layouts: LayoutSelector, tokens: int) -> LayoutChoice:
+    if layouts.prefill is None:
+        return layouts.current
+    return layouts.prefill.choice(layouts.current, tokens)

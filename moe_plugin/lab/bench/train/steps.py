@@ -23,8 +23,8 @@ class Side:
 
     Attributes:
         kind: ours, native or dense.
-        step: trains on the step with this number and returns the language model's loss over all
-            ranks, nats per token.
+        step: trains (or evaluates) on the step with this number and returns the language
+            model's loss over all ranks, nats per token.
         optimizers: torch's, timed by themselves.
         settled: whether its tuners have chosen, the same on all ranks.
         layout: what runs, for the report.

@@ -1,0 +1,71 @@
+"""`--moe-expert-parallel-at`: another expert-parallel size between two updates of fairseq."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from moe_plugin.checkpoint.formats.fairseq.translate import setting
+from moe_plugin.checkpoint.resize import change_expert_parallel
+from moe_plugin.comm.base import Comm
+from moe_plugin.hosts.fairseq.compat.runtime import (
+    follow_parameters,
+    fp32_copies,
+    shards_optimizer_state,
+)
+from moe_plugin.hosts.fairseq.groups import FairseqGroups, make_groups
+from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
+from moe_plugin.run import refuse_unfit
+
+# their state is not of the parameters' shapes, or not in one optimizer of torch's
+_OPTIMIZERS = "adafactor", "composite"
+
+
+def check(cfg: Any, model: nn.Module) -> None:
+    """`ValueError` where a run cannot change its size: flag, reason and remedy."""
+    if not run_settings(model).resize.expert_parallel_at:
+        return
+    name = setting(cfg.optimizer, "_name")
+    refuse_unfit(f"--moe-expert-parallel-at {cfg.model.moe_expert_parallel_at or ''}".strip(), [
+        ("one rank", cfg.distributed_training.distributed_world_size > 1,
+         "use several, or leave it out"),
+        ("--ddp-backend fully_sharded and --zero-sharding os", not shards_optimizer_state(cfg),
+         "parts of parameters stay on their ranks; use legacy_ddp or pytorch_ddp (c10d)"),
+        ("--moe-lighthouse", not setting(cfg.model, "moe_lighthouse"),
+         "replicas would have experts on other ranks than this one; leave one of the two out"),
+        ("--store-ema", not cfg.ema.store_ema, "averages would stay behind; leave it out"),
+        ("--amp", not cfg.common.amp, "use --bf16 or --fp16"),
+        (f"--optimizer {name}", name not in _OPTIMIZERS,
+         "its state cannot move with the experts; use adam or sgd")])
+
+
+def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
+    """The changes that a run of a trainer of ours is asked for.
+
+    world: data-parallel ranks.
+    """
+    model, known = trainer.get_model(), dict[int, FairseqGroups]()
+    moe = moe_layers(model)[0].moe_layer.moe
+
+    def change(size: int) -> None:
+        if size not in known:
+            known[size] = make_groups(
+                size, moe.config.comm.timeout_s,
+                measured=bool(setting(trainer.cfg.model, "record_a2a_perf_stats", False)),
+                dummy=bool(setting(trainer.cfg.model, "dummy_a2a", False)))
+        _change(trainer, known[size], world)
+
+    return expert_parallel_steps(run_settings(model), [model], moe.comm.size, change, world,
+                                 "fairseq")
+
+
+def _change(trainer: Any, groups: FairseqGroups, world: Comm) -> None:
+    model, optimizer = trainer.get_model(), trainer.optimizer
+    copies = dict(fp32_copies(optimizer))
+    changed = change_expert_parallel(model, optimizer.optimizer, groups.expert, world, copies)
+    follow_parameters(trainer.model, optimizer, changed, copies)
+    for layer in moe_layers(model):
+        layer.moe_layer.scale_gradients(groups.replicas)
+    trainer.average_replicas()

@@ -1,0 +1,125 @@
+"""Another expert-parallel size for groups, optimizer and gradient buffers that exist; versions 0.15
+to 0.19. Without tensor, context and pipeline parallelism, and without a distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor, nn
+
+from moe_plugin.hosts.megatron.compat.core import call_supported
+from moe_plugin.hosts.megatron.compat.optimizer import parts
+
+_STATE = re.compile(r"_[A-Z_]+")
+# of a ProcessGroupCollection
+_OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
+
+
+def expert_groups() -> dict[str, Any]:
+    """What `parallel_state` knows of the present expert groups, by name."""
+    return {name: value for name, value in _state().items() if "EXPERT" in name}
+
+
+def use_expert_groups(groups: Mapping[str, Any]) -> None:
+    """Make them the present ones. groups: see `expert_groups`."""
+    vars(ps).update(groups)
+
+
+def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    """`expert_groups` of another size; the present ones stay. Collective.
+
+    args: of the script.
+    """
+    before, listed = _state(), "_global_process_group_list"
+    known = getattr(ps, listed, None)
+    kept = None if known is None else list(known)
+    vars(ps).update({name: {} if isinstance(value, dict) else None
+                     for name, value in before.items()})
+    try:
+        call_supported(ps.initialize_model_parallel, expert_model_parallel_size=size,
+                       distributed_timeout_minutes=args["distributed_timeout_minutes"],
+                       nccl_communicator_config_path=args["nccl_communicator_config_path"],
+                       create_gloo_process_groups=args.get("use_gloo_process_groups", True))
+        made, everything = expert_groups(), _groups(_state().values())
+    finally:
+        vars(ps).update(before)
+    own = _groups(made.values())
+    for group in everything - own:  # of dense layers, which have theirs
+        dist.destroy_process_group(group)
+    if kept is not None:
+        setattr(ps, listed, [*kept, *own])
+    return made
+
+
+def _state() -> dict[str, Any]:
+    return {name: value for name, value in vars(ps).items() if _STATE.fullmatch(name)}
+
+
+def _groups(values: Iterable[Any]) -> set[dist.ProcessGroup]:
+    return {value for value in values if isinstance(value, dist.ProcessGroup)}
+
+
+def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
+    """Tell the modules of a model of its new expert groups. collection: with these groups."""
+    for module in model.modules():
+        config, groups = getattr(module, "config", None), getattr(module, "pg_collection", None)
+        if hasattr(config, "expert_model_parallel_size"):
+            config.expert_model_parallel_size = size  # type: ignore[union-attr]
+        for name in vars(groups) if groups is not None else ():
+            if _OF_EXPERTS.fullmatch(name) and hasattr(collection, name):
+                setattr(groups, name, getattr(collection, name))
+
+
+def rewrap(chunk: Any) -> None:
+    """Make the gradient buffers of a `DistributedDataParallel` again, for parameters and groups as
+    they are now. In place: its object stays.
+    """
+    chunk.grad_accs.clear()  # with their hooks
+    new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
+    attributes = vars(new)  # its hooks see what is set in the old one from now on
+    attributes.update({name: value for name, value in vars(chunk).items()
+                       if name not in attributes})
+    object.__setattr__(chunk, "__dict__", attributes)
+
+
+def part_of(optimizer: Any, parameters: Iterable[Tensor]) -> Any:
+    """The one of a chain of optimizers that updates these parameters, or copies of them."""
+    wanted = set(parameters)
+    return next(part for part in parts(optimizer) if part.optimizer is not None and not
+                wanted.isdisjoint({*main_copies(part), *part.get_parameters()}))
+
+
+def main_copies(part: Any) -> dict[Tensor, Tensor]:
+    """float32 copies of 16-bit parameters, by parameter; {}: the optimizer has none."""
+    pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()),
+                strict=True)
+    return {p: copy for ps, copies in pairs for p, copy in zip(ps, copies, strict=True)}
+
+
+def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
+                      copies: Mapping[Tensor, Tensor]) -> None:
+    """Put new parameters in the place of old ones in an optimizer's own lists.
+
+    Args:
+        changed: new parameters by the old ones, with all that Megatron marks them with.
+        copies: `main_copies` as they are to be.
+    """
+    before = main_copies(part)
+    new = {before[p]: copies[changed[p]] for p in changed if p in before}
+    for old, copy in new.items():
+        vars(copy).update(vars(old))
+    for p in changed.values():
+        if p in copies:
+            p.main_param = copies[p]  # type: ignore[attr-defined]
+    for name in ("float16_groups", "fp32_from_fp32_groups"):
+        for group in getattr(part, name, ()):
+            group[:] = [changed.get(p, p) for p in group]
+    for group in getattr(part, "fp32_from_float16_groups", ()):
+        group[:] = [new.get(p, p) for p in group]
+    if hasattr(part, "grad_stats_parallel_group"):
+        part.grad_stats_parallel_group = ps.get_expert_tensor_model_pipeline_parallel_group()
