@@ -36,7 +36,8 @@ class LowRank(NamedTuple):
     """An adapter on the weights w of L experts, which compute with (w + a b) factor.
 
     Attributes:
-        a_LIR, b_LRO: [L, I, R], [L, R, O]. factor_LO: [L, O]; None: 1.
+        a_LIR, b_LRO: [L, I, R], [L, R, O].
+        factor_LO: [L, O]; None: 1.
     """
 
     a_LIR: Tensor

@@ -86,7 +86,8 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
     """x w, [R, O], differentiable once; a row's bits depend on that row and w alone.
 
     Args:
-        x_RI: [R, I]. w_IO: [I, O], of the same floating-point dtype; under autocast both are cast.
+        x_RI: [R, I].
+        w_IO: [I, O], of the same floating-point dtype; under autocast both are cast.
     Raises:
         ValueError: this machine's library computes rows of a block in different orders; under
             torch.func and torch.export, which see no blocks.

@@ -266,8 +266,10 @@ class _Permute(torch.autograd.Function):
 def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
     """Sums over c of values[c, index], of index's shape, in the values' dtype; 0 where it is -1.
 
-    values_CN: [C, N], summed in order. index: int64. With it numbers go from choices to rows
-    (`RowPlan.source_R`) and back (`position_TK`).
+    Args:
+        values_CN: [C, N], summed in order.
+        index: int64. With it numbers go from choices to rows (`RowPlan.source_R`) and back
+            (`position_TK`).
     """
     if values_CN.shape[1] == 0:
         return values_CN.new_zeros(index.shape)

@@ -66,7 +66,8 @@ class DeviceCounts(RowCounts):
     the last expert.
 
     Attributes:
-        lengths_L: int64 [L], rows of each expert. rows: R, rows of the buffer.
+        lengths_L: int64 [L], rows of each expert.
+        rows: R, rows of the buffer.
     """
 
     lengths_L: Tensor
@@ -127,8 +128,8 @@ class RowPlan:
     Attributes:
         source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
         weights_TK: [T, K] gate weights, differentiable; None: all are 1.
-        counts: rows by expert; with fixed slots also the empty ones. complete: every choice has a
-            row and no slot is empty; False: perhaps not.
+        counts: rows by expert; with fixed slots also the empty ones.
+        complete: every choice has a row and no slot is empty; False: perhaps not.
     """
 
     source_R: Tensor
@@ -174,7 +175,8 @@ class Sent:
     results of a piece are put back before the next one is taken.
 
     Args:
-        arriving: see above. anchor: as given to `Dispatcher.dispatch`.
+        arriving: see above.
+        anchor: as given to `Dispatcher.dispatch`.
 
     Attributes:
         results: of the pieces that were put back, in order, or what stands for them on their way.

@@ -22,9 +22,11 @@ class LayerStats:
         rows: of this rank's experts, see `DispatchPlan`.
         rows_sent: of this rank's tokens, by `ragged`: once for each expert, rank or node of a token
             (`dispatch.send`), its own among them; by `bounded`: slots, filled or not; 0: by another
-            dispatcher. rows_between: of them those to other nodes.
+            dispatcher.
+        rows_between: of them those to other nodes.
         capacity: slots per expert and source rank; None: dropless.
-        layout: that it ran in, e.g. `r=1 d=2 linear auto`. exchanges: all-to-alls by algorithm.
+        layout: that it ran in, e.g. `r=1 d=2 linear auto`.
+        exchanges: all-to-alls by algorithm.
         collectives: `comm.collectives` that gather and sum, e.g. `forest`; None: a rank alone.
         decisions: of the tuner, since the last call (plain values).
         copies: ranks that report these same tokens: a sum over ranks counts them 1/copies each.
@@ -79,7 +81,8 @@ class MoEOutput:
     """Result of one `MoELayer` call.
 
     Attributes:
-        output: same shape and dtype as the input. stats: see `LayerStats`.
+        output: same shape and dtype as the input.
+        stats: see `LayerStats`.
         losses: raw losses by name, differentiable; `weighted_loss` adds them up.
     """
 

@@ -42,8 +42,9 @@ class PendingRouting:
     """A decision on its way to the next block, and its gradients on their way back.
 
     Attributes:
-        routing: without a graph. gradients: of `_values(routing)`, from backward of the block that
-            used them to backward of the one that decided; None: there are none.
+        routing: without a graph.
+        gradients: of `_values(routing)`, from backward of the block that used them to backward of
+            the one that decided; None: there are none.
     """
 
     routing: Routing | None = None

@@ -104,8 +104,9 @@ class CountedChoices:
     """The load of some choices, counted once for losses, statistics and dispatch.
 
     Attributes:
-        ids_TK: the choices themselves, -1: no expert. load_KE: int64, tokens whose j-th choice is
-            expert e. complete: ids_TK holds no -1; False: perhaps it does.
+        ids_TK: the choices themselves, -1: no expert.
+        load_KE: int64, tokens whose j-th choice is expert e.
+        complete: ids_TK holds no -1; False: perhaps it does.
     """
 
     ids_TK: Tensor
@@ -157,7 +158,8 @@ class KeptRouting:
     """A routing after capacity.
 
     Attributes:
-        routing: with dropped choices removed. before: the routing before anything was dropped.
+        routing: with dropped choices removed.
+        before: the routing before anything was dropped.
         slots_TK: int64 [T, K], slot of each choice in its expert, -1: none; None: no limit.
         capacity: slots made per expert and source rank, equal on all ranks; None: no limit.
         any_load: the capacity fits any load, which the host does not know: nothing is dropped.
@@ -175,9 +177,11 @@ class Tokens:
     """The tokens of one call as a router sees them: checked, on one axis, this rank's part.
 
     Attributes:
-        x_TD: [T, D] tokens. mask_T: bool [T], True = real token; None: all are real.
+        x_TD: [T, D] tokens.
+        mask_T: bool [T], True = real token; None: all are real.
         info: what else is known of them.
-        shape: of the layer's input. count: tokens of the input, before ranks shared them out.
+        shape: of the layer's input.
+        count: tokens of the input, before ranks shared them out.
     """
 
     x_TD: Tensor
@@ -191,7 +195,8 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
     """`ValueError` unless experts divide over ranks, ranks over experts, both over shards.
 
     Args:
-        ranks: expert-parallel. shards: as configured, see `Placement`.
+        ranks: expert-parallel.
+        shards: as configured, see `Placement`.
     """
     if shards is not None:
         fits = [s for s in range(1, ranks + 1) if ranks % s == 0 and experts % (ranks // s) == 0]
@@ -216,7 +221,9 @@ class Placement:
     shard j of expert e.)
 
     Attributes:
-        comm: the expert-parallel group. experts: E. algorithm: the exchange that carries rows.
+        comm: the expert-parallel group.
+        experts: E.
+        algorithm: the exchange that carries rows.
         copies: r, the ranks to which each token goes; a divisor of S; None: S. Below S, runs of S/r
             consecutive ranks gather each other's parameters, so that each has 1/r of the expert,
             and share its tokens between them.

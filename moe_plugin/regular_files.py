@@ -9,9 +9,9 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from moe_plugin.messages import short
 
@@ -103,6 +103,37 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
         half.unlink(missing_ok=True)
         _refuse(path, error)
     return path
+
+
+def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
+    """Write a small file, flushed to disk; it gets its name when it is complete.
+
+    content: text, or what writes to the stream that it is given.
+    """
+    half = half_of(path)
+    with open(half, "wb") as stream:
+        if isinstance(content, str):
+            stream.write(content.encode())
+        else:
+            content(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(half, path)
+
+
+def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
+    """Give a complete folder its name; a killed process leaves the old folder or the new one
+    complete, the old one perhaps as `NAME.old`.
+
+    keep_old: leave it there in any case.
+    """
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(scratch, target)
+    if not keep_old:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def make_folder(path: _Path) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     convert,
     formats,
-    write_whole,
 )
 from moe_plugin.checkpoint.reorder import reordered
 from moe_plugin.checkpoint.reshard import COLUMNS
@@ -39,7 +37,7 @@ from moe_plugin.checkpoint.source import (
     cast,
     refused_if_unreadable,
 )
-from moe_plugin.regular_files import write_remedy
+from moe_plugin.regular_files import move_into_place, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
 PLAN = "conversion.json"  # in the written folder
@@ -242,18 +240,3 @@ def without_optimizer(source: Source) -> Source:
 
 def _cast_model(one: Derived, dtype: torch.dtype) -> Derived:
     return cast(one, dtype) if one.key[0] == MODEL and one.entry.dtype.is_floating_point else one
-
-
-def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
-    """Give a complete folder its name; a killed process leaves the old folder or the new one
-    complete, the old one perhaps as `NAME.old`.
-
-    keep_old: leave it there in any case.
-    """
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(scratch, target)
-    if not keep_old:
-        shutil.rmtree(old, ignore_errors=True)

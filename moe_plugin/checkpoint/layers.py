@@ -90,7 +90,8 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
     """The window of a whole expert tensor that a rank stores.
 
     Args:
-        name: below `experts.`, one of `PART_AXIS`. shape: of the whole tensor.
+        name: below `experts.`, one of `PART_AXIS`.
+        shape: of the whole tensor.
     """
     return window_of_rank(shape, place.comm.rank, place.local, place.shards, PART_AXIS[name])
 

@@ -158,11 +158,15 @@ class NeutralModel:
     """What a neutral source holds, by its settings and the shapes of its tensors.
 
     Attributes:
-        width, vocabulary: D, V. head_dim: H.
-        dense, moe: numbers of the layers with an MLP, and with experts; layers: how many in all.
+        width, vocabulary: D, V.
+        head_dim: H.
+        dense, moe: numbers of the layers with an MLP, and with experts.
+        layers: how many in all.
         experts, expert_width, shared_width, dense_width: E, F, G, F; 0 where there are none.
-        biases: of attention: "none", "qkv" or "all". qk_norm: "none", "head" or "all".
-        shared: "none", "plain" or "gated". dtype: of the embedding.
+        biases: of attention: "none", "qkv" or "all".
+        qk_norm: "none", "head" or "all".
+        shared: "none", "plain" or "gated".
+        dtype: of the embedding.
     Raises:
         CheckpointError: it is no whole model.
     """

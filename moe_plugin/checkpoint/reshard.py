@@ -188,8 +188,8 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
     """What a rank of an expert-parallel group stores of a tensor of all experts.
 
     Args:
-        local: experts on a rank. shards: consecutive ranks that each have a part of the same
-            experts along `axis`.
+        local: experts on a rank.
+        shards: consecutive ranks that each have a part of the same experts along `axis`.
     """
     run, shard = divmod(rank, shards)
     window = [slice(0, size) for size in shape]

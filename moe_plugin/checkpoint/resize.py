@@ -84,7 +84,8 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
     value, bound and remedy; see `change_expert_parallel`.
 
     Args:
-        sizes: by step. world: data-parallel ranks.
+        sizes: by step.
+        world: data-parallel ranks.
     """
     for step, size in sizes.items():
         given = f"resize.expert_parallel_at={step}={size}"

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint import checksums, torch_files
-from moe_plugin.checkpoint.conversion import move_into_place
 from moe_plugin.checkpoint.formats.plain import (
     check_part,
     open_folder,
@@ -34,7 +33,7 @@ from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.dtensors import is_sharded, sharded_as
 from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.messages import short
-from moe_plugin.regular_files import write_remedy
+from moe_plugin.regular_files import move_into_place, write_remedy
 
 logger = logging.getLogger(__name__)
 # of shapes by name, as the checkpoint has them, and its `extra`

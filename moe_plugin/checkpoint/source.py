@@ -231,7 +231,8 @@ class DerivedSource(Source):
     """A source made of tensors that can each be read by themselves.
 
     Args:
-        derived: all tensors. format, values, layers: see `Source`.
+        derived: all tensors.
+        format, values, layers: see `Source`.
         description, paths: see `Source.describe` and `Source.files`.
     Raises:
         CheckpointError: two tensors have the same key.

@@ -52,12 +52,15 @@ class Upcycling:
     """What becomes of a dense model.
 
     Attributes:
-        experts: E, of each MoE layer. top_k: experts per token.
+        experts: E, of each MoE layer.
+        top_k: experts per token.
         granularity: G, pieces into which an MLP is cut; 1: experts are copies.
-        shared: share of the MLP's output that a shared expert gives, itself a copy of the MLP, 0
-            to 1; the routed experts give the rest. shared_gate: with Qwen2-MoE's gate.
+        shared: share of the MLP's output that a shared expert gives, itself a copy of the MLP, 0 to
+            1; the routed experts give the rest.
+        shared_gate: with Qwen2-MoE's gate.
         every: every so many layers become MoE layers, the last of each run; 1: all.
-        router_std: standard deviation of the routers' random rows. seed: of them.
+        router_std: standard deviation of the routers' random rows.
+        seed: of them.
     """
 
     experts: int

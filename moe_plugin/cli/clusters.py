@@ -178,6 +178,7 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
 def simulate_routing(args: argparse.Namespace) -> int:
     """Replay and print."""
     from moe_plugin.cli.plan import check_counts
+    from moe_plugin.lab.bench.options import refuse_links
     from moe_plugin.lab.planning.model import load_model
     from moe_plugin.lab.planning.routing_replay import as_dict, explain, replay
     from moe_plugin.observe.traces import read_traces
@@ -189,6 +190,7 @@ def simulate_routing(args: argparse.Namespace) -> int:
         return _emulate_routing(args)
     if args.steps is not None:
         raise ValueError(f"--steps {args.steps} goes with --emulate; leave it out")
+    refuse_links(args)
     cluster, ranks = load_cluster(args.cluster), None
     if args.nodes or args.ranks_per_node:
         cluster = cluster.resized(args.nodes or 1, args.ranks_per_node)

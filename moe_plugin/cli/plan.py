@@ -24,7 +24,8 @@ def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: 
     """What says how a plan is shown, and written for a host.
 
     Args:
-        data: default of `--data`. top: of `--top`.
+        data: default of `--data`.
+        top: of `--top`.
         with_: how the help of options for writing begins.
     """
     p.add_argument("--host", choices=HOSTS, default="megatron",

@@ -139,7 +139,8 @@ def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
     One all-reduce in x's dtype serves both.
 
     Args:
-        x_TD: tokens, equal on all ranks. weights_TK: their routing weights.
+        x_TD: tokens, equal on all ranks.
+        weights_TK: their routing weights.
         anchor: a parameter, see `comm.functional`.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

@@ -81,7 +81,8 @@ def collective(x: Tensor, comm: str, size: int, name: str, backward: str) -> Ten
 
     Args:
         x: [n, ...], or 0-dim for `all_reduce` and `all_max`.
-        comm: key of the group. size: its ranks.
+        comm: key of the group.
+        size: its ranks.
         name: `all_to_all` (of equal pieces), `all_gather`, `reduce_scatter`, `all_reduce`,
             `all_max` or `own_part`.
         backward: one of them; `identity`: the gradient itself; `none`: there is no gradient.

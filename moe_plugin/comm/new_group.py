@@ -29,7 +29,8 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
         parent: an existing group that has these ranks.
         ranks: of the job, this one among them, in any order; the group has them in rising order.
         made: how many groups were made of which ranks in this job; counted on.
-        timeout: of the group's collectives. backend: None: that of `parent`.
+        timeout: of the group's collectives.
+        backend: None: that of `parent`.
     Raises: RuntimeError: from the backend, which connects gloo's ranks here.
     """
     ranks = sorted(ranks)

@@ -42,8 +42,10 @@ class Resharding:
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
         """Begin a move: what this rank stores is sent, what it needs is expected.
 
-        x: of the shape of this rank's box in the source layout, not to be changed until the end;
-            None where it stores nothing. dtype: of the tensor.
+        Args:
+            x: of the shape of this rank's box in the source layout, not to be changed until the
+                end; None where it stores nothing.
+            dtype: of the tensor.
         Raises: ValueError: `x` has another shape or dtype.
         """
         shape = None if self.source is None else tuple(stop - first for first, stop in self.source)

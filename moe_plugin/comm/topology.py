@@ -39,9 +39,12 @@ class Topology:
     """Nodes of a group of ranks.
 
     Ranks need not be numbered node by node, and nodes need not be equal.
-    nodes: for each node the ranks (indices in the group) on it, ascending; nodes in order of their
-    first rank.
-    nics: network cards per node. source: where this came from, for messages.
+
+    Attributes:
+        nodes: for each node the ranks (indices in the group) on it, ascending; nodes in order of
+            their first rank.
+        nics: network cards per node.
+        source: where this came from, for messages.
     Raises: ValueError: a rank is missing or twice, a node is empty, or nics < 1.
     """
 

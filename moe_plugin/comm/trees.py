@@ -44,7 +44,12 @@ Span = tuple[int, int]  # first element, and the one after the last
 
 @dataclass(frozen=True)
 class Message:
-    """peer: the other rank. spans: elements of the whole that it carries, one after another."""
+    """What goes to or comes from another rank.
+
+    Attributes:
+        peer: the other rank.
+        spans: elements of the whole that it carries, one after another.
+    """
 
     peer: int
     spans: tuple[Span, ...]
@@ -96,7 +101,8 @@ def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int)
 
     Args:
         schedule: of an all-gather (away from the roots) or a reduce-scatter (towards them).
-        shards: see `shards_of`; elements, of any size. chunks: of each part of a shard.
+        shards: see `shards_of`; elements, of any size.
+        chunks: of each part of a shard.
     """
     deepest = schedule.depth
     rounds = chunks + LAG * max(deepest - 1, 0)

@@ -94,7 +94,9 @@ class SettingsSection:
         """`require` that leaves which nothing reads (not `ok`) are as by default, so that nothing
         is ignored that was asked for.
 
-        where: when nothing reads them, e.g. "where guard.votes=0". names: none: all leaves.
+        Args:
+            where: when nothing reads them, e.g. "where guard.votes=0".
+            names: none: all leaves.
         """
         if ok:
             return

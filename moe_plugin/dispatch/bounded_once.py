@@ -80,7 +80,8 @@ class Loaded:
     """Choices in the slots of a hop.
 
     Attributes:
-        target_TK: see `SlotHop.loaded`. first_TK: bool, whether a choice begins a row.
+        target_TK: see `SlotHop.loaded`.
+        first_TK: bool, whether a choice begins a row.
         rows_W: int64, rows for each target.
         row_TK, pair_TK: int64, slots among those of its target.
     """
@@ -118,9 +119,12 @@ class ArrivedSlots:
     """The pairs of a hop that arrived, filler among them.
 
     Attributes:
-        shard_SP: int64, -1: filler. row_SP: int64, slot of its row among those of its source.
-        number_SP: int64, which of its row's pairs it is. weight_Q: differentiable.
-        rows: slots of a source. choices: K, the most that a row can have.
+        shard_SP: int64, -1: filler.
+        row_SP: int64, slot of its row among those of its source.
+        number_SP: int64, which of its row's pairs it is.
+        weight_Q: differentiable.
+        rows: slots of a source.
+        choices: K, the most that a row can have.
     """
 
     shard_SP: Tensor

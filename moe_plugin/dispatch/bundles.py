@@ -43,10 +43,11 @@ class Bundles:
     """Choices put together by target; nothing here is known on the host.
 
     Attributes:
-        target_TK: int64, rank to which a choice goes next; -1: none. first_TK: bool, whether it is
-            the first of its token that goes there.
+        target_TK: int64, rank to which a choice goes next; -1: none.
+        first_TK: bool, whether it is the first of its token that goes there.
         order_N: int64 [T*K], choices as pairs lie, those without a target last.
-        first_N: bool, whether a pair begins a row. row_N: int64, the row of a pair.
+        first_N: bool, whether a pair begins a row.
+        row_N: int64, the row of a pair.
         rows_W, pairs_W: int64, to each rank.
     """
 
@@ -100,8 +101,8 @@ class Pairs:
     """(expert, weight) pairs of one call on their way.
 
     Attributes:
-        code_P: 2 * shard + (1: begins a row); -1: filler. choice_P: int64, which of the T*K choices
-            it is; T*K: filler.
+        code_P: 2 * shard + (1: begins a row); -1: filler.
+        choice_P: int64, which of the T*K choices it is; T*K: filler.
         send, recv: pairs to and from each rank.
         filler: whether there is some.
     """
@@ -158,8 +159,8 @@ class Arrived:
     """The pairs of rows that arrived, as the choices of these rows.
 
     Attributes:
-        shard_Q: int64, expert shard; -1: filler. choice_Q: int64, which of the R*K choices of rows
-            it is; R*K: filler.
+        shard_Q: int64, expert shard; -1: filler.
+        choice_Q: int64, which of the R*K choices of rows it is; R*K: filler.
         weights_RK: gate weights, differentiable; 0 where a row has fewer choices.
     """
 
@@ -188,7 +189,8 @@ class Arrived:
         """How this rank's experts read the rows: through a map, without a copy per expert.
 
         Args:
-            first_shard: the first of this rank's. counts: rows of each.
+            first_shard: the first of this rank's.
+            counts: rows of each.
         """
         order_Q = stable_order(self.shard_Q - first_shard, len(counts))
         source_Q = self.choice_Q[order_Q]

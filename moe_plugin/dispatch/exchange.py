@@ -38,7 +38,8 @@ class PipelinedExchange:
 
     Args:
         placement: the ranks and the exchange algorithm.
-        pieces: they travel from `send` to `recv`. even: see `ExchangePlan`.
+        pieces: they travel from `send` to `recv`.
+        even: see `ExchangePlan`.
         overlap: groups of pieces that travel together, forward and backward.
         reverse: rows travel from `recv` to `send`, back to their tokens.
     """
@@ -189,7 +190,9 @@ class SentPieces(Sent):
     """Several pieces: the results of each travel back while the next one is computed.
 
     Args:
-        arriving, anchor: see `Sent`. plan: of the call. mapped: see `Piece.results`.
+        arriving, anchor: see `Sent`.
+        plan: of the call.
+        mapped: see `Piece.results`.
         back: the exchange by which results travel.
     """
 

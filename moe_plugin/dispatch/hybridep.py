@@ -41,7 +41,13 @@ def why_not() -> str | None:
 
 @dataclass
 class _Handle:
-    """ours: of the package. ids_TK: of the tokens without padding. rows: that arrived."""
+    """What the way back needs.
+
+    Attributes:
+        ours: of the package.
+        ids_TK: of the tokens without padding.
+        rows: that arrived.
+    """
 
     ours: Any
     ids_TK: Tensor

@@ -70,7 +70,8 @@ class Agreed:
     """All sizes of a call.
 
     Attributes:
-        first: from tokens on. inner: of each piece inside a node, where rows go on; else empty.
+        first: from tokens on.
+        inner: of each piece inside a node, where rows go on; else empty.
         counts_PL: rows of this rank's experts in every piece.
     """
 
@@ -83,7 +84,9 @@ class Agreed:
 class Forwarding:
     """Rows of a piece that arrived on a node, on to the ranks of it that have their experts.
 
-    source_N, position_RK: of these rows, see `kernels.rows`. anchor: see `comm.functional`.
+    Attributes:
+        source_N, position_RK: of these rows, see `kernels.rows`.
+        anchor: see `comm.functional`.
     """
 
     place: Placement
@@ -150,9 +153,11 @@ class OncePlan(ExchangePlan):
     """Its `weights_TK` is None: results arrive weighted.
 
     Attributes:
-        gates_TK: gate weights, differentiable. pairs: they and their experts, on their way.
+        gates_TK: gate weights, differentiable.
+        pairs: they and their experts, on their way.
         agreed: all sizes.
-        width: experts of a rank, those that it borrows among them. spill: see `SpillingPlan`.
+        width: experts of a rank, those that it borrows among them.
+        spill: see `SpillingPlan`.
     """
 
     gates_TK: Tensor | None = None
@@ -236,7 +241,8 @@ class OnceDispatcher(ExchangeDispatcher):
         """Sizes of all ranks that concern this one; collective.
 
         Args:
-            table_WPL: see `_table`. rows_W: int64, rows to each rank.
+            table_WPL: see `_table`.
+            rows_W: int64, rows to each rank.
         """
         size = self.placement.comm.size
         arriving = self.placement.comm.all_to_all(table_WPL.flatten(1))

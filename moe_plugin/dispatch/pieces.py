@@ -48,7 +48,8 @@ class PieceShares:
     """Pieces of one call's rows.
 
     Attributes:
-        shares: see the module. pieces: their number.
+        shares: see the module.
+        pieces: their number.
         local: pieces whose rows stay on their rank.
     """
 
@@ -61,7 +62,8 @@ class PieceShares:
 
         Args:
             rows_WL: of all pieces together, by the other rank and the receiver's local expert.
-            rank: this rank. outgoing: rows go to the other ranks, instead of coming from them.
+            rank: this rank.
+            outgoing: rows go to the other ranks, instead of coming from them.
         """
         if self.pieces == 1:
             return [rows_WL]
@@ -217,7 +219,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
         order_N: int64 [T*K], choices by expert shard, those without one last.
         send_WL: rows by destination rank and its local expert.
         recv_WL: rows by source rank and local expert.
-        ids_TK: int64 [T, K*r] expert shards. weights_TK: their gate weights.
+        ids_TK: int64 [T, K*r] expert shards.
+        weights_TK: their gate weights.
     """
     # with borrowed experts these are more than a rank stores
     shares = shares_along(overlap.piece_axis, overlap.pieces, place.comm.size, len(send_WL[0]))

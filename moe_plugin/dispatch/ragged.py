@@ -70,7 +70,8 @@ def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routin
     """Begin to exchange the numbers of rows of a call. All ranks begin theirs in the same order.
 
     Args:
-        owner: the dispatcher. ids_TK: over shards of experts, see `dispatch.base.expand`.
+        owner: the dispatcher.
+        ids_TK: over shards of experts, see `dispatch.base.expand`.
         routing: that they are of.
     """
     order_N, send_V = _sorted(place, ids_TK, routing)

@@ -67,18 +67,37 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
     Raises:
         RowsOverflow: on all ranks, where a limit that does not repeat was exceeded.
     """
-    kinds = sorted(Limit.__subclasses__(), key=lambda kind: kind.__name__)
-    limits = [limit for limit in limits if limit.needed is not None]
-    # by kind, where that is an error and where the step is repeated
-    most_K2 = torch.zeros(len(kinds), 2, dtype=torch.int64, device=comm.device)
-    own_N = most_K2.new_zeros(len(limits))
+    own_N = needed_of(limits, comm.device)
+    return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
+
+
+def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
+    """`needed` of N limits now, a copy: int64 [N]; 0 where a limit is not used yet."""
+    own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
-        own_N[index] = limit.needed
-        most_2 = most_K2[kinds.index(type(limit))]
-        most_2[int(limit.repeats)] = torch.maximum(most_2[int(limit.repeats)], own_N[index])
-    found = torch.cat([comm.all_reduce(most_K2, "max").view(-1), own_N]).tolist()
-    needed = found[2 * len(kinds):]
-    for limit, own in zip(limits, needed, strict=True):
+        if (needed := limit.needed) is not None:
+            own_N[index] = needed
+    return own_N
+
+
+def most_of(limits: Sequence[Limit], own: Tensor) -> Tensor:
+    """[..., 2 K] of the [..., N] that limits need: the most of each of K kinds, where that is an
+    error and where the step is repeated.
+    """
+    places_N = torch.tensor([2 * _kinds().index(type(limit)) + limit.repeats for limit in limits],
+                            dtype=torch.int64, device=own.device)
+    most = own.new_zeros(*own.shape[:-1], 2 * len(_kinds()))
+    return most.scatter_reduce(-1, places_N.expand_as(own), own, "amax")
+
+
+def settle(limits: Sequence[Limit], found: Tensor) -> bool:
+    """The end of `overflowed`. The host waits once.
+
+    found: int64 [2 K + N]: `most_of` all ranks, then what each of these limits needs.
+    """
+    kinds = _kinds()
+    found = found.tolist()
+    for limit, own in zip(limits, found[2 * len(kinds):], strict=True):
         limit.grow(own) if limit.repeats and own else limit.forget()
     said = [kind.remedy.format(needed=found[2 * index]) for index, kind in enumerate(kinds)
             if found[2 * index]]
@@ -87,6 +106,10 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
             f"{'; '.join(said)}; or set dispatch.on_overflow to repeat. The step's outputs or "
             "gradients are NaN: nothing of it may be kept")
     return any(found[1:2 * len(kinds):2])
+
+
+def _kinds() -> list[type[Limit]]:
+    return sorted(Limit.__subclasses__(), key=lambda kind: kind.__name__)
 
 
 class RowsLimit(Limit):
@@ -99,10 +122,12 @@ class RowsLimit(Limit):
     T at most.
 
     Args:
-        config: of the layer. device: of its parameters.
+        config: of the layer.
+        device: of its parameters.
 
     Attributes:
-        choices: T k; None: not agreed yet, which a call with gradients and tokens does. tokens: T.
+        choices: T k; None: not agreed yet, which a call with gradients and tokens does.
+        tokens: T.
         least: a bound that an overflow asked for; 0: none has.
         stashes: what backward needs is kept without filler, see `stash`.
         needed: see `Limit`; rows, equal on all ranks of the group.
@@ -136,7 +161,8 @@ class RowsLimit(Limit):
         any rank, ask, too, and settle nothing.
 
         Args:
-            ids_TK: [T, k], of which the shape is looked at. place: of the experts.
+            ids_TK: [T, k], of which the shape is looked at.
+            place: of the experts.
         Raises:
             CommError: T is unknown under torch.compile or during a capture.
         """

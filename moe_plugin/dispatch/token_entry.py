@@ -36,7 +36,9 @@ class TokenEntry:
         """This rank's tokens, on one axis.
 
         Args:
-            x: [..., D]. token_mask: [...] bool, True = real token. info: of the same tokens.
+            x: [..., D].
+            token_mask: [...] bool, True = real token.
+            info: of the same tokens.
             dtype: that x must have outside autocast; None: any.
         Raises:
             ValueError: shapes or dtypes that do not fit.

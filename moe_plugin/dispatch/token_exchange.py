@@ -48,7 +48,8 @@ def package_why_not(package: str, file: str, name: str, install: str) -> str | N
 
     Args:
         file: below the package's folder, which tells versions apart.
-        name: of what is missing. install: how it gets there.
+        name: of what is missing.
+        install: how it gets there.
     """
     spec = find_spec(package)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -65,7 +66,10 @@ class Size:
 
     Attributes:
         tokens: the most of any rank in one piece, a multiple of 64; 0: it need not be known.
-        width: D. token_bytes: of a token. experts: over all ranks, shards counted. top_k: K.
+        width: D.
+        token_bytes: of a token.
+        experts: over all ranks, shards counted.
+        top_k: K.
     """
 
     tokens: int
@@ -99,7 +103,9 @@ class Arrival:
 class TokenExchange(ABC):
     """A package's buffers for one group; making them is collective.
 
-    comm: the group. size: what it must take at most.
+    Attributes:
+        comm: the group.
+        size: what it must take at most.
     """
 
     agrees: ClassVar[bool] = True  # whether `Size.tokens` must be known
@@ -117,7 +123,9 @@ class TokenExchange(ABC):
         """Tokens to the ranks of their experts.
 
         Args:
-            x_TD: contiguous. ids_TK: int64, -1: none. weights_TK: float32, contiguous.
+            x_TD: contiguous.
+            ids_TK: int64, -1: none.
+            weights_TK: float32, contiguous.
             experts: over all ranks, shards counted.
         """
 

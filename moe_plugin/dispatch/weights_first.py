@@ -59,7 +59,12 @@ class WeighedChoices:
 
 @dataclass(frozen=True)
 class WeighedPlan(DispatchPlan):
-    """inner: of the dispatcher that moves the choices. choices: see `WeighedChoices`."""
+    """The plan of `WeightsFirst`.
+
+    Attributes:
+        inner: of the dispatcher that moves the choices.
+        choices: see `WeighedChoices`.
+    """
 
     inner: DispatchPlan
     choices: WeighedChoices

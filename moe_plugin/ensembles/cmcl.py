@@ -131,7 +131,8 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
     Oracle: no member is right. Top-1: the class of largest mean probability is wrong.
 
     Args:
-        logits_NMC: float. target_N: int64 classes.
+        logits_NMC: float.
+        target_N: int64 classes.
     """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
@@ -145,7 +146,9 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
     name, False for padding.
 
     Args:
-        logits_BTMC: [B, T, M, C]. target_BT: int64. real_BT: bool, True = not padding.
+        logits_BTMC: [B, T, M, C].
+        target_BT: int64.
+        real_BT: bool, True = not padding.
         k, beta, labels: see `confident_oracle_loss`.
         by_sequence: all tokens of a sequence have the same responsible members.
     Returns: errors "oracle" (no member is right) and "top1" (the mean of the members is wrong).
@@ -174,7 +177,8 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
     member of the sequence, or of each token (then: no member is right).
 
     Args:
-        logits_BTMC: [B, T, M, C]. target_BT: int64.
+        logits_BTMC: [B, T, M, C].
+        target_BT: int64.
     """
     wrong_BTM = (logits_BTMC.argmax(-1) != target_BT[..., None]).double()
     mean_BTC = F.softmax(logits_BTMC.float(), dim=-1).mean(2)
@@ -190,8 +194,9 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
     `confidence_counts`.
 
     Args:
-        logits_NMC: float. chosen_NM: bool, the responsible members. real_N: bool, samples that
-            count.
+        logits_NMC: float.
+        chosen_NM: bool, the responsible members.
+        real_N: bool, samples that count.
     """
     p_NMC, real_N1 = F.softmax(logits_NMC.detach().float(), dim=-1), real_N[:, None]
     shown = {"responsible": (p_NMC, chosen_NM & real_N1), "other": (p_NMC, ~chosen_NM & real_N1),
@@ -204,7 +209,8 @@ def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
     float64 [bins].
 
     Args:
-        p: [..., C], probabilities. counted: bool [...], those that count.
+        p: [..., C], probabilities.
+        counted: bool [...], those that count.
     """
     place = (p.amax(-1) * bins).long().clamp(max=bins - 1)
     return torch.bincount(place[counted], minlength=bins).double()
@@ -278,7 +284,8 @@ class EnsembleHeads(nn.Module):
         """Logits [..., M, C], float.
 
         Args:
-            x: [..., D], of the trunk. own: x is [..., M, D], features of each head's own.
+            x: [..., D], of the trunk.
+            own: x is [..., M, D], features of each head's own.
         """
         inputs = "...md" if own else "...d"
         if self.w_hidden_MDH is None:

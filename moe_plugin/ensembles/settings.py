@@ -16,8 +16,10 @@ class EnsembleSettings:
     """What the arguments of an ensemble ask for; see `flags`.
 
     Attributes:
-        heads: M. hidden: width of a head's own layer. sharing: probability that a feature is added
-            to another head's. k, beta, labels: see `confident_oracle_loss`.
+        heads: M.
+        hidden: width of a head's own layer.
+        sharing: probability that a feature is added to another head's.
+        k, beta, labels: see `confident_oracle_loss`.
         by_sequence: what belongs together (a sequence, an image) has the same responsible heads.
     """
 
@@ -59,8 +61,8 @@ def given_settings(args: argparse.Namespace, known: Flags,
     """The ensemble that parsed arguments ask for; None: one output layer.
 
     Args:
-        known: the host's flags, of `flags` and its own. checks: of the host, made where there is
-            an ensemble.
+        known: the host's flags, of `flags` and its own.
+        checks: of the host, made where there is an ensemble.
     Raises:
         ValueError: an argument out of bounds, or one that has no effect.
     """

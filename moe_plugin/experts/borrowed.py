@@ -32,10 +32,13 @@ class BorrowedExperts:
     compute. Collective, in forward and backward.
 
     Args:
-        experts: of the layer. place: where they are stored. spill: who computes what.
+        experts: of the layer.
+        place: where they are stored.
+        spill: who computes what.
 
     Attributes:
-        stored: L, experts that this rank stores. numbers: those that it borrows, ascending.
+        stored: L, experts that this rank stores.
+        numbers: those that it borrows, ascending.
         travel: of the weights; None: they have arrived.
     """
 
@@ -106,7 +109,8 @@ class BorrowingDispatcher(WrappedDispatcher):
     """Moves rows by another dispatcher, whose plans may say that weights move, too.
 
     Args:
-        inner: makes `SpillingPlan`s. experts: of the layer.
+        inner: makes `SpillingPlan`s.
+        experts: of the layer.
     """
 
     def __init__(self, inner: Dispatcher, experts: Experts) -> None:
@@ -145,7 +149,8 @@ class _WeightTransfer:
     """Weights on their way from owners to borrowers, and among borrowers.
 
     Args:
-        local: of the stored experts. anchor: see `comm.functional`.
+        local: of the stored experts.
+        anchor: see `comm.functional`.
     """
 
     def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,

@@ -57,7 +57,9 @@ class ExpertRanks:
     def scale_LR(self, place: str, first: int, like: Tensor) -> Tensor:
         """Scales of an adapter's R columns, 0 behind an expert's own rank.
 
-        first: number of the first expert. like: a factor b, [L, R, ...].
+        Args:
+            first: number of the first expert.
+            like: a factor b, [L, R, ...].
         """
         key = place, self.alphas[place], first, like.shape[:2], like.dtype, like.device
         if key not in self._scales:
@@ -91,8 +93,10 @@ def with_factors(found: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor
     """The same, b times its scale, and in the place of lengths m what columns are multiplied by.
 
     Args:
-        found: by name, those of `WHOLE` whole. weights: by place, in the order of `PLACES`.
-        first: number of the first expert. shards: that have the rest of these experts; None: none.
+        found: by name, those of `WHOLE` whole.
+        weights: by place, in the order of `PLACES`.
+        first: number of the first expert.
+        shards: that have the rest of these experts; None: none.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):

@@ -108,7 +108,8 @@ class OverlappedWork:
     """What in one call does not wait for the routed experts.
 
     Args:
-        shared: the layer's shared expert; None: it has none. tokens: of the call.
+        shared: the layer's shared expert; None: it has none.
+        tokens: of the call.
         more: the caller's own work; None: it has none.
     """
 

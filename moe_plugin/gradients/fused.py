@@ -74,8 +74,9 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
                  fp16_stats: bool) -> Choice:
     """The Adam of fairseq's `--optimizer adam`; `active` is "torch", "apex" or "fairseq".
 
-    dtypes: of the parameters. torch_fused, old, fp16_stats: `--moe-fused-adam`, `--use-old-adam`,
-    `--fp16-adam-stats`.
+    Args:
+        dtypes: of the parameters.
+        torch_fused, old, fp16_stats: `--moe-fused-adam`, `--use-old-adam`, `--fp16-adam-stats`.
     Raises: ValueError: two of the three flags that exclude each other.
     """
     role = "fairseq --optimizer adam"

@@ -7,6 +7,7 @@ gate and up of a gated expert may lie in one tensor, and ranks may have a part o
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -103,27 +104,24 @@ class ExpertMuon(torch.optim.Optimizer):
                              "a group with muon=False")
         self._given = {**_DEFAULTS, "lr": lr, **options}
         super().__init__(params, {})
-        self._adamw()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; fills in the options of the group's kind."""
         param_group.setdefault("muon", True)
         defaults = self._given
         if not param_group["muon"]:
-            defaults = torch.optim.AdamW([torch.zeros(0)]).defaults
+            defaults = self._adamw().defaults
         for name, value in defaults.items():
             param_group.setdefault(name, value)
         super().add_param_group(param_group)
         if param_group["muon"]:
             _check(param_group)
 
-    def _adamw(self) -> torch.optim.AdamW | None:
-        """An AdamW of the groups that are not Muon's, with this optimizer's state."""
-        groups = [group for group in self.param_groups if not group["muon"]]
-        if not groups:
-            return None
-        made = torch.optim.AdamW([torch.zeros(0)])
-        made.param_groups, made.state = groups, self.state
+    def _adamw(self) -> _AdamW:
+        """Made once; a copy of this optimizer, which has none, makes its own."""
+        made: _AdamW | None = vars(self).get("_inner")
+        if made is None:
+            made = self._inner = _AdamW([torch.zeros(0)])
         return made
 
     @torch.no_grad()
@@ -138,8 +136,8 @@ class ExpertMuon(torch.optim.Optimizer):
             for parameter in group["params"] if group["muon"] else ():
                 if parameter.grad is not None:
                     self._update(parameter, group, placed.get(id(parameter)))
-        if (adamw := self._adamw()) is not None:
-            adamw.step()
+        if others := [group for group in self.param_groups if not group["muon"]]:
+            self._adamw().step_of(others, self.state)
         return loss
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any],
@@ -161,6 +159,16 @@ class ExpertMuon(torch.optim.Optimizer):
         update = _of_whole(momentum, place, lambda whole: _orthogonalized(whole, group))
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.add_(update, alpha=-lr * ratio)
+
+
+class _AdamW(torch.optim.AdamW):
+    """Updates the parameters of another optimizer, in its step, with its state."""
+
+    def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
+        """A step of these groups."""
+        self.param_groups, self.state = groups, state
+        # the hooks around a step (torch's of all optimizers, profilers') are the other one's
+        inspect.unwrap(torch.optim.AdamW.step)(self)
 
 
 def _check(group: Mapping[str, Any]) -> None:

@@ -23,11 +23,14 @@ class CopyCounters:
     """What a copier did.
 
     Attributes:
-        copies: jobs done. bytes: that they moved. busy_s: seconds in which they ran, those of a
-            throttle included; on a GPU those of its thread alone.
+        copies: jobs done.
+        bytes: that they moved.
+        busy_s: seconds in which they ran, those of a throttle included; on a GPU those of its
+            thread alone.
         throttled_s: seconds that a throttle added.
-        waits: waits for a job that was not done. stalled_s: seconds in which the caller waited; a
-            GPU's stream waits by itself, which is not counted.
+        waits: waits for a job that was not done.
+        stalled_s: seconds in which the caller waited; a GPU's stream waits by itself, which is not
+            counted.
     """
 
     copies: int = 0
@@ -158,7 +161,8 @@ class Copier:
         On a GPU it runs in the thread, with the copies' stream as current stream.
 
         Args:
-            call: what to do. nbytes: that it moves.
+            call: what to do.
+            nbytes: that it moves.
         """
         self.settle_device()
         ticket = Ticket(self, nbytes)

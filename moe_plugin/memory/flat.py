@@ -21,7 +21,9 @@ class FlatLayout:
     """Where tensors lie in a buffer of bytes.
 
     Attributes:
-        shapes, dtypes: of the tensors. offsets: first byte of each. nbytes: of the buffer.
+        shapes, dtypes: of the tensors.
+        offsets: first byte of each.
+        nbytes: of the buffer.
     """
 
     shapes: tuple[torch.Size, ...]

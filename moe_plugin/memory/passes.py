@@ -21,7 +21,8 @@ class BlockPasses:
     """The activations of one step.
 
     Args:
-        modules: the blocks. loss: `loss(output, target)`, a scalar.
+        modules: the blocks.
+        loss: `loss(output, target)`, a scalar.
         randomness: `randomness(micro_batch, block)`, within which a block draws the same random
             numbers in every pass.
     """

@@ -39,7 +39,9 @@ class SafetensorsFile:
         path: of the file.
 
     Attributes:
-        name: for messages. held: place, shape and dtype of each tensor. metadata: of the header.
+        name: for messages.
+        held: place, shape and dtype of each tensor.
+        metadata: of the header.
     Raises:
         OSError: it cannot be opened.
         UnknownDtype: a tensor has a dtype that is not known.

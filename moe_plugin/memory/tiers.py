@@ -31,7 +31,8 @@ class TierTensor:
     """A tensor in a tier.
 
     Attributes:
-        shape, dtype: of its values. tensor: in host memory; None: in a file.
+        shape, dtype: of its values.
+        tensor: in host memory; None: in a file.
         file, offset: an open file's descriptor and the first byte of the values in it.
     """
 

@@ -20,7 +20,8 @@ def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
 
     Args:
         known: (value, default) by flag, of the host's settings that differ from their defaults; a
-            switch is `ON`, `OFF`. several: see `written`.
+            switch is `ON`, `OFF`.
+        several: see `written`.
     """
     found = written(words, several)
     named = {name: (known[name][0] if _is_switch(text, known[name]) else text or known[name][0],

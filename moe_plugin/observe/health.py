@@ -32,7 +32,8 @@ class HealthLog:
     memory that does not grow with the run.
 
     Args:
-        skip: rules that somebody else warns of. unit: what records are counted in.
+        skip: rules that somebody else warns of.
+        unit: what records are counted in.
         tell: takes (step, rule, title, the rest), too.
     """
 

@@ -155,11 +155,11 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
 
 def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
-                  backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",),
-                  shards: int | None = None) -> Iterator[LayoutChoice]:
-    """Every sensible choice on `ranks` ranks. shards: see `legal_r`."""
+                  backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",)
+                  ) -> Iterator[LayoutChoice]:
+    """Every sensible choice on `ranks` ranks."""
     values = {
-        "kernel": kernels, "r": legal_r(experts, ranks, shards), "algorithm": algorithms,
+        "kernel": kernels, "r": legal_r(experts, ranks), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees, "send": sends
     }
     yield from combinations({name: list(v) for name, v in values.items()}, ranks)

@@ -108,7 +108,8 @@ def place(choices: CoChoices, nodes: int, ranks: int, slack: float = 0.0,
     """The best order found, or the present one where that saves nothing.
 
     Args:
-        nodes: of equally many ranks. ranks: of all nodes.
+        nodes: of equally many ranks.
+        ranks: of all nodes.
         slack: how much busier than the busiest now a node or rank may be, as a share.
     Raises: ValueError: experts do not fit the ranks; groups that nodes or ranks would cut anyhow.
     """
@@ -234,7 +235,8 @@ class _Search:
 
     Args:
         seen: sets of items, and how often each was chosen.
-        loads: of the items, 1 together. kinds: items of one kind alone change places.
+        loads: of the items, 1 together.
+        kinds: items of one kind alone change places.
         limit: of a target's load.
     """
 

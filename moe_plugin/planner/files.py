@@ -54,7 +54,9 @@ def _make_writable(schema: Any) -> None:
 def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
     """Read a YAML file into a dataclass of type `kind`.
 
-    what: what errors call the file, e.g. "cluster file". remedy: what they recommend.
+    Args:
+        what: what errors call the file, e.g. "cluster file".
+        remedy: what they recommend.
     Raises: ValueError: the file cannot be read, or its values do not fit.
     """
     return record(kind, read_yaml(path, what, remedy), f"{what} {short(str(path))}")

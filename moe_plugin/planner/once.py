@@ -95,7 +95,8 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
     as much once more each way.
 
     Args:
-        send: one of `choice.SENDS`. row_bytes: of a row.
+        send: one of `choice.SENDS`.
+        row_bytes: of a row.
         limits: see `rows_of_token`.
     """
     rows = rows_of_token(cluster, top_k, limits=limits)

@@ -30,7 +30,8 @@ class Kernel:
     Attributes:
         points: (rows, seconds) of one expert, rows ascending; linear in between, and beyond the
             ends as in the first or last interval.
-        launch_s: of a launch. each: one launch for each expert; False: one for all of a piece.
+        launch_s: of a launch.
+        each: one launch for each expert; False: one for all of a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -85,9 +86,10 @@ class PrefillLoad:
     """What a rank computes in one call, and what its exchanges cost.
 
     Attributes:
-        experts: on the rank. rows: of each.
-        row_s: seconds in which the network moves one row, in one direction; exchange_s: what is
-            fixed about one exchange.
+        experts: on the rank.
+        rows: of each.
+        row_s: seconds in which the network moves one row, in one direction.
+        exchange_s: what is fixed about one exchange.
     """
 
     experts: int

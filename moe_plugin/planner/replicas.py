@@ -112,8 +112,9 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
     Args:
         loads: of the logical experts, any unit, >= 0.
         slots: physical experts, a multiple of `ranks`, at least one for every logical one.
-        nodes: that share the ranks evenly. groups: runs of experts that should be on one node;
-            where they do not divide over the nodes, nodes count for nothing.
+        nodes: that share the ranks evenly.
+        groups: runs of experts that should be on one node; where they do not divide over the nodes,
+            nodes count for nothing.
     Raises: ValueError: numbers that do not fit; it names the bound.
     """
     experts = len(loads)
@@ -147,7 +148,8 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
     does not have the expert. A slot that is left over repeats the rank's first expert.
 
     Args:
-        loads: of the logical experts, any unit, >= 0. guests: slots of a rank for replicas.
+        loads: of the logical experts, any unit, >= 0.
+        guests: slots of a rank for replicas.
         speeds: of the ranks, to which their loads relate; None: all alike.
     """
     local = len(loads) // ranks

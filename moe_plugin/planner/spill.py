@@ -61,7 +61,8 @@ class SpillPlan:
     """Which rank computes which rows.
 
     Attributes:
-        counts_WV: rows by source rank and expert. amounts: see `Amounts`.
+        counts_WV: rows by source rank and expert.
+        amounts: see `Amounts`.
         loans: by expert, ascending.
     """
 
@@ -152,8 +153,9 @@ class Spread:
 class _Draft:
     """A plan in the making, with what it costs every rank.
 
-    speeds: rows that a rank computes while one of speed 1 computes one; None: all alike. shares: of
-    each rank, rows that it computes where all ranks need the same time.
+    Attributes:
+        speeds: rows that a rank computes while one of speed 1 computes one; None: all alike.
+        shares: of each rank, rows that it computes where all ranks need the same time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
@@ -315,7 +317,8 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
 
     Args:
         counts_WV: rows by source rank and expert; rank i owns experts [i L, (i+1) L).
-        policy: one of `POLICIES`. guests: experts that a rank may borrow at a time.
+        policy: one of `POLICIES`.
+        guests: experts that a rank may borrow at a time.
         speeds: of the ranks, relative to the device of `costs`; None: all 1.
     """
     if policy == "never" or len(counts_WV) == 1:

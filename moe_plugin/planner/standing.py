@@ -41,7 +41,8 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     travel for little.
 
     Args:
-        loads: rows by expert, not all zero. speeds: rows per second of the ranks, any unit.
+        loads: rows by expert, not all zero.
+        speeds: rows per second of the ranks, any unit.
     """
     holders = {e: frozenset(placed.holders(e)) for e in placed.physical}
     several = sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (loads[e], e))
@@ -103,11 +104,14 @@ class StandingReplicas:
     """The replicas of one layer's experts, the same on all ranks.
 
     Args:
-        ranks: W. costs: of a call, see `spill`. guests: experts that a rank may borrow.
+        ranks: W.
+        costs: of a call, see `spill`.
+        guests: experts that a rank may borrow.
         every: steps from one placement to the next.
 
     Attributes:
-        placed: who has what; None: nothing is replicated. shares: see `Shares`.
+        placed: who has what; None: nothing is replicated.
+        shares: see `Shares`.
     """
 
     def __init__(self, ranks: int, costs: SpillCosts, guests: int, every: int) -> None:

@@ -73,7 +73,8 @@ def mols(load: int, copies: int) -> Assignment:
     k = 1..r, has the symbol s: k i + j = s mod l. Workers of different squares share one file.
 
     Args:
-        load: l, a prime. copies: r, odd, at most l - 1.
+        load: l, a prime.
+        copies: r, odd, at most l - 1.
     Raises: ValueError: others.
     """
     _check_odd(copies)
@@ -92,7 +93,8 @@ def ramanujan(prime: int, columns: int) -> Assignment:
     K = s^2, f = m s, l = m, r = s.
 
     Args:
-        prime: s, a prime. columns: m, less than s and odd, or a multiple of s (s odd).
+        prime: s, a prime.
+        columns: m, less than s and odd, or a multiple of s (s odd).
     Raises: ValueError: others.
     """
     if not _is_prime(prime) or (columns >= prime and columns % prime) or columns < 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,7 +41,8 @@ class RowsCheck:
         asked: agreed on before; then making it is not collective.
 
     Attributes:
-        active: whether any rank has something to ask for. repeats: whether any rank's limit does.
+        active: whether any rank has something to ask for.
+        repeats: whether any rank's limit does.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -151,6 +152,13 @@ class StepStart:
         return [buffer for model in self.models for _, buffer in model.named_buffers()]
 
 
+class VotesOnRows(Protocol):
+    """What `RowsFit` asks of votes."""
+
+    def rows_overflowed(self) -> bool | None:
+        """`RowsCheck.overflowed` by vote; None: nothing is voted on in these passes."""
+
+
 class RowsFit(RunFeature):
     """Steps and evaluations of a run begin again until their rows fit. Made by all ranks;
     collective.
@@ -160,12 +168,14 @@ class RowsFit(RunFeature):
         world: all ranks of the models.
         start: what keeps the state that passes change, made with the models.
         check: made before; None: one of these models.
+        votes: of the run's steps; None: there are none.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
                  start: Callable[[list[nn.Module]], StepStart] = StepStart,
-                 check: RowsCheck | None = None) -> None:
-        self.models, self.start = list(models), start
+                 check: RowsCheck | None = None,
+                 votes: VotesOnRows | None = None) -> None:
+        self.models, self.start, self.votes = list(models), start, votes
         self.check = RowsCheck(self.models, world) if check is None else check
 
     def before_passes(self) -> Callable[[], None] | None:
@@ -179,5 +189,8 @@ class RowsFit(RunFeature):
         """See `RunFeature`. `StepRepeat`: rows did not fit; the bound is larger now, on all ranks.
         `RowsOverflow`: on all ranks, where `dispatch.on_overflow` is error.
         """
-        if self.check.overflowed():
+        if not self.check.active:
+            return
+        voted = None if self.votes is None else self.votes.rows_overflowed()
+        if self.check.overflowed() if voted is None else voted:
             raise StepRepeat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.dispatch.rows_limit import most_of, needed_of, settle
 from moe_plugin.layer import MoELayer
-from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.resilience.overflow import StepStart, limits_of
 from moe_plugin.resilience.twins import alike
 from moe_plugin.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
 from moe_plugin.run import RunFeature, StepInput
@@ -51,7 +52,8 @@ class StepVotes(RunFeature):
         group: the process group of the ranks.
 
     Attributes:
-        running: whether a step is being computed. dealt: this rank's micro-batches of the step.
+        running: whether a step is being computed.
+        dealt: this rank's micro-batches of the step.
     """
 
     reduces = True
@@ -67,6 +69,7 @@ class StepVotes(RunFeature):
         self._ranks_KW = _ranks_of_workers(ballots)
         self.layers = [each for model in models for each in model.modules()
                        if isinstance(each, MoELayer)]
+        self.limits = limits_of(models)
         self.running, self.step = False, 0
         self.dealt: list[FileBatch] = []
         self._restart()
@@ -74,6 +77,7 @@ class StepVotes(RunFeature):
     def _restart(self) -> None:
         self._began: StepStart | None = None
         self._answers: list[Tensor] = []
+        self._needed: list[Tensor] = []  # of each file, see `rows_overflowed`
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
@@ -133,6 +137,25 @@ class StepVotes(RunFeature):
         for gradient in gradients:
             if gradient is not None:
                 gradient.zero_()
+        self._needed.append(needed_of(self.limits, self.ballots.comm.device))
+        for limit in self.limits:
+            limit.forget()
+
+    def rows_overflowed(self) -> bool | None:
+        """`dispatch.rows_limit.overflowed` by vote, so that no wrong rank makes all others repeat
+        a step or end: what a file needs is what most of its workers say. Collective after `finish`;
+        None: no step is being computed.
+        """
+        if not self.running:
+            return None
+        missing = len(self.ballots.files) - len(self._needed)
+        nothing_N = torch.zeros(len(self.limits), dtype=torch.int64,
+                                device=self.ballots.comm.device)
+        own_LN = torch.stack([*self._needed, *[nothing_N] * missing])
+        most_LK = self.ballots.worker.all_reduce(most_of(self.limits, own_LN), "max")
+        found_N = self.ballots.winners(torch.cat([most_LK, own_LN], dim=1)).amax(0)
+        self._report()
+        return settle(self.limits, found_N)
 
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
         """What all files sum up, by vote: float64 [S]. Collective.
@@ -148,7 +171,9 @@ class StepVotes(RunFeature):
     def finish(self, shared_scale: float, expert_scale: float) -> None:
         """Set all gradients by vote, scaled, and warn of ranks that were outvoted. Collective.
 
-        shared_scale: of what is summed over a worker's ranks. expert_scale: of their own experts'.
+        Args:
+            shared_scale: of what is summed over a worker's ranks.
+            expert_scale: of their own experts'.
         """
         if not self.running or self._began is None:
             return
@@ -167,9 +192,12 @@ class StepVotes(RunFeature):
         found = self.ballots.verdict()
         first = self.ballots.comm.rank == self.ballots.worker.rank == 0
         if first and (found.outvoted or found.undecided):
-            ranks = sorted(rank for worker in found.outvoted for rank in self._ranks_KW[worker])
             logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
-                           ranks, list(found.undecided))
+                           self.ranks_of(found.outvoted), list(found.undecided))
+
+    def ranks_of(self, workers: Iterable[int]) -> list[int]:
+        """The job's ranks, ascending."""
+        return sorted(rank for worker in workers for rank in self._ranks_KW[worker])
 
 
 def _ranks_of_workers(ballots: Ballots) -> list[list[int]]:

@@ -140,6 +140,13 @@ class Ballots:
         """The answers of which every rank of `sharing` has a part. Collective."""
         return self.sharing.all_reduce(part_LN.contiguous())
 
+    def most_say(self, mine: bool) -> bool:
+        """Whether most workers say so, each of which does where one of its ranks does. Collective.
+        """
+        flag = torch.tensor([mine], dtype=torch.int32, device=self.comm.device)
+        every_K = self.comm.all_gather(self.worker.all_reduce(flag, "max"))
+        return bool(2 * every_K.sum() > self.comm.size)
+
     def verdict(self) -> Verdict:
         """Of all votes since the last call, at any place of this worker. Collective in it."""
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)

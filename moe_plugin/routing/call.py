@@ -23,7 +23,8 @@ class RoutingCall:
         logits_TE: noisy logits, of hook `scores`, in float32 or float64.
         ids_TK: int64, chosen experts (all k, before policies and capacity), -1: none.
         mask_T: bool, True = real token; None: all are.
-        k: experts per token. info: what else is known of the tokens.
+        k: experts per token.
+        info: what else is known of the tokens.
         noise: standard deviation of the logits' noise (already divided by E), 0 without noise.
         score: what makes scores of logits.
         divides: weights are divided by their sum over the choices.
@@ -79,7 +80,8 @@ class RoutingCall:
         """The k best experts of each token, int64 [T, K], or `chosen_TK`; sets `routed`.
 
         Args:
-            chosen_TK: int64, without -1. bias_E: added to the scores for the choice alone.
+            chosen_TK: int64, without -1.
+            bias_E: added to the scores for the choice alone.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
         """
         rule = Rule(self.k, self.divides and self.k > 1, self.score, groups, take, best,

@@ -36,7 +36,8 @@ class CapacityLimit:
     """Drops choices that find no slot, with the same limit on all ranks.
 
     Args:
-        config: of the layer. comm: ranks whose loads differ.
+        config: of the layer.
+        comm: ranks whose loads differ.
         makes_slots: whether slots are made, empty ones too: then hosts must agree on their number.
         own: each rank's limit is that of its own tokens, `HostContext.own_capacity`.
 

@@ -51,7 +51,9 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
     """Share c_e of a rank's choices that should go to each expert, float64 [E]; sums to 1.
 
     Args:
-        beta_WW: see `target_shares`. rank: whose choices. experts: E.
+        beta_WW: see `target_shares`.
+        rank: whose choices.
+        experts: E.
         shards: ranks that an expert is cut over, which pool their shares; None: W / E, at least 1.
     """
     row_W = target_shares(beta_WW)[rank]
@@ -129,7 +131,9 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
     """Whether each expert is on this rank's node, bool [E]; all its shards must be.
 
     Args:
-        comm: ranks that hold the experts. experts: E. shards: see `expert_shares`.
+        comm: ranks that hold the experts.
+        experts: E.
+        shards: see `expert_shares`.
     """
     here = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
     here_G = here.view(-1, shards or max(1, comm.size // experts)).all(1)
@@ -140,7 +144,9 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
     """Whether each expert, or a shard of it, is on each node, bool [E, N].
 
     Args:
-        comm: ranks that hold the experts. experts: E. shards: see `expert_shares`.
+        comm: ranks that hold the experts.
+        experts: E.
+        shards: see `expert_shares`.
     """
     node_W = torch.tensor(comm.topology.node_of)
     on_WN = node_W[:, None] == torch.arange(int(node_W.max()) + 1)
@@ -154,7 +160,9 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
     one that it is on.
 
     Args:
-        scores_TE: float. nodes_EN: see `expert_nodes`. own: the node that the tokens are on.
+        scores_TE: float.
+        nodes_EN: see `expert_nodes`.
+        own: the node that the tokens are on.
         bias: in units of a score; 0 gives the k largest, ties to the lower index.
     """
     apart_NE = nodes_EN.T.to(scores_TE.dtype)

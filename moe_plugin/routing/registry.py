@@ -155,7 +155,8 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
     `router(x_TD, mask_T, top_k, info)`.
 
     Args:
-        config: of the layer. comm: ranks that hold the experts; None: this rank alone.
+        config: of the layer.
+        comm: ranks that hold the experts; None: this rank alone.
         host: what the host knows of the layer.
         dtype, device: of the parameters.
     """

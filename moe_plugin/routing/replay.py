@@ -38,8 +38,9 @@ class _Tape:
     recomputes: for activation checkpointing, within one pass; else to be kept and used again.
 
     Attributes:
-        ids: the recorded values. calls: for each of them the number of the module that recorded it,
-            by first calls, and what it is. Whoever saves the one saves and sets the other, too.
+        ids: the recorded values.
+        calls: for each of them the number of the module that recorded it, by first calls, and what
+            it is. Whoever saves the one saves and sets the other, too.
     """
 
     def __init__(self, recomputes: bool = False) -> None:

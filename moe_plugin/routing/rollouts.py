@@ -64,7 +64,8 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
     """Samples as a batch, int64 [B, S, L, K], -1 where they say nothing.
 
     Args:
-        samples: of `rollout`. length: S, tokens of a sample with its padding.
+        samples: of `rollout`.
+        length: S, tokens of a sample with its padding.
         starts: place of each sample's first token, where padding is on the left; None: 0.
     """
     starts = starts or [0] * len(samples)

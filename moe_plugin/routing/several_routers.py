@@ -208,7 +208,8 @@ def number_layers(model: nn.Module, first: int = 0) -> int:
     For rules that use the layer's number, if `HostContext.layer_number` was not set.
 
     Args:
-        model: any module. first: number of its first selector.
+        model: any module.
+        first: number of its first selector.
     Returns: how many there are.
     """
     found = [module for module in model.modules() if isinstance(module, RouterSelector)]

@@ -28,7 +28,8 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
     finds it when they are used as indices.
 
     Args:
-        values: int, any shape. first, last: the smallest and the largest allowed value.
+        values: int, any shape.
+        first, last: the smallest and the largest allowed value.
         message: `message.format(low, high)` with the values that there are.
     """
     if values.device.type != "cpu" or not values.numel() or torch.compiler.is_compiling():

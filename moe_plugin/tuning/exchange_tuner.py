@@ -38,8 +38,10 @@ def trial(tuner: Tuner[Any, str], bucket: Any, comm: Comm, x: Tensor,
     """The result of the candidate whose turn it is; its time is that of the slowest rank.
 
     Args:
-        tuner, bucket: of the candidates. x: what they take.
-        run: runs the candidate of this name. what: for the log, which says what is settled.
+        tuner, bucket: of the candidates.
+        x: what they take.
+        run: runs the candidate of this name.
+        what: for the log, which says what is settled.
     """
     comm.agree_max([0.0])  # all begin together: else the end of what was before is charged to this
     wait_for_device(x.device)

@@ -31,12 +31,15 @@ class LayoutSelector:
     """One interface for layouts that are fixed or tuned.
 
     Args:
-        config: the layer's. place: where its parameters are stored. experts: of the layer.
+        config: the layer's.
+        place: where its parameters are stored.
+        experts: of the layer.
         host: what the host knows of the layer.
 
     Attributes:
         prefill: cuts the calls of evaluation by their load; None: nothing does.
-        available: what may be selected. fixed: the configured layout.
+        available: what may be selected.
+        fixed: the configured layout.
         fixed_slots: whether slots are made, empty ones too, which need a capacity.
         load_comm: the ranks whose loads differ: those that must agree on a capacity.
         tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
@@ -108,7 +111,8 @@ class LayoutSelector:
         """What happened in a call.
 
         Args:
-            layout, kept: of the call. rows: see `DispatchPlan`.
+            layout, kept: of the call.
+            rows: see `DispatchPlan`.
             traffic: what this rank sent; None: it is alone.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts

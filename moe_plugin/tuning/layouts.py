@@ -118,8 +118,9 @@ class LayerLayout:
                  anchored: bool = True) -> Sent:
         """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
 
-        experts: of the layer, or what stands in their place. anchored: False where all ranks'
-            tokens have gradients, or none's.
+        Args:
+            experts: of the layer, or what stands in their place.
+            anchored: False where all ranks' tokens have gradients, or none's.
         """
         anchor = None
         if experts is not self.experts:
@@ -211,11 +212,13 @@ class Layouts:
     All ranks must ask for the same: making one may be collective.
 
     Args:
-        config: the layer's. place: where its parameters are stored.
+        config: the layer's.
+        place: where its parameters are stored.
         experts: of the layer.
 
     Attributes:
-        limit: of a dispatcher that bounds rows; None: of another. stash: see `LayerLayout`.
+        limit: of a dispatcher that bounds rows; None: of another.
+        stash: see `LayerLayout`.
         spills: whether other ranks than its owner may compute rows of an expert.
         replicas: of `parallel.spill: standing`; None: of another.
     """

@@ -98,8 +98,10 @@ def log_once(comm: Comm, name: str, text: str) -> None:
 def read_topology(text: str, size: int, nics: int = 1) -> Topology:
     """The topology that `comm.topology` describes, for a group of `size` ranks.
 
-    text: a number of ranks per node (in rank order), or a YAML file with the ranks of the group by
-        node, `nodes: [[0, 1], [2, 3]]`. nics: network cards per node.
+    Args:
+        text: a number of ranks per node (in rank order), or a YAML file with the ranks of the group
+            by node, `nodes: [[0, 1], [2, 3]]`.
+        nics: network cards per node.
     Raises: ValueError: the file cannot be read or has no node lists, or ranks are missing.
     """
     if text.isdecimal() and len(text) < 10:

@@ -31,10 +31,14 @@ class LayerReplicas:
     the plan of its first pass.
 
     Args:
-        parallel: the layer's settings. comm: its ranks. experts: of the layer. costs: of a call.
+        parallel: the layer's settings.
+        comm: its ranks.
+        experts: of the layer.
+        costs: of a call.
 
     Attributes:
-        standing: who has what. speeds: measures this rank; None: they are given, or all alike.
+        standing: who has what.
+        speeds: measures this rank; None: they are given, or all alike.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -79,7 +83,8 @@ class MeasuredSpeeds:
     Forward passes count: those that wait for no other rank.
 
     Args:
-        comm: the ranks. experts: of the layer; hooks measure them.
+        comm: the ranks.
+        experts: of the layer; hooks measure them.
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:

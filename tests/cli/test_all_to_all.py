@@ -62,6 +62,17 @@ def test_bench_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [
+    "bench all-to-all", "calibrate", "bench train --host fairseq",
+    f"simulate routing traces --cluster {CLUSTER} --model m.yaml --device d.yaml"])
+@pytest.mark.parametrize("flag", ["--rate", "--delay", "--message-cost"])
+def test_links_without_an_emulated_cluster_are_refused(
+        command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), flag, "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"{flag} '1' " in said and "add --emulate" in said
+
+
 def test_bench_without_ranks_says_how_to_start_it(capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)

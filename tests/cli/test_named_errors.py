@@ -56,6 +56,7 @@ WRONG = {
                          "bench all-to-all --emulate 99999999x2", "bench all-to-all --emulate 2x2 "
                          "--sizes 999999999999999GiB", "bench all-to-all --emulate 2x2 --sizes ,",
                          "bench all-to-all --emulate 2x2 --rate 0mbit", "bench all-to-all "
+                         "--delay 2ms", "bench all-to-all "
                          "--emulate 2x100000", "bench all-to-all --plot DIR --emulate 2x2",
                          "bench all-to-all --emulate 2x2 --topology PIPE --sizes 0",
                          f"bench all-to-all --emulate {HUGE}x2"],
@@ -92,7 +93,8 @@ WRONG = {
         f"simulate routing DIR {PLAN[5:]} {rest}" for rest in (
             "--tokens 0", "--guests -1", "--replan 0", f"--nodes {HUGE}", "--ranks-per-node 0",
             "--steps 3", "--emulate 2x2 --steps 0", "--emulate 2x", f"--emulate {HUGE}x2",
-            "--emulate 2x2 --nodes 2", "--emulate 2x2 --rate 0mbit", "--emulate 2x2"))],
+            "--emulate 2x2 --nodes 2", "--emulate 2x2 --rate 0mbit", "--emulate 2x2",
+            "--rate 1gbit"))],
     "plan": ["plan", f"{PLAN} --nodes 0", f"{PLAN} --nodes -1", f"{PLAN} --nodes 1000000000000",
              f"{PLAN} --ranks-per-node 0", f"{SMALL_PLAN} --top 0", f"{PLAN} --scale 0",
              f"{PLAN} --scale many", f"{PLAN} --scale 1 --experts-per-rank nan",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "moe_plugin"
-FRAMEWORKS = ("megatron", "fairseq", "fairseq_cli")
+FRAMEWORKS = ("megatron", "fairseq", "fairseq_cli", "transformers")
 # What every module may import: module -> names
 STABLE = {
     "megatron.core": {"parallel_state", "tensor_parallel", "dist_checkpointing"},
@@ -18,12 +18,19 @@ STABLE = {
     "fairseq": {"metrics"},
     "fairseq.criterions": {"register_criterion"},
     "fairseq.dataclass": {"ChoiceEnum", "FairseqDataclass"},
+    "transformers": {"AutoModelForCausalLM", "FineGrainedFP8Config", "MixtralConfig",
+                     "Mxfp4Config"},
+    "transformers.distributed": {"DistributedConfig"},
     "fairseq.models": {"register_model", "register_model_architecture"},
 }
 # (file, name): why it is not part of `compat`
 ELSEWHERE = {
     ("checkpoint/formats/megatron/source.py", "megatron.core.safe_globals.SAFE_GLOBALS"):
         "the format reads without Megatron, and takes its list of classes where it is installed",
+    ("lab/bench/peers/transformers.py",
+     "transformers.models.mixtral.modeling_mixtral.MixtralExperts"): "it is what is measured",
+    ("lab/bench/peers/transformers.py", "transformers.distributed.expert_parallel.AllToAllEP"):
+        "it is what is measured",
 }
 VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")
 
@@ -39,7 +46,8 @@ def unstable(code: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found += [one.name for one in node.names if one.name.split(".")[0] in FRAMEWORKS]
+            found += [one.name for one in node.names if one.name.split(".")[0] in FRAMEWORKS
+                      and one.name != "transformers"]  # its exports are stable
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             module = node.module or ""
             if module.split(".")[0] in FRAMEWORKS:

@@ -15,6 +15,7 @@ from moe_plugin.planner.pipeline.choice import StageProfile, predict
 from moe_plugin.planner.pipeline.schedules import Pipeline, equal_slices, order
 from moe_plugin.planner.pipeline.slices import (
     SliceProfile,
+    SliceTimes,
     cut,
     cut_batch,
     fit,
@@ -81,6 +82,16 @@ def test_batches_and_slices_together(batch: int, length: int, stages: int, fixed
     assert found.seconds == pytest.approx(best, rel=1e-12)
     assert sum(size for size, _ in found.groups) == batch
     assert found.seconds == pytest.approx(sum(group.seconds for _, group in found.groups))
+
+
+def test_times_of_batches_are_fitted_to_each_slice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search asks for a slice with every number of sequences."""
+    made, init = [], SliceTimes.__init__
+    times = fit_batches([(size, 8, 0, float(size)) for size in (1, 2, 4)])
+    monkeypatch.setattr(SliceTimes, "__init__",
+                        lambda self, *given: (made.append(given), init(self, *given))[1])
+    assert [times(size, 8, 0) for size in range(1, 7)] == [1, 2, 3, 4, 5, 6]
+    assert times(2, 16, 0) == 4 and len(made) == 2
 
 
 def test_times_of_other_numbers_of_sequences() -> None:

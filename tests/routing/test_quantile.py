@@ -108,6 +108,24 @@ def test_it_balances_without_a_loss_and_stays_float32() -> None:
     assert "passes_E" not in router.state_dict()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_pass_with_logits_that_are_not_finite_does_not_count(bad: float) -> None:
+    """Its place in a step is as if it had not been, padding with such logits is padding."""
+    with seeded(2):
+        xs = torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    spoiled, padded = xs[0].clone(), xs[1].clone()
+    spoiled[3], padded[7] = bad, bad
+    router, other = make(2), make(2)
+    router(spoiled)
+    finish_step(router)
+    assert not router.bias_E.any()
+    router(spoiled)
+    for each, x in ((router, padded), (other, xs[1])):
+        each(x, torch.arange(8) < 7)
+        finish_step(each)
+    assert router.bias_E.any() and torch.equal(router.bias_E, other.bias_E)
+
+
 def test_what_does_not_move_it() -> None:
     """All experts chosen, a frozen router; and votes refuse it."""
     with seeded(1):

@@ -5,21 +5,19 @@ A host registers its formats in a module of its own, so that this room needs no 
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source, refused_if_unreadable
 from moe_plugin.registry import Registry
-from moe_plugin.regular_files import half_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,22 +76,6 @@ class WriteProgress:
 
     def wrote(self, name: str) -> None:
         """The file is complete."""
-
-
-def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file, flushed to disk; it gets its name when it is complete.
-
-    content: text, or what writes to the stream that it is given.
-    """
-    half = half_of(path)
-    with open(half, "wb") as stream:
-        if isinstance(content, str):
-            stream.write(content.encode())
-        else:
-            content(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(half, path)
 
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],

@@ -19,7 +19,6 @@ from moe_plugin.checkpoint.formats.base import (
     WriteProgress,
     formats,
     write_files,
-    write_whole,
 )
 from moe_plugin.checkpoint.formats.huggingface import format as huggingface
 from moe_plugin.checkpoint.neutral import NEUTRAL, check_names
@@ -41,7 +40,7 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.checkpoint.torch_files import open_mapping
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
+from moe_plugin.regular_files import check_input, write_whole
 
 VERSION = 1
 INDEX = "index.json"

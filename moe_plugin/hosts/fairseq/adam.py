@@ -28,8 +28,8 @@ class FusedAdam(torch.optim.Optimizer):
     of memory, whatever their strides.
 
     Args:
-        params: parameters or groups of them, any floating dtype. lr, betas, eps, weight_decay:
-            as in fairseq.
+        params: parameters or groups of them, any floating dtype.
+        lr, betas, eps, weight_decay: as in fairseq.
         half: between steps both moments are kept in 16 bits (`_Halves`), 4 bytes of a parameter in
             the place of 8; `state_dict` gives them in float32, and a run that is resumed from it
             goes on with the same bits.

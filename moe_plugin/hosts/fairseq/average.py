@@ -29,10 +29,12 @@ _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")
 def average(inputs: Sequence[str], output: str) -> list[str]:
     """Write a checkpoint whose weights are the means of these; returns its files.
 
-    Settings and everything else is the first one's, optimizer state is left out.
+    Tensors of integers, which count, are the last one's; settings and everything else is the first
+    one's, optimizer state is left out.
 
     Args:
-        inputs: checkpoints, with or without the number of a rank. output: name without it.
+        inputs: checkpoints, with or without the number of a rank.
+        output: name without it.
     Raises:
         ValueError: files are missing or damaged, or of other models or numbers of ranks.
     """
@@ -75,6 +77,8 @@ def _mean(paths: Sequence[str]) -> dict[str, Any]:
         _check_alike(paths[0], state, path, other)
         for name, total in sums.items():
             total += other["model"][name]
+        state["model"] |= {name: value for name, value in other["model"].items()
+                           if isinstance(value, torch.Tensor) and not _is_weight(value)}
     for name, total in sums.items():
         state["model"][name] = (total / len(paths)).to(state["model"][name].dtype)
     state.pop("last_optimizer_state", None)

@@ -26,8 +26,12 @@ _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_eval
 
 @dataclass(frozen=True)
 class FairseqGroups:
-    """expert: the ranks that store one copy of the experts. replicas: how many copies there are.
-    world: data-parallel ranks.
+    """Which ranks share what.
+
+    Attributes:
+        expert: the ranks that store one copy of the experts.
+        replicas: how many copies there are.
+        world: data-parallel ranks.
     """
 
     expert: Comm

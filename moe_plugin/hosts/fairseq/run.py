@@ -116,19 +116,20 @@ def run_of(trainer: Any) -> Run:
     records, streamed = records_of(model, world, activations), trainer.streamed
     if records is not None and streamed is not None:
         records.recorder.watch("weights", streamed.trainer.copier, streamed.trainer.on_device)
+    votes = _votes(trainer, guard, world, group)
     return Run([
         resizing.steps_of(trainer, world), FirstStepLine(), RUN,
         prediction_check(run_settings(model).observe, world, [model], "fairseq"),
         TwinCheck(model, world, every=guard.twins) if guard.twins else None,
         _replicas(trainer, config),
-        records, _votes(trainer, guard, world, group),
-        RowsFit([model], world), None if cfg.common.amp else FiniteSteps(),
+        records, votes, RowsFit([model], world, votes=votes),
+        None if cfg.common.amp else FiniteSteps(),
         # the trainer of weights that stream ends it block by block
         RouterSteps([model]) if streamed is None else None, activations,
         DropWarning(trainer.is_data_parallel_master)])
 
 
-def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> RunFeature | None:
+def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> FileTurns | None:
     if not guard.votes:
         return None
     worker = moe_layers(trainer.get_model())[0].moe_layer.moe.comm
@@ -196,7 +197,9 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
                ignore: bool) -> Any:
     """fairseq's sums over ranks; where ranks compute batches of each other, each counts once.
 
-    aggregate: the trainer's own. sums: the sample size first.
+    Args:
+        aggregate: the trainer's own.
+        sums: the sample size first.
     """
     votes = run.find(FileTurns)
     if votes is None or not votes.running:

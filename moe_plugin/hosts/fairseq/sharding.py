@@ -69,7 +69,9 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     Its `state_dict` and `load_state_dict` take and give whole tensors; both are collective.
 
     Args:
-        model: on its device. cfg: fairseq's settings. group: data-parallel ranks.
+        model: on its device.
+        cfg: fairseq's settings.
+        group: data-parallel ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh  # slow to import, and rarely needed
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

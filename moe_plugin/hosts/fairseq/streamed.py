@@ -42,7 +42,8 @@ class _Call:
     """A batch in a step.
 
     Attributes:
-        tokens: of the embedding, [B, T]. gates, stats: of each MoE layer in the first pass.
+        tokens: of the embedding, [B, T].
+        gates, stats: of each MoE layer in the first pass.
         slopes: what the criterion reads as gates, to get the gradients of its loss.
         numbers: of the criterion.
     """
@@ -129,7 +130,8 @@ class StreamedLanguageModel:
         cfg, task, model, criterion: as fairseq's trainer gets them; the weights leave the model.
 
     Attributes:
-        trainer: of the parts. optimizer: of all of them, as one of fairseq's.
+        trainer: of the parts.
+        optimizer: of all of them, as one of fairseq's.
         whole: the model, which gives and takes the weights of a checkpoint.
         task: fairseq's, whose steps run here.
     Raises:

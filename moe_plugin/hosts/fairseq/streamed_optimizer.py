@@ -26,7 +26,8 @@ class BlockOptimizers(FairseqOptimizer):
     A step's passes leave gradients that are divided by the step's size, and their norm.
 
     Args:
-        cfg: of fairseq's optimizer. trainer: with blocks in the order of the model's parameters.
+        cfg: of fairseq's optimizer.
+        trainer: with blocks in the order of the model's parameters.
         stepped: called after each step.
     """
 

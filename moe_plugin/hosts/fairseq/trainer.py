@@ -273,6 +273,13 @@ class MoETrainer(Trainer):
             metrics.log_scalar(name, value, weight=0, priority=450, round=0)
         return norm()
 
+    def _check_grad_norms(self, grad_norm: Tensor) -> None:
+        """fairseq's, that ranks have one norm; with votes no single rank ends the run by it."""
+        if (votes := self.run.find(FileTurns)) is None:
+            super()._check_grad_norms(grad_norm)
+        else:
+            votes.check_norm(grad_norm)
+
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
         """shared_norm: of this rank's gradients of parameters that are not experts'."""
         parameters = [p for p in self.optimizer.params if p.grad is not None]

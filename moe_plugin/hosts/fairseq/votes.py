@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,17 @@ from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.vote import Ballots
 from moe_plugin.run import StepInput
 
+logger = logging.getLogger(__name__)
+NORM_ERROR = 1e-6  # relative, as fairseq's
+
 
 class FileTurns(StepVotes):
     """`StepVotes` in a step over the batches of all files, which calls the criterion for each.
 
     Args:
-        ballots: see `StepVotes`. model, criterion: not wrapped. group: the process group of the
-            data-parallel ranks.
+        ballots: see `StepVotes`.
+        model, criterion: not wrapped.
+        group: the process group of the data-parallel ranks.
     """
 
     def __init__(self, ballots: Ballots, model: nn.Module, criterion: nn.Module,
@@ -42,6 +47,25 @@ class FileTurns(StepVotes):
             multi_tensor.squared_norm([p.grad for p in parameters if is_expert(p) == expert],
                                       device) for expert in (False, True))
         return shared + self.ballots.sharing.all_reduce(experts)
+
+    def check_norm(self, norm: Tensor) -> None:
+        """In place of fairseq's check that all ranks have one norm: a warning of ranks that differ
+        from most. Collective. `FloatingPointError`, on all ranks: most do not agree.
+        """
+        norms_K = self.ballots.comm.all_gather(norm.detach().double().view(1)).cpu()
+        # where most agree, theirs
+        middle = norms_K.nan_to_num(float("inf")).sort().values[len(norms_K) // 2]
+        if not middle.isfinite():
+            return
+        wrong = (~((norms_K - middle).abs() <= NORM_ERROR * middle)).nonzero().flatten().tolist()
+        if 2 * len(wrong) >= len(norms_K):
+            raise FloatingPointError(
+                f"step {self.step}: no majority of {len(norms_K)} workers has one gradient norm "
+                f"({norms_K.tolist()}), though gradients were voted on: their weights differ; "
+                "resume from the newest checkpoint, and check these machines")
+        if wrong and self.ballots.comm.rank == self.ballots.worker.rank == 0:
+            logger.warning("step %d: ranks with another gradient norm than most: %s", self.step,
+                           self.ranks_of(wrong))
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:

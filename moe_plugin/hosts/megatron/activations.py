@@ -28,7 +28,8 @@ def activations_of(settings: OffloadConfig, config: Any,
     """The transformer layers of this pipeline stage under the settings; None: all keep.
 
     Args:
-        config: Megatron's. chunks: of the model, in the order of its virtual stages.
+        config: Megatron's.
+        chunks: of the model, in the order of its virtual stages.
     Raises:
         ValueError: a setting of Megatron does not fit.
     """

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, write_remedy
+from moe_plugin.regular_files import check_input, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
 META, LATEST = "moe_plugin.json", "latest_checkpointed_iteration.txt"
@@ -50,16 +51,6 @@ def part_of(final: str) -> str:
 
     together(final, make)
     return part
-
-
-def replace_folder(part: str, final: str) -> None:
-    """Give a checkpoint that is complete its name; one of this name goes after it is there."""
-    old = final + ".old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.isdir(final):
-        os.rename(final, old)
-    os.rename(part, final)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
@@ -181,17 +172,8 @@ def sums(folder: str) -> dict[str, str]:
 def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str, str]) -> None:
     """Write the description of a checkpoint with the sizes and checksums of its files."""
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(sums_by_name)}
-    write_text(os.path.join(folder, META), checksums.seal_json(
+    write_whole(Path(folder, META), checksums.seal_json(
         {**values, "files": sizes, "checksums": dict(sums_by_name)}))
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a file whole or not at all, flushed to disk."""
-    with open(path + ".part", "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(path + ".part", path)
 
 
 def verified_meta(folder: str) -> dict[str, Any]:

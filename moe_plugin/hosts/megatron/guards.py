@@ -118,7 +118,8 @@ class FileSteps(StepVotes):
     Args:
         guard: what is asked for.
         chunks: one, whose reduction of gradients is turned off.
-        config: `TransformerConfig`. microbatches: of a step on each rank, without votes.
+        config: `TransformerConfig`.
+        microbatches: of a step on each rank, without votes.
     Raises:
         ValueError: no such assignment for these ranks, files of different sizes, or a router that
             follows loads which ranks report.

@@ -22,7 +22,8 @@ class NativeRouter(RouterModule):
     of the chosen weights, divided by their sum.
 
     Args:
-        native: Megatron's router. top_k: experts per token.
+        native: Megatron's router.
+        top_k: experts per token.
         balances: whether its settings keep the load even, by a loss or otherwise.
         losses: of the layer, whose ranks share the tokens; None: this rank has them all.
     """

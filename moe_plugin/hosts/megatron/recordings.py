@@ -25,7 +25,8 @@ class Recordings:
     """Puts recordings into the order of backward passes; nothing where nothing is recomputed.
 
     Args:
-        model: with layers of ours, or one of them. config: `TransformerConfig`.
+        model: with layers of ours, or one of them.
+        config: `TransformerConfig`.
     """
 
     def __init__(self, model: torch.nn.Module, config: Any) -> None:

@@ -64,7 +64,8 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
     """The changes that a script's run is asked for; None also where it only evaluates.
 
     Args:
-        chunks: of the model, wrapped. optimizer: Megatron's.
+        chunks: of the model, wrapped.
+        optimizer: Megatron's.
     """
     if optimizer is None or not run.resize.expert_parallel_at:
         return None

@@ -44,7 +44,9 @@ def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> boo
     """Whether the layer itself gets all tokens that the ranks of its tensor-parallel group share.
 
     Args:
-        native: `TransformerConfig`. plan: its translation. groups: Megatron's.
+        native: `TransformerConfig`.
+        plan: its translation.
+        groups: Megatron's.
     Raises:
         ValueError: what was asked for does not fit these groups; it names the nearest that does.
     """

@@ -31,6 +31,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import prepare_optimizer_for_loa
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.model_settings import check_settings
 from moe_plugin.hosts.megatron.stage_layouts import parse
+from moe_plugin.regular_files import move_into_place, write_whole
 
 _STEP = re.compile(r"iter_(\d{7,})\Z")
 
@@ -51,7 +52,7 @@ def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
     def finish() -> None:
         if dist.get_rank() == 0:
             files.write_meta(part, _description(int(step[1])), sums)
-            files.replace_folder(part, final)
+            move_into_place(Path(part), Path(final))
 
     files.together(final, finish)
 
@@ -201,7 +202,7 @@ def _track(root: str, newest: int | None) -> None:
     if newest is None:
         os.remove(path)
     else:
-        files.write_text(path, str(newest))
+        write_whole(Path(path), str(newest))
 
 
 def verified(path: str) -> dict[str, Any]:

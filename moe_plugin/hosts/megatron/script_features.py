@@ -43,8 +43,10 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     """The features of a script's run with these parts of a model, and the recorder of its log;
     collective.
 
-    optimizer: Megatron's; None: the run only evaluates. scheduler: of its learning rate. taken: see
-    `Script`; replicas write it.
+    Args:
+        optimizer: Megatron's; None: the run only evaluates.
+        scheduler: of its learning rate.
+        taken: see `Script`; replicas write it.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -81,8 +83,9 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
                 if optimizer is not None else None)
     check = prediction_check(observe, comm_of(), chunks, "megatron")
     return [steps_of(config, chunks, optimizer), FirstStepLine(), RUN, check, twins, replicas,
-            records, votes, RowsFit(chunks, comm_of(), MegatronStart), FiniteSteps(),
-            router_steps(chunks), activations, drops, _errors(args, chunks)], recorder
+            records, votes, RowsFit(chunks, comm_of(), MegatronStart, votes=votes),
+            FiniteSteps(), router_steps(chunks), activations, drops,
+            _errors(args, chunks)], recorder
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,

@@ -43,10 +43,12 @@ class ScriptReport:
     Args:
         args: of the script; the loop changes them.
         changed: what the user gave otherwise than the defaults: (as written, default) by flag.
-        run: its features. recorder: takes the statistics of the layers.
+        run: its features.
+        recorder: takes the statistics of the layers.
 
     Attributes:
-        evaluates: how Megatron calls the evaluation that runs, and its iteration. done: steps.
+        evaluates: how Megatron calls the evaluation that runs, and its iteration.
+        done: steps.
     """
 
     def __init__(self, args: Mapping[str, Any], changed: Mapping[str, tuple[str, str]], run: Run,
@@ -93,7 +95,8 @@ class ScriptReport:
 
         Args:
             number: of the step, from 1.
-            losses: means of all ranks, on those of the last stage. counts: it was not skipped.
+            losses: means of all ranks, on those of the last stage.
+            counts: it was not skipped.
         """
         if self._bar is not None:
             self._bar.update(number - self.done)

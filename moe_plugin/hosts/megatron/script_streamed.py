@@ -21,7 +21,9 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     """Model, optimizer and scheduler of learning rates, as Megatron's `setup_model_and_optimizer`
     returns them.
 
-    given: its arguments by name. run: as it is in each step.
+    Args:
+        given: its arguments by name.
+        run: as it is in each step.
     """
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)

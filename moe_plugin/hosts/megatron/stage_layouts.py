@@ -268,7 +268,9 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
     """Megatron's 1F1B with messages between stages of unequal layout; clips by the norm of all
     stages. A collective call.
 
-    config: Megatron's. optimizer: Megatron's; None: the model only evaluates.
+    Args:
+        config: Megatron's.
+        optimizer: Megatron's; None: the model only evaluates.
     Raises: ValueError: this version of Megatron has no place for a communicator of others.
     """
     native = get_forward_backward_func()

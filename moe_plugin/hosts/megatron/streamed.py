@@ -100,9 +100,12 @@ class StreamedModel(nn.Module):
     """The parts, as the one chunk of a model of Megatron's.
 
     Attributes:
-        module: the parts. trainer: of them. config: Megatron's.
+        module: the parts.
+        trainer: of them.
+        config: Megatron's.
         norm: of the gradients of the last passes.
-        peers: that average their weights with this one. loaded: folder of the checkpoint that was.
+        peers: that average their weights with this one.
+        loaded: folder of the checkpoint that was.
     """
 
     vp_stage, pre_process, post_process = None, True, True
@@ -286,7 +289,8 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
 
     Args:
         make: a pipeline stage of the model, of which it may build a part of the layers alone.
-        args: of a training script. settings: ours, by dotted path.
+        args: of a training script.
+        settings: ours, by dotted path.
     Raises:
         ValueError: a setting does not fit weights that stream, with the remedy.
         TierError: the tier has no room for the weights.

@@ -15,7 +15,7 @@ from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.streamed import StreamedModel, StreamedOptimizer
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
+from moe_plugin.regular_files import check_input, write_whole
 
 META = "streamed.json"
 
@@ -25,17 +25,17 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
     """Write a checkpoint and return its folder.
 
     Args:
-        settings: see `model_settings`. progress: at least "iteration" and "consumed_samples"; JSON
-            values.
+        settings: see `model_settings`.
+        progress: at least "iteration" and "consumed_samples"; JSON values.
     Raises:
         ValueError: it cannot be written; older ones are untouched.
         FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
     """
     folder = files.folder(root, progress["iteration"])
     save_weights(model.trainer, folder, model.peers and model.peers.outer_state, finite=True)
-    files.write_text(os.path.join(folder, META), checksums.seal_json(
+    write_whole(Path(folder, META), checksums.seal_json(
         {**progress, "settings": dict(settings), "optimizer": optimizer.kind}))
-    files.write_text(os.path.join(root, files.LATEST), str(progress["iteration"]))
+    write_whole(Path(root, files.LATEST), str(progress["iteration"]))
     return folder
 
 
@@ -44,7 +44,8 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
     """Load a checkpoint that `save` wrote; its progress, empty if it is absent, with a warning.
 
     Args:
-        optimizer: None: the model only evaluates. iteration: None: the newest one.
+        optimizer: None: the model only evaluates.
+        iteration: None: the newest one.
     Raises:
         ValueError: it is of another model, damaged, or no checkpoint of streamed weights; or there
             is none to evaluate.

@@ -30,8 +30,10 @@ class MoEBlock(nn.Module):
         ValueError: there are arguments of a layer beside a layer.
 
     Attributes:
-        moe: the layer. last: what its last call returned, for losses and statistics; None before
-            the first call and in copies of the block. after: what follows the experts.
+        moe: the layer.
+        last: what its last call returned, for losses and statistics; None before the first call and
+            in copies of the block.
+        after: what follows the experts.
     """
 
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
@@ -172,7 +174,8 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
     matrix).
 
     Args:
-        lr: learning rate. expert_lr: that of experts; None: the same.
+        lr: learning rate.
+        expert_lr: that of experts; None: the same.
         weight_decay: of matrices.
     Returns: groups that have parameters, each with `name`, `params`, `lr`, `weight_decay`.
     Raises:

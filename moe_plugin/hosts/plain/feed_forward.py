@@ -32,8 +32,8 @@ class FeedForward:
     Attributes:
         weights: `w_in_DF`, `w_out_FD`, `w_gate_DF` where there is a gate, and of the biases
             `b_in_F`, `b_gate_F`, `b_out_D` those that exist; views of the module's parameters.
-        activation: its name in `experts.activation`. dropout: probability after the activation (and
-            the gate).
+        activation: its name in `experts.activation`.
+        dropout: probability after the activation (and the gate).
         after: probability of the dropout behind the last map.
         frozen: names of weights whose parameter does not train.
     """

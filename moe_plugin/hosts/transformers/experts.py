@@ -16,6 +16,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.matrices import of_transformers
+from moe_plugin.hosts.transformers.compat import apply_gate, has_its_own_gate
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
@@ -32,11 +33,7 @@ def activation_of(module: nn.Module) -> str | None:
     """The name in `ACTIVATIONS` of what a module of experts computes between its two products;
     None: it computes something else (a clamped gate, an activation of another form).
     """
-    from transformers.integrations.moe import _default_apply_gate
-
-    if module.has_gate and type(module)._apply_gate is not _default_apply_gate:
-        return None
-    if module.has_post_expert_norm:
+    if module.has_gate and has_its_own_gate(module) or module.has_post_expert_norm:
         return None
     x = _POINTS
     try:
@@ -196,7 +193,7 @@ class OwnFormExperts(Experts):
         module = self.module[0]
         first = "gate_up_proj" if module.has_gate else "up_proj"
         inner = self._product(rows_RD, counts, first)
-        inner_RF = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        inner_RF = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
         out_RD = self._product(inner_RF, counts, "down_proj")
         return module.post_expert_norm(out_RD) if module.has_post_expert_norm else out_RD
 

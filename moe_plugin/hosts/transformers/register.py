@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.functional import gather
@@ -22,6 +20,13 @@ from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch.token_entry import split_tokens
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.matrices import of_transformers
+from moe_plugin.hosts.transformers.compat import (
+    ALL_EXPERTS_FUNCTIONS,
+    EPImplementation,
+    EPImplementationInterface,
+    holds_a_part,
+    implementation_of,
+)
 from moe_plugin.hosts.transformers.experts import activation_of, check_module, experts_of
 from moe_plugin.messages import short
 from moe_plugin.records import Placement
@@ -75,7 +80,7 @@ def check(model: nn.Module) -> list[str]:
 def _is_ours(module: nn.Module) -> bool:
     if _OVER_RANKS in vars(module):
         return True
-    name = of_transformers(module) and module.config._experts_implementation
+    name = of_transformers(module) and implementation_of(module)
     computed = ALL_EXPERTS_FUNCTIONS.get(name, None)
     if not isinstance(computed, partial) or computed.func is not _experts_forward:
         return False
@@ -120,7 +125,8 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
     """As `ALL_EXPERTS_FUNCTIONS` calls it: the experts that this module has, of this rank alone.
 
     Args:
-        hidden_states: [T, D]. top_k_index: [T, K]; num_experts: that of another rank.
+        hidden_states: [T, D].
+        top_k_index: [T, K]; num_experts: that of another rank.
         top_k_weights: [T, K].
     """
     kept, key = self.__dict__.get(KEPT), (settings, self)
@@ -131,7 +137,7 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
         kept = _Kept(key, _routed(self, settings, LocalComm(), experts, choices))
         self.__dict__[KEPT] = kept
     here_TK = top_k_index < self.num_experts
-    if self._is_expert_parallel:
+    if holds_a_part(self):
         top_k_weights = top_k_weights.masked_fill(~here_TK, 0.0)
         top_k_index = top_k_index.masked_fill(~here_TK, -1)
     return _call(kept.routed, self, hidden_states, top_k_index, top_k_weights)

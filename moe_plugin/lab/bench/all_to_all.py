@@ -163,11 +163,10 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
 
 
-def measure_emulated(cluster: EmulatedCluster, plan: Plan,
-                     timeout_s: float = 1800.0) -> list[ExchangeRow]:
+def measure_emulated(cluster: EmulatedCluster, plan: Plan) -> list[ExchangeRow]:
     """Measure on a running emulated cluster."""
     plan = replace(plan, helper=cluster.switch_pid)
-    answers = cluster.run(measure_rank, plan, timeout_s=timeout_s, group_timeout_s=120.0)
+    answers = cluster.run(measure_rank, plan, timeout_s=1800.0, group_timeout_s=120.0)
     cells = answers[0][1]
     cores = os.cpu_count() or 1
     rows = []

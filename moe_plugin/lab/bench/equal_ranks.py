@@ -20,7 +20,8 @@ class EqualRanks(Comm):
     time of a call is its own work.
 
     Args:
-        size: ranks. per_node: of a node.
+        size: ranks.
+        per_node: of a node.
     """
 
     separate = True

@@ -203,9 +203,9 @@ def streaming_peers() -> Range:
                    if cell["every"] == 500 and 10 <= cell["mbit_s"] <= 300])
 
 
-def near_links(nodes: int = 2) -> float:
-    """TA-MoE: even tokens over its shares, by the busiest link alone."""
-    ranks = AZURE.ranks_per_node
+def near_links() -> float:
+    """TA-MoE: even tokens over its shares on two nodes, by the busiest link alone."""
+    ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
     return (ranks * near + (nodes - 1) * ranks * far) / (nodes * ranks) / far
 

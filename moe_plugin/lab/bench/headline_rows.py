@@ -23,7 +23,8 @@ class Headline:
     """One published result.
 
     Attributes:
-        said: as published. value: the same as a factor, or as a share where `percent`.
+        said: as published.
+        value: the same as a factor, or as a share where `percent`.
         hardware: what it was measured on.
         predict: our prediction, one number or a range; None: `model` says why there is none.
         model: what the prediction is made of.

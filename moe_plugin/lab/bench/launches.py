@@ -210,8 +210,9 @@ def _is_aligned(value: Any) -> bool:
 def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
     """Forward and backward of one layer, to be recorded.
 
-    adds: weight gradients go to a float32 `main_grad`. sections: of the settings, over those of
-    the benchmark's layer.
+    Args:
+        adds: weight gradients go to a float32 `main_grad`.
+        sections: of the settings, over those of the benchmark's layer.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,

@@ -18,7 +18,8 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
     """A forward and backward pass, which all ranks begin together: seconds, the call's statistics.
 
     Args:
-        x_TD: tokens of this rank. choice: the layout; None: as configured or tuned.
+        x_TD: tokens of this rank.
+        choice: the layout; None: as configured or tuned.
         grad_TD: gradient of the output; None: of its mean square.
     """
     layer.comm.barrier()

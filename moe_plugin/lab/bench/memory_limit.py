@@ -21,8 +21,9 @@ class Limited:
     """A process that ended well.
 
     Attributes:
-        output: of its standard output. peak_bytes: the most memory of its group, pages of files
-            included, which the kernel takes back where memory is short.
+        output: of its standard output.
+        peak_bytes: the most memory of its group, pages of files included, which the kernel takes
+            back where memory is short.
     """
 
     output: str

@@ -12,23 +12,35 @@ if TYPE_CHECKING:
     from moe_plugin.lab.bench.problem import Problem
 
 
+_LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
+
+
 def add_links(p: argparse.ArgumentParser) -> None:
     """Options for the links of an emulated cluster, read by `links_of`."""
-    p.add_argument("--rate", default="200mbit",
-                   help="rate of an emulated node's link (default: %(default)s)")
-    p.add_argument("--delay", default="1ms",
-                   help="one-way delay between emulated nodes (default: %(default)s)")
-    p.add_argument("--message-cost", default="0us", metavar="TIME",
-                   help="extra time per message of an emulated node's network card "
-                        "(default: %(default)s)")
+    for name, metavar, text in (
+            ("rate", "RATE", "rate of an emulated node's link"),
+            ("delay", "TIME", "one-way delay between emulated nodes"),
+            ("message_cost", "TIME", "extra time per message of an emulated node's network card")):
+        # no default: `refuse_links` must know what was given
+        p.add_argument(f"--{name.replace('_', '-')}", metavar=metavar,
+                       help=f"{text} (default: {_LINKS[name]})")
 
 
 def links_of(args: argparse.Namespace) -> dict[str, float]:
     """Keyword arguments of `EmulatedCluster`: bit/s and seconds."""
-    return {
-        "rate_bit_s": parse_rate(args.rate), "delay_s": parse_time(args.delay),
-        "message_s": parse_time(args.message_cost)
-    }
+    rate, delay, cost = (usual if (given := getattr(args, name)) is None else given
+                         for name, usual in _LINKS.items())
+    return {"rate_bit_s": parse_rate(rate), "delay_s": parse_time(delay),
+            "message_s": parse_time(cost)}
+
+
+def refuse_links(args: argparse.Namespace) -> None:
+    """`ValueError` where options for emulated links are given and no cluster is emulated."""
+    for name in _LINKS:
+        if (given := getattr(args, name)) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {short(given)} is of an emulated link, "
+                             "and no cluster is emulated: add --emulate, e.g. --emulate 2x2, or "
+                             "leave it out")
 
 
 def add_exchange_sizes(p: argparse.ArgumentParser, sizes: str) -> None:

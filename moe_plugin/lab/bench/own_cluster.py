@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,11 +26,13 @@ from moe_plugin.lab.bench.tensor_parallel import TensorParallelBlock, tensor_gro
 from moe_plugin.lab.planning.fit import Measurement, fit
 from moe_plugin.lab.planning.launch import moe_settings
 from moe_plugin.lab.planning.measured import (
+    ALL_GATHER,
     ALL_REDUCE,
     DENSE,
     HEAD,
     MATMUL,
     MOE,
+    REDUCE_SCATTER,
     TENSOR,
     UPDATE,
     UPDATES,
@@ -104,6 +106,7 @@ def largest_size(model: ModelShape) -> int:
 def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
     """What another run's network has in common with this one, if it may be taken for it."""
     return {
+        "collectives": f"{ALL_REDUCE}, {ALL_GATHER}, {REDUCE_SCATTER}",
         "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
         "backend": dist.get_backend(), "device": device_name(device), "torch": torch.__version__
     }
@@ -125,7 +128,9 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device,
 
 def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
                     nics: int, repeats: int) -> MeasuredNetwork:
-    """All-to-alls by algorithm and size, all-reduces by size, and the cluster that fits them."""
+    """All-to-alls by algorithm and size, the other collectives by size, and the cluster that fits
+    the all-to-alls.
+    """
     sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
     shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
     timings: list[Timing] = []
@@ -135,13 +140,33 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
         if size >= LEAST_SIZE and timings[-1].median > ENOUGH_S:
             break
     found = fit([Measurement(*grid, t.name, t.size, t.median) for t in timings], shape)
-    for size in sizes:
-        x = torch.zeros(size // 4, device=comm.device)
-        timings.append(Timing(name=ALL_REDUCE, size=size, seconds=_repeats(
-            comm, lambda x=x: comm.all_reduce(x), repeats)))
-        if size >= LEAST_SIZE and timings[-1].median > ENOUGH_S:
-            break
+    ranks, gathers = comm.size, comm.collectives
+    timings += _collective(ALL_REDUCE, comm, sizes, repeats, comm.all_reduce)
+    # of a whole of these sizes, as layers that gather weights or tokens run them
+    timings += _collective(ALL_GATHER, comm, sizes, repeats,
+                           lambda x: gathers.all_gather(comm, x), part=ranks)
+    timings += _collective(REDUCE_SCATTER, comm, sizes, repeats,
+                           lambda x: gathers.reduce_scatter(comm, x), part=ranks, given=ranks)
     return MeasuredNetwork(about=about, cluster=found.cluster, timings=timings)
+
+
+def _collective(name: str, comm: Comm, sizes: Sequence[int], repeats: int,
+                run: Callable[[Tensor], object], part: int = 1, given: int = 1) -> list[Timing]:
+    """By size of the whole, until one takes long enough.
+
+    Args:
+        part: what counts is so small a part of the whole.
+        given: `run` gets so many parts.
+    """
+    found: list[Timing] = []
+    for size in sizes:
+        numbers = -(-size // (4 * part))
+        x = torch.zeros(given * numbers, device=comm.device)
+        found.append(Timing(name=name, size=4 * numbers, seconds=_repeats(
+            comm, lambda x=x: run(x), repeats)))
+        if size >= LEAST_SIZE and found[-1].median > ENOUGH_S:
+            break
+    return found
 
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,

@@ -48,7 +48,8 @@ def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[st
 
     Args:
         rows: options of the training script by side.
-        results: names in its log, those that it has. judged: see `compare`.
+        results: names in its log, those that it has.
+        judged: see `compare`.
     """
     for fold in range(FOLDS):
         write_example(EXAMPLE, place / f"fold {fold}", fold)

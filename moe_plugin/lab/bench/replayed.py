@@ -57,10 +57,12 @@ class Emulation:
     """Where and how a trace is replayed.
 
     Attributes:
-        grid: nodes and ranks per node. links: keyword arguments of `EmulatedCluster`.
+        grid: nodes and ranks per node.
+        links: keyword arguments of `EmulatedCluster`.
         model: whose layer runs, dropless and in float32.
         cluster, device: files by which calls spill and times are predicted.
-        guests: experts that a rank may borrow. replan: steps of a placement that stands.
+        guests: experts that a rank may borrow.
+        replan: steps of a placement that stands.
     """
 
     grid: tuple[int, int]
@@ -86,7 +88,8 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
     """Traces of `ranks` ranks: steps in a row from the beginning, the middle and the end.
 
     Args:
-        traces: of each rank. steps: about so many, a third from each place; of fewer: all.
+        traces: of each rank.
+        steps: about so many, a third from each place; of fewer: all.
         tokens: of a rank in a call, on average: its own are repeated or left out evenly; None: as
             many as it has. Tokens without an expert (padding) are left out, and so are empty calls.
     Raises: ValueError: ranks that do not fit, or tokens of which a choice was dropped.

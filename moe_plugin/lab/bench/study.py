@@ -138,13 +138,13 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Its numbers, plain values, with the machine's load where they are a mapping.
+        """Its numbers, plain values; see `with_machine`.
 
         Raises: ValueError: what it needs is not here.
         """
         check_needs(f"bench {self.name}", self.needs)
-        found = ({name: with_load(self.parts[name][0], args) for name in args.parts}
-                 if self.parts else with_load(self.code.measure, args))
+        found = ({name: with_machine(self.parts[name][0], args) for name in args.parts}
+                 if self.parts else with_machine(self.code.measure, args))
         return json.loads(json.dumps(found))  # as read from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
@@ -172,7 +172,7 @@ class Study:
                     if name in found] or [(found, code.body)]
         computed = "(computed)" in self.about
         lines = [line for one, write in sections
-                 for line in _say_load(write(one), {} if computed else one)]
+                 for line in _say_machine(write(one), {} if computed else one)]
         made_by = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
         first = next(i for i, line in enumerate(lines) if not line.startswith(NOT_PROSE))
         lines[first] = f"Made by `{made_by}`. {lines[first]}"
@@ -226,21 +226,31 @@ def check_needs(who: str, needs: Sequence[str]) -> None:
             raise ValueError(f"{who} needs {NEEDS_SAID[need]}: {reason}")
 
 
-def with_load(measure: Callable[..., Any], *args: Any) -> Any:
-    """What `measure(*args)` returns, with the machine's load and cores where it is a mapping."""
+def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
+    """What `measure(*args)` returns, where it is a mapping with the machine: versions, device and
+    date, load before and after, cores.
+    """
+    from moe_plugin.lab.bench.measure import versions  # imports torch
+
     before = os.getloadavg()[0]
     found = measure(*args)
     if isinstance(found, dict):
+        if "versions" not in found:
+            device = getattr(args[0], "device", None) if args else None
+            found["versions"] = versions(device or "cpu")
         found.setdefault("load", [round(before, 1), round(os.getloadavg()[0], 1)])
         found.setdefault("cores", os.cpu_count())
     return found
 
 
-def _say_load(lines: Sequence[str], found: Any) -> Iterator[str]:
-    """The machine's load after the first paragraph."""
-    said = f" Load average {', '.join(f'{x:.1f}' for x in found['load'])}" + (
-        f" on {found['cores']} cores." if "cores" in found else ".") if (
-            isinstance(found, dict) and "load" in found) else ""
+def _say_machine(lines: Sequence[str], found: Any) -> Iterator[str]:
+    """What `with_machine` added, after the first paragraph."""
+    said, found = "", found if isinstance(found, dict) else {}
+    if "versions" in found:
+        said = f" {', '.join(f'{name} {value}' for name, value in found['versions'].items())}."
+    if "load" in found:
+        said += f" Load average {', '.join(f'{x:.1f}' for x in found['load'])}" + (
+            f" on {found['cores']} cores." if "cores" in found else ".")
     for line in lines:
         yield line if line.startswith(NOT_PROSE) else line + said
         said = said if line.startswith(NOT_PROSE) else ""

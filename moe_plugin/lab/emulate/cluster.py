@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -55,8 +54,9 @@ class EmulatedCluster:
     switch ends with its control socket, ranks end with their parent.
 
     Args:
-        rate_bit_s: of each node's link, in each direction. delay_s: of one direction. message_s:
-            extra time of a node's card per message.
+        rate_bit_s: of each node's link, in each direction.
+        delay_s: of one direction.
+        message_s: extra time of a node's card per message.
         mtu: of the links, bytes.
     Raises: ValueError: values out of bounds, or this machine cannot run it, with the reason.
     """
@@ -224,13 +224,6 @@ class EmulatedCluster:
     def stats(self) -> list[PortStats]:
         """Counters of every node's port since the start."""
         return [PortStats(*map(int, line.split())) for line in self._tell("stats").splitlines()[1:]]
-
-    def signal_node(self, ranks: Sequence[RankProcess], node: int,
-                    number: int = signal.SIGKILL) -> None:
-        """Send a signal to every rank of a node."""
-        for process in ranks:
-            if process.rank // self.ranks_per_node == node:
-                os.kill(process.pid, number)
 
     @property
     def switch_pid(self) -> int:

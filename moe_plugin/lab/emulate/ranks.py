@@ -61,7 +61,9 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
          ) -> RankProcess:
     """Run `work` in a forked process; it ends with this process.
 
-    node: on which; None: this machine. close: descriptors that it must not keep.
+    Args:
+        node: on which; None: this machine.
+        close: descriptors that it must not keep.
     """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended

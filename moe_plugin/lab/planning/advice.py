@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_plugin.lab.planning.measured import ALL_REDUCE, MATMUL, MeasuredNetwork, Processor, Timing
+from moe_plugin.lab.planning.measured import MATMUL, MeasuredNetwork, Processor, Timing
 from moe_plugin.lab.planning.model import ModelShape
-from moe_plugin.lab.planning.trust import EXCHANGES, INSIDE, Estimate, Residuals, mean_error
+from moe_plugin.lab.planning.trust import BYTES, INSIDE, Estimate, Residuals, mean_error
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.offload.activation_problem import RECOMPUTE
 from moe_plugin.planner.units import show_size, show_time
 
-BYTES = (EXCHANGES, ALL_REDUCE)
 LEFT_OUT = (
     "in no prediction: data loading, logging, evaluation, checkpoints",
     "not searched: pipeline schedules (1f1b is predicted; --pipeline-schedule auto measures) and",

@@ -99,7 +99,8 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
     Args:
         note: comment at its top.
-        activations: see `PlanCost`. keeps_send: see `moe_settings`.
+        activations: see `PlanCost`.
+        keeps_send: see `moe_settings`.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
     if activations:

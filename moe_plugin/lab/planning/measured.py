@@ -22,7 +22,7 @@ from moe_plugin.planner.prediction import MAX_SKEW
 REMEDY = "measure again with --fresh"
 MAX_SECONDS, MAX_SIZE, MAX_TIMINGS = 1e6, 1e18, 10_000
 
-ALL_REDUCE = "all-reduce"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 MATMUL, MOE, DENSE, TENSOR, HEAD, UPDATE, UPDATES = (
     "matmul", "MoE layer", "dense layer", "tensor-parallel", "output head", "optimizer step",
     "optimizer step of small tensors")
@@ -36,8 +36,9 @@ class Timing:
 
     Attributes:
         name: an all-to-all algorithm, or one of the names above.
-        size: bytes per rank (exchanges), rows (matmul), tokens of a rank (parts of a model),
-            parameters (optimizer step), tensors (the same of small ones), layers (host's own).
+        size: bytes per rank (exchanges; of an all-gather and a reduce-scatter a rank's part), rows
+            (matmul), tokens of a rank (parts of a model), parameters (optimizer step), tensors (the
+            same of small ones), layers (host's own).
         seconds: of each repeat, on the slowest rank.
     """
 
@@ -71,7 +72,7 @@ class MeasuredNetwork:
     Attributes:
         about: what ranks must have in common with these to reuse it.
         cluster: fitted, and of the size that was measured.
-        timings: all-to-alls by algorithm, and all-reduces.
+        timings: all-to-alls by algorithm, all-reduces, all-gathers, reduce-scatters.
     """
 
     about: dict[str, str] = field(default_factory=dict)

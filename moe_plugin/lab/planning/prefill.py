@@ -49,7 +49,8 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
     """The table of an MoE layer whose experts are spread over all ranks of a cluster.
 
     Args:
-        profile: of kernels for this layer's widths and experts. lengths: prompt tokens on a rank.
+        profile: of kernels for this layer's widths and experts.
+        lengths: prompt tokens on a rank.
     Raises: ValueError: the experts do not divide over the ranks.
     """
     ranks = cluster.ranks

@@ -41,7 +41,8 @@ class CallTime:
     """One call of a layer.
 
     Attributes:
-        seconds: under the policy. balanced: of as many rows under forced balance.
+        seconds: under the policy.
+        balanced: of as many rows under forced balance.
         lent: experts that ranks lend.
         third: of the steps, see `PARTS`.
     """
@@ -136,7 +137,9 @@ def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
     """All policies, `never` first. Calls without a row are left out.
 
-    guests: experts that a rank may borrow. replan: steps of a placement that stands.
+    Args:
+        guests: experts that a rank may borrow.
+        replan: steps of a placement that stands.
     """
     return [PolicyTimes(policy, [
         one for steps in calls.values() for one in _layer(policy, steps, costs, guests, replan)])

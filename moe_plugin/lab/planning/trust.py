@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_plugin.lab.planning.measured import (
+    ALL_GATHER,
     ALL_REDUCE,
     DENSE,
     HEAD,
@@ -23,6 +24,7 @@ from moe_plugin.lab.planning.measured import (
     HOST_UPDATE,
     MATMUL,
     MOE,
+    REDUCE_SCATTER,
     TENSOR,
     UPDATE,
     UPDATES,
@@ -42,11 +44,13 @@ from moe_plugin.lab.planning.recompute import RECOMPUTED
 from moe_plugin.planner.all_to_all_cost import COSTS, predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape, all_reduce_s
+from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s
 from moe_plugin.planner.layer_cost import COMPUTE, LayerShape, layer_cost
 from moe_plugin.planner.units import show_size, show_time
 
 EXCHANGES, MOE_LAYERS, MOE_EXCHANGE = "all-to-all", "MoE layers", "MoE exchange"
+KINDS = {REDUCE_SCATTER: ALL_GATHER}  # both are in one layer
+BYTES = (EXCHANGES, ALL_REDUCE, ALL_GATHER)  # what sizes of these are
 # which measurement stands for a part of a step
 CHECKS = {
     "attention": DENSE, "dense FFN": DENSE, "output head": HEAD, MOE_LAYERS: MOE,
@@ -127,6 +131,8 @@ def predicted_s(timing: Timing, cluster: Cluster, processor: Processor) -> float
         return predict(cluster, timing.name, timing.size).seconds
     if timing.name == ALL_REDUCE:
         return all_reduce_s(cluster, GroupShape(cluster.ranks), timing.size)
+    if timing.name in (ALL_GATHER, REDUCE_SCATTER):
+        return all_gather_s(cluster, GroupShape(cluster.ranks), timing.size)
     tokens = int(timing.size)
     if timing.name == MATMUL:
         return device.matmul_s(tokens, 2.0 * tokens * model.model_dim * model.expert_dim)
@@ -157,7 +163,8 @@ def times_more(model: ModelShape, shape: LayerShape) -> int:
 
 
 def residuals(network: MeasuredNetwork | None, processor: Processor) -> dict[str, Residuals]:
-    """By kind of measurement: all-to-all (all algorithms together), all-reduce, matmul, parts.
+    """By kind of measurement: all-to-all (all algorithms together), all-reduce, all-gather (with
+    its reverse), matmul, parts.
 
     network: None on one rank.
     """
@@ -166,7 +173,7 @@ def residuals(network: MeasuredNetwork | None, processor: Processor) -> dict[str
     for timing in [*(network.timings if network else []), *processor.timings]:
         expected = predicted_s(timing, cluster, processor)
         if expected:
-            kind = EXCHANGES if timing.name in COSTS else timing.name
+            kind = EXCHANGES if timing.name in COSTS else KINDS.get(timing.name, timing.name)
             sizes = ratios.setdefault(kind, {})
             sizes[timing.size] = (*sizes.get(timing.size, ()),
                                   *(s / expected for s in timing.seconds))
@@ -182,7 +189,7 @@ def check_of(name: str, model: ModelShape, plan: ModelPlan,
     kind = kind if kind in found else CHECKS.get(name, "")
     size = sizes_of(model, plan).get(kind)
     if name == MOE_EXCHANGE and not plan.layout.exchanges:  # collectives of weights, or of tokens
-        kind = ALL_REDUCE
+        kind, size = ALL_GATHER, sizes_of(model, plan).get(ALL_GATHER)
     return found[kind].at(size) if kind in found else None
 
 
@@ -191,9 +198,12 @@ def sizes_of(model: ModelShape, plan: ModelPlan) -> dict[str, float]:
     tokens, dense, size = plan.tokens(model), plan.micro_batch * model.sequence, {}
     if plan.expert_ranks > 1:
         shape = model.layer(tokens)
-        size[EXCHANGES] = (shape.rows * max(1, plan.layout.r) * shape.row_bytes / plan.layout.d
-                           if plan.layout.exchanges else
-                           model.experts * shape.expert_bytes / plan.expert_ranks)
+        if plan.layout.exchanges:
+            size[EXCHANGES] = shape.rows * max(1, plan.layout.r) * shape.row_bytes / plan.layout.d
+        elif plan.layout.gather_tokens:
+            size[ALL_GATHER] = tokens * shape.row_bytes
+        else:
+            size[ALL_GATHER] = model.experts * shape.expert_bytes / plan.expert_ranks
     if plan.dp > 1:
         size[ALL_REDUCE] = 4 * model.dense_parameters / (plan.tp * plan.pp)
     return {**size, MOE: tokens, HEAD: dense, DENSE: dense, TENSOR: dense}
@@ -412,7 +422,7 @@ def _of_sizes(model: ModelShape, plan: ModelPlan, network: MeasuredNetwork | Non
         check = found.get(kind)
         if check and kind not in (HEAD, other) and not (
                 check.sizes[0] / REACH <= wanted <= check.sizes[1] * REACH):
-            show = show_size if kind in (EXCHANGES, ALL_REDUCE) else "{:,.0f} tokens".format
+            show = show_size if kind in BYTES else "{:,.0f} tokens".format
             lines.append(f"{kind}: the plan needs {show(wanted)}, and {show(check.sizes[0])} to "
                          f"{show(check.sizes[1])} were measured: more than a factor of {REACH:g} "
                          "away")

@@ -128,7 +128,8 @@ class ImageSet:
         The last images are repeated where they do not divide; `real` is False for those.
 
         Args:
-            batch: B, images of a rank. order: of the images; None: as they are.
+            batch: B, images of a rank.
+            order: of the images; None: as they are.
         """
         count = len(self)
         order = torch.arange(count) if order is None else order
@@ -144,8 +145,9 @@ class Images(ImageSet):
     """The images of one part of a folder, in memory of their own size, as tensors.
 
     Args:
-        folder: FOLDER/train or FOLDER/val. size: pixels of a side. flips: whether an image and its
-            mirror are the same class.
+        folder: FOLDER/train or FOLDER/val.
+        size: pixels of a side.
+        flips: whether an image and its mirror are the same class.
     Raises: ValueError: no such folder, no image in it, or images and masks.
     """
 

@@ -114,7 +114,9 @@ class SegmentHead(nn.Module):
     added at the finest resolution, then heads that give each patch its pixels.
 
     Args:
-        widths: of the stages. patch: pixels of a patch's side. decoders: one, or one a member.
+        widths: of the stages.
+        patch: pixels of a patch's side.
+        decoders: one, or one a member.
         heads: to classes * patch * patch outputs.
     """
 

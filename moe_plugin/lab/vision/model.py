@@ -34,7 +34,8 @@ class SwinMoE:
         width: of the first stage; each later one has twice that of the one before.
         depths, heads: blocks and attention heads by stage.
         moe_blocks: blocks with experts, by stage.
-        experts: E. drop_path: rate of the last block, 0 for the first, linear between.
+        experts: E.
+        drop_path: rate of the last block, 0 for the first, linear between.
         settings: of the layers, dotted paths.
     """
 
@@ -74,11 +75,12 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
     `size.moe_blocks` a `MoEBlock` in the MLP's place. Collective over `comm`.
 
     Args:
-        classes: outputs. dense: without experts, the counterpart of equal active FLOPs at top_k 1.
+        classes: outputs.
+        dense: without experts, the counterpart of equal active FLOPs at top_k 1.
         widen: of a dense model, the factor of the MLPs' inner width in the places of experts; E for
             the matrices of E experts.
-        comm: the expert-parallel group. settings: of the layers beyond `size.settings`, dotted
-            paths.
+        comm: the expert-parallel group.
+        settings: of the layers beyond `size.settings`, dotted paths.
     Raises: ValueError: timm is not installed; sizes or settings do not fit.
     """
     _check(size, classes)
@@ -106,11 +108,11 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
     segments.
 
     Args:
-        heads: M; 1: a single model. begin: the first module that each member has for itself
-            (`SwinEnsemble`).
-        share_after, sharing: where features of other members are added, and how often. hidden:
-            width of each head's own layer. segments: gives each pixel classes. Others: see
-            `build`.
+        heads: M; 1: a single model.
+        begin: the first module that each member has for itself (`SwinEnsemble`).
+        share_after, sharing: where features of other members are added, and how often.
+        hidden: width of each head's own layer.
+        segments: gives each pixel classes. Others: see `build`.
     Raises: ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
     """
     models = [build(size, classes, dense=dense, comm=comm, settings=settings)
@@ -178,7 +180,8 @@ def head_of_other_classes(model: nn.Module, classes: Sequence[str],
     number or by name; none where it is of another model: reading it says so.
 
     Args:
-        classes: of the model. shapes, extra: of the checkpoint, see `checkpoint.load`.
+        classes: of the model.
+        shapes, extra: of the checkpoint, see `checkpoint.load`.
     """
     mine = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
 

@@ -30,8 +30,9 @@ class VisionTask:
     """Losses and counts of a model's outputs [B, ..., C], or [B, ..., M, C] of an ensemble.
 
     Attributes:
-        ensemble: None: one output. smoothing: share of the label that all classes get, without an
-            ensemble. segments: each pixel is background or foreground (class 1).
+        ensemble: None: one output.
+        smoothing: share of the label that all classes get, without an ensemble.
+        segments: each pixel is background or foreground (class 1).
     """
 
     ensemble: EnsembleSettings | None = None

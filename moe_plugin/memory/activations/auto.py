@@ -110,9 +110,10 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
     """Let a model's layers treat their activations as the settings say; None: all are kept.
 
     Args:
-        layers: in the order of forward, by name. comm: ranks that have the same layers.
-        places: of these layers among the model's, from 0; None: these are all. total: the model's
-            number of layers, with `places`.
+        layers: in the order of forward, by name.
+        comm: ranks that have the same layers.
+        places: of these layers among the model's, from 0; None: these are all.
+        total: the model's number of layers, with `places`.
         refused: settings of the host by name, and whether they are used: they do not fit.
         contexts: see `manage`.
     Raises:
@@ -161,8 +162,10 @@ class AutoActivations(Activations):
     """Policies chosen for a limit of memory; see `manage` for the arguments.
 
     Attributes:
-        limit: bytes. profile: what was measured; None: not yet. decision: the planner's; None:
-            not yet, or no plan fits and all swap. planned: whether measuring is over.
+        limit: bytes.
+        profile: what was measured; None: not yet.
+        decision: the planner's; None: not yet, or no plan fits and all swap.
+        planned: whether measuring is over.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], swapper: Swapper,

@@ -69,8 +69,8 @@ class BlockSizes:
     """What a block was seen to hold between forward and backward, in bytes.
 
     Attributes:
-        activations: all storages that backward needs, the input included. inputs: of its inputs
-            with gradients, at the same time.
+        activations: all storages that backward needs, the input included.
+        inputs: of its inputs with gradients, at the same time.
     """
 
     activations: int
@@ -86,9 +86,12 @@ class Pass:
     """One forward pass of one block, until its backward pass is done.
 
     Attributes:
-        number: rises with every pass. index: of the block. policy: that it runs under.
+        number: rises with every pass.
+        index: of the block.
+        policy: that it runs under.
         earlier: the pass before it of the same micro-batch; None: it is the first.
-        input_bytes: of its inputs with gradients. saved: what autograd saved; None: not swapped.
+        input_bytes: of its inputs with gradients.
+        saved: what autograd saved; None: not swapped.
     """
 
     def __init__(self, owner: Activations, number: int, index: int, policy: str,
@@ -152,14 +155,18 @@ class Activations(RunFeature):
     """The policies of a list of blocks; made by `manage`.
 
     Args:
-        blocks: modules, in the order of forward. names: of them, for messages.
-        policies: one for each. swapper: where activations go.
+        blocks: modules, in the order of forward.
+        names: of them, for messages.
+        policies: one for each.
+        swapper: where activations go.
         contexts: made for each recomputed pass; see `context_fn` of `torch.utils.checkpoint`.
 
     Attributes:
         ledger: bytes of activations on the device. Those of blocks that keep or recompute are known
             once `sizes` are, and scale with the block's input.
-        order: of copies. sizes: by block, as measured. tell: see `Probe`.
+        order: of copies.
+        sizes: by block, as measured.
+        tell: see `Probe`.
         in_flight: the most micro-batches that were between forward and backward at a time.
     """
 

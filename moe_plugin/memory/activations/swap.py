@@ -54,8 +54,9 @@ class SwappedStorage:
     """One storage that autograd saved, on its path to the tier and back.
 
     Args:
-        swapper: with tier, copier and ledger. block: of the storage, for messages. x: a tensor in
-            it, which must stay as it is until the copy is done.
+        swapper: with tier, copier and ledger.
+        block: of the storage, for messages.
+        x: a tensor in it, which must stay as it is until the copy is done.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
@@ -186,7 +187,8 @@ class Swapper:
     """What the swapped passes of a process share.
 
     Args:
-        tier: where activations wait. copier: its thread moves them; its device is theirs.
+        tier: where activations wait.
+        copier: its thread moves them; its device is theirs.
         smallest: bytes of a storage that is worth a copy.
 
     Attributes:
@@ -229,7 +231,8 @@ class Saved:
 
     Args:
         swapper: where tensors go.
-        block: its name. number: of the pass, for `Swapper.leave`.
+        block: its name.
+        number: of the pass, for `Swapper.leave`.
         stays: tensors that are not the block's own: parameters, masks.
 
     Attributes:

@@ -30,8 +30,8 @@ class CachePolicy:
     A policy has `worth` or `victim` of its own. One that keeps no `last` has `used` and `victim`.
 
     Attributes:
-        last: of each expert in a slot, the number of its last use. counts: uses of all experts,
-            those before they left included.
+        last: of each expert in a slot, the number of its last use.
+        counts: uses of all experts, those before they left included.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class StoreCounters:
 
     Attributes:
         hits, misses: experts that a call found in a slot, or on their way to one, and others.
-        prefetched: experts that were brought before a call asked for them. wasted: those of them
-            that left without being used.
+        prefetched: experts that were brought before a call asked for them.
+        wasted: those of them that left without being used.
         stalls: uses that waited for a copy; a call that computes in parts has several.
         bytes: that came from the tier.
     """
@@ -130,9 +130,11 @@ class CacheSpec:
     """What makes layers share a cache: all of it must be equal.
 
     Attributes:
-        shapes: (name, shape of one expert's part) of each parameter. dtype, device: of the slots.
+        shapes: (name, shape of one expert's part) of each parameter.
+        dtype, device: of the slots.
         limit: bytes of all slots; 0: twice the most experts that a call of a layer uses.
-        policy: by registered name. throttle: bytes/s of the tier; None: none.
+        policy: by registered name.
+        throttle: bytes/s of the tier; None: none.
         rank: of the expert-parallel group.
     """
 

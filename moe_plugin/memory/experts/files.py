@@ -27,8 +27,11 @@ class ExpertFile:
     """Where the parameters of a layer's experts are in an open file.
 
     Attributes:
-        name: for messages. dtype: of the values. writable: whether it is our own.
-        shapes: of one expert, by parameter. local: L.
+        name: for messages.
+        dtype: of the values.
+        writable: whether it is our own.
+        shapes: of one expert, by parameter.
+        local: L.
     """
 
     def __init__(self, file: Any, name: str, dtype: torch.dtype, shapes: Shapes, local: int,
@@ -114,7 +117,9 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
     Where the file has several prefixes, they are layers in their order.
 
     Args:
-        shapes: of an expert. place: which of them are this rank's. layer: number of the layer.
+        shapes: of an expert.
+        place: which of them are this rank's.
+        layer: number of the layer.
     Raises:
         ValueError: the file is no safetensors file, lacks this layer, or has other shapes.
     """

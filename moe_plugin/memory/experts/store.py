@@ -55,8 +55,9 @@ class FileWeights:
     """Experts in a file; those that nothing was loaded for are drawn when they are first needed.
 
     Args:
-        file: of other programs, or of our own. new_file: makes one of our own, of the layer's dtype
-            unless it is given another. draw: `draw(expert, targets)` fills in its initial values.
+        file: of other programs, or of our own.
+        new_file: makes one of our own, of the layer's dtype unless it is given another.
+        draw: `draw(expert, targets)` fills in its initial values.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -153,11 +154,14 @@ class ExpertStore:
     """A layer's experts, and the slots of a cache in which they compute.
 
     Args:
-        weights: where experts are. spec: the cache's, shared by all layers with the same one.
-        first: global number of the first expert of this rank. local: L.
+        weights: where experts are.
+        spec: the cache's, shared by all layers with the same one.
+        first: global number of the first expert of this rank.
+        local: L.
 
     Attributes:
-        counters: of this layer. cache: its slots.
+        counters: of this layer.
+        cache: its slots.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,

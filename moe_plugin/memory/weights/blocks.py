@@ -26,15 +26,18 @@ class StreamedBlock:
     """A block's module, its optimizer, and where its weights are.
 
     Args:
-        number: of the block in its model. module: on the device. make_optimizer: of the parameters
-            that train.
+        number: of the block in its model.
+        module: on the device.
+        make_optimizer: of the parameters that train.
         tier: where weights, gradients and state are. In host memory the optimizer steps there, and
             the device has a copy of the weights. From files weights and state come to memory, are
             stepped there, and are written again. None: all stay on the device.
 
     Attributes:
-        layout: of its weights in one buffer. streams: whether its weights come and go.
-        stepped: the parameters that the optimizer has; optimizer: None where nothing trains.
+        layout: of its weights in one buffer.
+        streams: whether its weights come and go.
+        stepped: the parameters that the optimizer has.
+        optimizer: None where nothing trains.
     Raises:
         ValueError: a parameter is not contiguous.
     """

@@ -18,7 +18,7 @@ from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import set_state, state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, make_folder, write_remedy
+from moe_plugin.regular_files import check_input, make_folder, move_into_place, write_remedy
 
 _STEP, _WEIGHT, _BUFFER, _STATE = "step", "weight.", "buffer.", "state."
 _BESIDE = "beside."
@@ -32,8 +32,9 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     """Write weights, buffers and optimizer state to a folder; one that is there is replaced when
     the new one is complete.
 
-    beside: by number of a block, what else is saved with it, for `read_beside`. finite: write
-        nothing where a number is not finite.
+    Args:
+        beside: by number of a block, what else is saved with it, for `read_beside`.
+        finite: write nothing where a number is not finite.
     Raises:
         ValueError: it cannot be written, with the reason.
         FloatingPointError: see `finite`; it names block and tensor.
@@ -52,12 +53,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
             if finite:
                 _refuse_not_finite(folder, block, tensors)
             safetensors.torch.save_file(tensors | more, half / _name(block), metadata)
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(half, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        move_into_place(half, folder)
     except FloatingPointError:
         shutil.rmtree(half, ignore_errors=True)
         raise

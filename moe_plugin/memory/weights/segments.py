@@ -54,7 +54,8 @@ class SegmentsOnce:
     """Cuts a host's model into segments for its limit, once, after its first step.
 
     Args:
-        trainer: one without a limit keeps its segments. logger: is told of the weights and the cut.
+        trainer: one without a limit keeps its segments.
+        logger: is told of the weights and the cut.
     """
 
     def __init__(self, trainer: StreamedTrainer, logger: logging.Logger) -> None:

@@ -18,7 +18,9 @@ class Slots:
     step to the next, two segments need no copy.
 
     Args:
-        segments: their blocks. device: that computes. copier: brings weights.
+        segments: their blocks.
+        device: that computes.
+        copier: brings weights.
 
     Attributes:
         nbytes: of both places.
@@ -48,7 +50,8 @@ class Slots:
         """The blocks of these segments in turn, each with its weights attached.
 
         Args:
-            order: numbers of segments. backward: blocks of a segment from the last to the first.
+            order: numbers of segments.
+            backward: blocks of a segment from the last to the first.
             overlap: while a segment's blocks are used, the next one's weights are copied.
             before: called for each block before more copies start.
         """

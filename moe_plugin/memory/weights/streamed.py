@@ -38,8 +38,8 @@ class StepResult:
     """What a step computed.
 
     Attributes:
-        losses: of each micro-batch, scalars, detached. balance: the sum of the blocks' own losses
-            for each micro-batch, in the blocks' order.
+        losses: of each micro-batch, scalars, detached.
+        balance: the sum of the blocks' own losses for each micro-batch, in the blocks' order.
         norm: of all gradients before clipping; None: they were not clipped.
     """
 
@@ -117,8 +117,10 @@ class StreamedTrainer:
         TierError: the tier has no room.
 
     Attributes:
-        blocks: with module and optimizer of each. profile: what each took in the last step.
-        copier: with counters of copies, bytes and stalls. steps: steps done.
+        blocks: with module and optimizer of each.
+        profile: what each took in the last step.
+        copier: with counters of copies, bytes and stalls.
+        steps: steps done.
         micro_batch: number of the one whose turn it is.
     """
 

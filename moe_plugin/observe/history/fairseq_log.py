@@ -66,7 +66,12 @@ def parse_json(row: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
 
 
 def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """kind: as fairseq names it, `valid1` of a second subset. values: by name, as text."""
+    """One record of fairseq's log.
+
+    Args:
+        kind: as fairseq names it, `valid1` of a second subset.
+        values: by name, as text.
+    """
     prefix = "" if kind == "train_inner" else f"{kind}_"
     kind = "valid" if kind.startswith("valid") else kind
     record = step_record({key.removeprefix(prefix): value for key, value in values.items()}, kind)

@@ -17,9 +17,11 @@ class ResizeRecord:
     """One change.
 
     Attributes:
-        step: before which. host: what trained.
+        step: before which.
+        host: what trained.
         before, after: expert-parallel ranks.
-        bytes: that all ranks sent, together. seconds: on the slowest rank.
+        bytes: that all ranks sent, together.
+        seconds: on the slowest rank.
     """
 
     step: int

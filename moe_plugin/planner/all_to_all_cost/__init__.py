@@ -30,8 +30,9 @@ COSTS: dict[str, CostModel] = {name: model for name, (_, model) in sorted(
     DECLARED.items(), key=lambda item: item[1][0])}
 
 
-def distinct(cluster: Cluster, size: float = 1 << 20) -> tuple[str, ...]:
+def distinct(cluster: Cluster) -> tuple[str, ...]:
     """The algorithms that are something else than `linear` on a cluster, after `linear` itself."""
+    size = 2.0**20  # of any exchange
     base = COSTS["linear"](cluster, size)
     return ("linear", *(name for name, cost in COSTS.items() if cost(cluster, size) != base))
 

@@ -28,7 +28,8 @@ class Splitting:
         roots: number of trees that start at each rank.
 
     Attributes:
-        capacity: of the arcs that are left. paths: for each arc, the physical paths that it stands
+        capacity: of the arcs that are left.
+        paths: for each arc, the physical paths that it stands.
         for, with their multiplicities.
     """
 

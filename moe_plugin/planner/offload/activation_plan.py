@@ -33,8 +33,10 @@ class SwapPlan:
     """Decisions for a model, and what they cost.
 
     Attributes:
-        decisions: by block. seconds: of a step. bound_s: no decisions take less, under the rule by
-            which swaps start. proved: no other decisions take less.
+        decisions: by block.
+        seconds: of a step.
+        bound_s: no decisions take less, under the rule by which swaps start.
+        proved: no other decisions take less.
         limit, base: bytes, see `OffloadSchedule`.
     """
 
@@ -65,7 +67,8 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
     Args:
         blocks: in the order of forward.
-        limit: bytes of the device. base: of these, what is on it all the time.
+        limit: bytes of the device.
+        base: of these, what is on it all the time.
         duplex: see `OffloadSchedule`.
     Raises: ValueError: no decisions fit, with the bytes that are needed.
     """
@@ -190,7 +193,8 @@ class _Proof:
     ones so far.
 
     Attributes:
-        best: decisions. left: nodes that may still be looked at; 0: the proof was given up.
+        best: decisions.
+        left: nodes that may still be looked at; 0: the proof was given up.
     """
 
     def __init__(self, problem: SwapProblem, best: Decisions, seconds: float) -> None:

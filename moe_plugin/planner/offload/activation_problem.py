@@ -77,7 +77,8 @@ class Waits:
     """When steps start, so that memory is never exceeded. All by block; -1: no wait.
 
     Attributes:
-        forward: the block whose swap out forward waits for. backward: the same of backward.
+        forward: the block whose swap out forward waits for.
+        backward: the same of backward.
         start: of a swapped block, the block whose turn in backward lets its swap in start.
         started: by turn in backward, the last swap out that has ended then.
     """
@@ -93,7 +94,8 @@ class SwapProblem:
     """Blocks in the order of forward, and the room for what they keep.
 
     Attributes:
-        room: bytes for activations and workspace. duplex: see `OffloadSchedule`.
+        room: bytes for activations and workspace.
+        duplex: see `OffloadSchedule`.
     """
 
     blocks: tuple[SwapBlock, ...]

@@ -23,7 +23,8 @@ class BlockProfile:
         activation_bytes: what forward keeps for backward, the block's input included.
         kept_bytes: of these, what stays when forward is computed again: the block's input. It is
             also what travels from the block before, where a model is cut.
-        parameter_bytes: of the block's weights; gradient_bytes: of their gradients.
+        parameter_bytes: of the block's weights.
+        gradient_bytes: of their gradients.
         workspace_bytes: needed only while forward or backward run, beyond what they keep.
     """
 

@@ -65,7 +65,8 @@ class Outcome:
     Attributes:
         timeline: spans in issue order; resources are the streams, phases the blocks.
         memory: (seconds, bytes on the device) after each change, in the order of time.
-        peak: the most bytes on the device at a time. peak_step: the step that reached it.
+        peak: the most bytes on the device at a time.
+        peak_step: the step that reached it.
         stalls: by compute step, the seconds for which the compute stream waited before it.
         moved_in, moved_out: bytes copied to the device, and from it.
     """

@@ -38,7 +38,8 @@ class Layer:
 
     Attributes:
         backward_s: with computing forward again, as only inputs of layers are kept.
-        load_s: to bring its weights to the device; out_s: to bring its gradients from it.
+        load_s: to bring its weights to the device.
+        out_s: to bring its gradients from it.
         weight_bytes, gradient_bytes: on the device while its segment is there.
         kept_bytes: its input, kept from forward to backward; also what is sent where the model is
             split in front of it.
@@ -129,8 +130,10 @@ class Streamed:
     """Layers that stream through a device with g accumulated micro-batches.
 
     Args:
-        layers: in the order of forward, at most `MOST_LAYERS`. batches: g.
-        limit: bytes of the device; base: of these, what is there all the time.
+        layers: in the order of forward, at most `MOST_LAYERS`.
+        batches: g.
+        limit: bytes of the device.
+        base: of these, what is there all the time.
     Raises: ValueError: no layers, or too many; g out of bounds.
     """
 
@@ -305,7 +308,8 @@ class StreamPlan:
     """Cuts of a model.
 
     Attributes:
-        ends: of the segments. seconds: of a step of g micro-batches.
+        ends: of the segments.
+        seconds: of a step of g micro-batches.
     """
 
     model: Streamed
@@ -368,15 +372,17 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
     return StreamPlan(model, ends, model.seconds(ends))
 
 
-def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0,
-                   most: int = 256) -> StreamPlan | None:
-    """The plan with the fewest micro-batches that hides all copies; None: none up to `most` does.
+MOST = 256  # micro-batches
+
+
+def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
+    """The plan with the fewest micro-batches that hides all copies; None: none up to `MOST` does.
 
     Found by doubling and halving: more micro-batches hide more, as long as their inputs fit.
     """
     low, high, best = 0, 1, None
     while best is None:
-        if high > most:
+        if high > MOST:
             return None
         best = _hiding(layers, high, limit, base)
         low, high = (low, high) if best else (high, 2 * high)

@@ -17,6 +17,7 @@ model).
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -81,8 +82,8 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
 
     Args:
         times: t(l, c), seconds >= 0; inf where a slice is not possible.
-        length: of the sequence, in tokens. stages: K; for one of m sequences in a row
-            1 + (K - 1) / m.
+        length: of the sequence, in tokens.
+        stages: K; for one of m sequences in a row 1 + (K - 1) / m.
         granularity: tokens that are not cut apart; a divisor of `length`.
         gap_s: every value of t has a bound that is tried at most so many seconds above it; the
             result is at most (K - 1) gap_s slower than the best.
@@ -250,8 +251,12 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
     for size, length, context, seconds in samples:
         found[size].append((length, context, seconds))
     fitted = [(size, fit(found[size])) for size in sorted(found)]
-    return lambda size, length, context: SliceTimes(
-        tuple((known, times(length, context)) for known, times in fitted))(size, 0)
+
+    @functools.cache  # searches ask for each slice with every number of sequences
+    def by_size(length: int, context: int) -> SliceTimes:
+        return SliceTimes(tuple((known, times(length, context)) for known, times in fitted))
+
+    return lambda size, length, context: by_size(length, context)(size, 0)
 
 
 # -- cuts compared in the simulator, with transfers
@@ -262,7 +267,8 @@ class SliceProfile:
     """What was measured of slices on the slowest stage, and of transfers.
 
     Attributes:
-        length: of a sequence, in tokens. multiple: of which every slice must be one.
+        length: of a sequence, in tokens.
+        multiple: of which every slice must be one.
         stages, micro_batches: of a step.
         forward, backward: seconds of a slice by length and context.
         send_s, token_s: seconds of a transfer: fixed, and of each token.

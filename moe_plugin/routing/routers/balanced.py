@@ -53,7 +53,8 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
     convergence would make the host wait for the device.
 
     Args:
-        logits_TE: float, without gradient. mask_T: bool, True = real token.
+        logits_TE: float, without gradient.
+        mask_T: bool, True = real token.
         rounds: of scaling.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)

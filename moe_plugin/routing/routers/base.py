@@ -53,9 +53,10 @@ class Router(BuffersKeepDtype, RouterModule):
         leaves_none: declares that `select` gives each token k experts, none of them -1; a class
             with a `select` of its own that does not say so may leave choices empty.
         multiplies_in_blocks: all its matmuls are those of `Router.scores`.
-        score: the score function. noise: standard deviation of the logits' noise in training.
-        divides: weights are divided by their sum before anything is dropped; divides_one: that of
-            a single choice, too.
+        score: the score function.
+        noise: standard deviation of the logits' noise in training.
+        divides: weights are divided by their sum before anything is dropped.
+        divides_one: that of a single choice, too.
         layer_config: settings of the layer.
         config: their section `router`.
         comm: ranks that hold the experts.
@@ -236,7 +237,8 @@ class Router(BuffersKeepDtype, RouterModule):
         A router whose scores are not the score function of these sets `call.scores_TE`, too.
 
         Args:
-            x_TD: tokens, of any float dtype. call: has `mask_T`, `k`, `info`, `noise`.
+            x_TD: tokens, of any float dtype.
+            call: has `mask_T`, `k`, `info`, `noise`.
         """
         if self.layer_config.batch_invariant:
             dtype = accumulate_dtype(x_TD.dtype)

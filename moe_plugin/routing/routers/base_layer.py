@@ -195,7 +195,8 @@ def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
     that ranks receive differ by at most the number of ranks.
 
     Args:
-        scores_TE: float. comm: ranks that share the tokens.
+        scores_TE: float.
+        comm: ranks that share the tokens.
     """
     tokens, size = scores_TE.shape[0], comm.size
     order_T = torch.randperm(tokens, device=scores_TE.device)

@@ -27,8 +27,8 @@ class QuantileRouter(Router):
     there the tokens of ranks that share a sequence are one pass, here each rank's are.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    A recomputation in backward does not count, a pass with replayed choices does; the one
-    collective is in `finish_step`.
+    A recomputation in backward does not count, nor does a pass with a logit of a real token that is
+    not finite; a pass with replayed choices does. The one collective is in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
@@ -78,9 +78,13 @@ class QuantileRouter(Router):
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
-    """q of `QuantileRouter` and 1, float32 [E + 1]; all 0 without a real token.
+    """q of `QuantileRouter` and 1, float32 [E + 1]; all 0 without a real token, or where a real one
+    has a logit that is not finite.
 
-    logits_TE, biased_TE: l and l + b. real_T: bool, True = real token; T >= 1. k: below E.
+    Args:
+        logits_TE, biased_TE: l and l + b.
+        real_T: bool, True = real token; T >= 1.
+        k: below E.
     """
     tokens, experts = logits_TE.shape
     over_TE = logits_TE - biased_TE.topk(k + 1, dim=1).values[:, k:]
@@ -89,5 +93,7 @@ def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> T
     real = real_T.sum()
     place_1E = (real * k // experts).clamp(max=tokens - 1).expand(1, experts)
     found_1E = torch.sort(over_TE, dim=0, descending=True).values.gather(0, place_1E)
-    any_real = real > 0
-    return torch.cat([torch.where(any_real, found_1E[0], 0.0).float(), any_real.float()[None]])
+    # one NaN would stay in the biases for good
+    finite = (biased_TE.isfinite() | ~real_T[:, None]).all()
+    counts = (real > 0) & finite
+    return torch.cat([torch.where(counts, found_1E[0], 0.0).float(), counts.float()[None]])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.resume import part_state
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.hosts.fairseq.groups import Evaluation, Turns, evaluating
@@ -161,6 +162,23 @@ def test_validation_by_several_processes_is_that_of_one(corpus: Corpus, override
     assert len(wanted) == 2 and "inner_loss" in wanted[0]
     found = validated(run("fairseq-validate", arguments, ranks=2))
     assert found == [pytest.approx(one, abs=2.1e-3) for one in wanted for _ in range(2)]
+
+
+@pytest.mark.distributed
+def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Path,
+                                                   ep2: tuple[Path, Result]) -> None:
+    """Of no setting: refused. Of one that an older release had not: they count."""
+    for rank in range(2):
+        state = files.read(str(ep2[0] / f"checkpoint_last-rank-{rank}.pt"))
+        assert state["cfg"]["model"].pop("moe_dispatch") is not None
+        files.write(state, str(tmp_path / f"checkpoint_last-rank-{rank}.pt"))
+    arguments = (f"{evaluation(corpus, tmp_path)} --task language_modeling --batch-size 6 "
+                 "--model-overrides")
+    run("fairseq-validate", f"{arguments} {{'moe_dispatc':'padded'}}").failed_with(
+        "--model-overrides: 'moe_dispatc' is no setting: did you mean moe_dispatch?")
+    run("fairseq-validate", f"{arguments} {{'moe_dispatch':'nothing'}}").failed_with("'nothing'")
+    found = run("fairseq-validate", f"{arguments} {{'moe_dispatch':'ragged'}}").ok()
+    assert "has no setting moe_dispatch, which is of a newer release: it is ragged" in found.log
 
 
 @pytest.mark.distributed

@@ -125,6 +125,21 @@ def test_averages_of_several_ranks(corpus: Corpus, ep2: tuple[Path, Result],
                       f"--save-dir {tmp_path} --max-update 1", 2).ok().losses) == 1
 
 
+def test_counts_of_averaged_checkpoints_are_the_last_ones(tmp_path: Path) -> None:
+    for number in (1, 2, 4):
+        model = {"w": torch.tensor([float(number)]), "steps": torch.tensor(2**60 + number),
+                 "kept": torch.tensor([number > 1]), "_extra_state": {"written": number}}
+        files.write({"model": model, "args": None}, str(tmp_path / f"{number}.pt"))
+    out = tmp_path / "mean.pt"
+    assert main(["--inputs", *(str(tmp_path / f"{number}.pt") for number in (1, 2, 4)), "--output",
+                 str(out)]) == 0
+    found = files.read(str(out))["model"]
+    assert found.pop("_extra_state") == {"written": 1}
+    assert {name: (value.dtype, value.tolist()) for name, value in found.items()} == {
+        "w": (torch.float32, [torch.tensor(7 / 3).item()]), "steps": (torch.int64, 2**60 + 4),
+        "kept": (torch.bool, [True])}
+
+
 def test_what_cannot_be_averaged_is_refused(ep2: tuple[Path, Result], mt2: tuple[Path, Result],
                                             tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:

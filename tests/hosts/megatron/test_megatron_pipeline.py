@@ -194,6 +194,33 @@ def _crossing() -> list[float]:
     return [float(tensor.min() + tensor.max()) for tensor in got]
 
 
+def _left_over() -> list[float]:
+    """What two steps begin with; of the first a second tensor is left over."""
+    from moe_plugin.hosts.megatron.pipeline.links import Links
+
+    group, shapes = torch.distributed.group.WORLD, [(2,)]
+    links = [Links(group, group, shapes, shapes, torch.float32, torch.device("cpu"))
+             for _ in range(2)]
+    if group.rank() == 0:
+        for number, step in ((1.0, 0), (2.0, 0), (3.0, 1)):
+            links[step].outputs.send(torch.full((2,), number))
+        found = [float(each.output_grads.next()[0]) for each in links]
+    else:
+        found = [float(each.inputs.next()[0]) for each in links]
+        for each, value in zip(links, found, strict=True):
+            each.input_grads.send(torch.full((2,), value))
+        # let it leave
+        torch.distributed.recv(torch.empty(2), 0, tag=links[1 if found[1] == 2.0 else 0].inputs.tag)
+    for each in links:
+        each.finish()
+    return found
+
+
+@pytest.mark.distributed
+def test_what_a_step_leaves_over_is_not_taken_for_the_next_ones() -> None:
+    assert on_ranks(2, _left_over) == 2 * [[1.0, 3.0]]
+
+
 def _alive(argv: list[str]) -> list[int]:
     """Most micro-batches alive on this stage in each step of eager 1F1B."""
     from moe_plugin.hosts.megatron.pipeline import executor

@@ -38,6 +38,7 @@ def _train(argv: list[str], attacker: int | None = None,
 
     flips: a rank, and the step from which on one bit of its experts' results is wrong.
     """
+    from moe_plugin.hosts.megatron.compat import finite
     from moe_plugin.resilience.twins import WrongResultError
 
     seen: list[tuple[float, float | None]] = []
@@ -56,6 +57,7 @@ def _train(argv: list[str], attacker: int | None = None,
 
     if attacker == dist.get_rank():
         attack_votes()
+        finite.all_finite = lambda tensors: False
     error: Any = None
     said = list[str]()
     listener = logging.Handler()

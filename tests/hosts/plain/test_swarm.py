@@ -348,10 +348,49 @@ def test_what_is_frozen_stays() -> None:
     before = {name: x.clone() for name, x in stage.module.named_parameters()}
     stage.backward(0, torch.ones(2, 4), None, None)
     stage.count(0)
-    stage.apply(stage.gradients)
+    stage.apply(stage.gradients, 1.0)
     after = dict(stage.module.named_parameters())
     assert torch.equal(after["linear.bias"], before["linear.bias"])
     assert not torch.equal(after["linear.weight"], before["linear.weight"])
+
+
+class Sometimes(nn.Module):
+    """Of two matrices the second one is for positive tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        y_BD = self.always(x_BD)
+        return y_BD + self.sometimes(x_BD) if bool((x_BD > 0).any()) else y_BD
+
+
+def test_what_no_pass_of_any_peer_needs_stays() -> None:
+    """Two peers and one process: no decay and no momentum moves it, as an optimizer has it."""
+    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    peers = [ServedStage(make_stage([Sometimes], 0, SEED), adamw, lambda y, _: y.square().mean(),
+                         SEED, 0) for _ in range(2)]
+    alone = make_stage([Sometimes], 0, SEED)
+    stepper = adamw(alone.parameters())
+    for step, signs in enumerate(((1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0))):
+        before = alone.sometimes.weight.detach().clone()
+        inputs = [sign * torch.full((2, 3), step + 0.5) for sign in signs]
+        for number, (peer, x) in enumerate(zip(peers, inputs, strict=True)):
+            peer.backward(number, x, None, None)
+            peer.count(number)
+            alone(x).square().mean().backward()
+        total = peers[0].gradients + peers[1].gradients
+        grads = [p.grad for p in alone.parameters() if p.grad is not None]
+        assert peers[0].norm(total) == pytest.approx(float(nn.utils.get_total_norm(grads)))
+        for peer in peers:
+            peer.apply(total.clone(), 1.0)
+        stepper.step()
+        stepper.zero_grad()
+        for peer in peers:
+            for mine, theirs in zip(peer.parameters, alone.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        assert torch.equal(before, alone.sometimes.weight) == (max(signs) < 0)
 
 
 def test_a_peer_does_what_is_listed_alone() -> None:

@@ -12,12 +12,22 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.dispatch.rows_limit import RowsOverflow, with_room
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
+from moe_plugin.resilience.overflow import RowsFit
+from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.resilience.twins import TwinCheck, WrongResultError, checksum
-from moe_plugin.resilience.vote import VotedGradients, coordinate_median, majority, vote
+from moe_plugin.resilience.vote import (
+    Ballots,
+    VotedGradients,
+    coordinate_median,
+    majority,
+    vote,
+)
+from moe_plugin.run import StepRepeat
 from tests.attacks import ATTACKS, Attack
 from tests.distributed import run_gloo
 
@@ -117,6 +127,59 @@ def test_votes_by_hand() -> None:
     x = torch.tensor([[1.0, 9.0], [2.0, 8.0], [30.0, 7.0], [4.0, 6.0]])
     assert coordinate_median(x[:3]).tolist() == [2.0, 8.0]
     assert coordinate_median(x).tolist() == [3.0, 7.5]
+
+
+def rows_fit(comm: Comm, how: str, needed: list[list[int]], running: bool = True
+             ) -> tuple[str, int]:
+    """What becomes of a step in whose files each rank's layer needs so many rows, and the bound
+    that follows; needed: by file and rank.
+    """
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2, "dispatch": {
+        "name": "bounded", "on_overflow": how}}), LocalComm())
+    votes = StepVotes(Ballots(cyclic(3, 3), comm), [layer])
+    limit, rows = layer.layouts.available.limit, RowsFit([layer], comm, votes=votes)
+    assert limit is not None
+    votes.running = running
+    votes.before_passes()
+    for file in votes.ballots.files:
+        votes.begin_file()
+        limit.needed.fill_(needed[file][comm.rank])
+    votes.finish(1.0, 1.0)
+    try:
+        rows.after_passes()
+    except StepRepeat:
+        return "repeated", limit.least
+    except RowsOverflow as error:
+        return str(error).split(" rows")[0], limit.least
+    return "fits", limit.least
+
+
+@pytest.mark.parametrize(("how", "needed", "said"), [
+    ("repeat", [[0, 0, 99]] * 3, ("fits", 0)), ("error", [[0, 0, 99]] * 3, ("fits", 0)),
+    ("repeat", [[0, 0, 99], [7, 8, 8], [9, 0, 0]], ("repeated", with_room(8))),
+    ("repeat", [[4, 4, 0]] * 3, ("repeated", with_room(4))),
+    ("error", [[0, 0, 0], [5, 5, 0], [0, 0, 9]], ("a rank had 5", 0))])
+def test_no_single_rank_makes_all_repeat_a_step(how: str, needed: list[list[int]],
+                                                said: tuple[str, int]) -> None:
+    """What a file needs is what most of its workers say, and all bounds stay alike."""
+    assert run_simulated(3, lambda comm: rows_fit(comm, how, needed)) == [said] * 3
+
+
+def test_an_evaluation_has_no_copies_to_vote_with() -> None:
+    """Whose rows did not fit on one rank is repeated by all."""
+    found = run_simulated(3, lambda comm: rows_fit(comm, "repeat", [[0, 0, 99]] * 3, False))
+    assert {what for what, _ in found} == {"repeated"}
+
+
+def test_what_most_workers_say() -> None:
+    """Of three workers of two ranks: a worker says so where one of its ranks does."""
+    def rank(world: Comm, said: set[int]) -> bool:
+        pair, alike = ([comm for comm in map(world.subgroup, ranks) if comm is not None][0]
+                       for ranks in ([[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]]))
+        return Ballots(cyclic(3, 3), alike, worker=pair).most_say(world.rank in said)
+
+    for said, most in (({5}, False), ({4, 5}, False), ({1, 4}, True), ({0, 2, 4}, True)):
+        assert run_simulated(6, lambda world, said=said: rank(world, said)) == [most] * 6
 
 
 def test_what_cannot_be_voted_on_is_refused() -> None:

@@ -293,12 +293,12 @@ def test_a_compiler_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPat
 def test_versions_are_merged() -> None:
     def run(version: str, target: str, *failed: list[str]) -> dict[str, Any]:
         rows = [{"label": f"k{n}", "from": "x", "failed": why} for n, why in enumerate(failed)]
-        return {"versions": {version: {target: {"number": len(rows), "rows": rows}}}}
+        return {"triton": {version: {target: {"number": len(rows), "rows": rows}}}}
 
     found = resources.merge(run("3.9.0", "sm_90", []), run("3.10.0", "sm_90", [], ["bad"]))
     found = resources.merge(found, run("3.4.0", "sm_80", ["bad"], []))
-    assert list(found["versions"]) == ["3.4.0", "3.9.0", "3.10.0"]
-    assert [len(one["rows"]) for targets in found["versions"].values()
+    assert list(found["triton"]) == ["3.4.0", "3.9.0", "3.10.0"]
+    assert [len(one["rows"]) for targets in found["triton"].values()
             for one in targets.values()] == [1, 0, 2]
     page = "\n".join(resources.body(found))
     assert re.search(r"k1 +\| bad +\| sm_90: 3.10.0", page), page

@@ -113,7 +113,7 @@ class OfTests:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return [f"{sorted(set(found) - {'load', 'cores'})}"]
+        return [f"{sorted(set(found) - {'load', 'cores', 'versions'})}"]
 
     @staticmethod
     def failures(found: dict[str, Any]) -> list[str]:
@@ -134,9 +134,11 @@ def test_parts_stay_and_failures_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert run("--part", "two", "--size", "9") == 1
     assert capsys.readouterr().err == "too many\n"
     page = (tmp_path / "of_tests.md").read_text()
-    assert page.startswith("# Of tests\n\nMade by `moe-plugin bench of-tests`. ['one', 'two'] Load")
+    assert page.startswith("# Of tests\n\nMade by `moe-plugin bench of-tests`. ['one', 'two'] pyt")
+    assert "Load average" in page
     found = json.loads((tmp_path / "data" / "of_tests.json").read_text())
-    assert (found["one"], found["two"]) == (2, 9) and len(found["load"]) == 2
+    assert (found["one"], found["two"]) == (2, 9)
+    assert len(found["load"]) == 2 and "torch" in found["versions"]
 
 
 @pytest.mark.parametrize("value", [{}, [], {"a": [1, {"b": 2}], "c": None}, [[1], {"x": "y"}]])

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from moe_plugin.lab.planning.measured import (
+    ALL_GATHER,
     ALL_REDUCE,
     DENSE,
     HEAD,
     MATMUL,
     MOE,
+    REDUCE_SCATTER,
     TENSOR,
     UPDATE,
     MeasuredNetwork,
@@ -43,8 +45,9 @@ def measurements(m: ModelShape, c: Cluster, factors: Mapping[str, Sequence[float
         return Timing(name=name, size=size,
                       seconds=[expected * f for f in (factors or {}).get(name, (1.0,))])
 
+    exchanges = (*COSTS, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
     network = MeasuredNetwork(about=about[0], cluster=c, timings=[
-        timing(name, size) for name in (*COSTS, ALL_REDUCE) for size in SIZES
+        timing(name, size) for name in exchanges for size in SIZES
     ]) if c.ranks > 1 else None
     own = [timing(MATMUL, rows) for rows in ROWS]
     parts = (MOE, DENSE, HEAD, *([TENSOR] if c.ranks_per_node > 1 else []))

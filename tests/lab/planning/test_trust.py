@@ -9,6 +9,7 @@ import pytest
 
 from moe_plugin.lab.planning.advice import measured_lines
 from moe_plugin.lab.planning.measured import (
+    ALL_GATHER,
     ALL_REDUCE,
     DENSE,
     HEAD,
@@ -18,6 +19,7 @@ from moe_plugin.lab.planning.measured import (
     HOST_UPDATE,
     MATMUL,
     MOE,
+    REDUCE_SCATTER,
     TENSOR,
     UPDATE,
     MeasuredNetwork,
@@ -278,3 +280,14 @@ def test_skew_lengthens_what_the_busiest_rank_does_and_no_check_of_one_rank() ->
     assert plan_cost(skewed, C, A100, made).time == plan_cost(M, C, A100, made).time
     with pytest.raises(ValueError, match=f"model skew=99 does not fit experts={M.experts}"):
         dataclasses.replace(M, skew=99)
+
+
+@pytest.mark.parametrize("layout", [LayoutChoice(r=0), LayoutChoice(r=1, gather_tokens=True)])
+def test_what_is_gathered_is_corrected_by_collectives(layout: LayoutChoice) -> None:
+    plan = dataclasses.replace(PLAN, layout=layout)
+    cost = plan_cost(M, C, A100, plan)
+    found = residuals(*measurements(M, C, {ALL_GATHER: (1.25,), REDUCE_SCATTER: (1.75,),
+                                           ALL_REDUCE: (9.0,)}))
+    assert len(found[ALL_GATHER].ratios) == 8  # of four sizes, both ways
+    wanted = parts_of(cost)[MOE_EXCHANGE]
+    assert estimate(M, cost, found).parts[MOE_EXCHANGE][1] == pytest.approx(1.5 * wanted)

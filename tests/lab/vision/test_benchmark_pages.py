@@ -43,7 +43,8 @@ def test_page_of_vision_states_the_overhead() -> None:
     known = replace(one, batch=8, flops={"dense": 2e6, "moe": 2.1e6}, seconds={
         "training": {"dense": [1.0, 2.0, 4.0], "moe": [3.0, 3.0, 9.0]},
         "forward": {"dense": [1.0], "moe": [1.25]}})
-    report = {"setup": {"torch": "2"}, "load": [0.1, 0.2], "speed": [asdict(known)], "accuracy": {
+    known_versions = {"versions": {"torch": "2"}, "load": [0.1, 0.2]}
+    report = {**known_versions, "speed": [asdict(known)], "accuracy": {
         "epochs": 3, "accuracy": {"dense": [0.97, 0.98], "moe": [0.98, 0.99]},
         "images_per_s": {"dense": [100.0, 120.0], "moe": [80.0, 90.0]}}}
     page = STUDIES["vision"].page(report)
@@ -62,7 +63,7 @@ def test_page_of_ensembles_compares_with_independent_members() -> None:
                                            "ensemble": [1, 3]}}
 
     independent, *_, last = ensembles.ROWS
-    report = {"setup": {}, "epochs": 2, "results": {
+    report = {"versions": {}, "epochs": 2, "results": {
         independent: [run(0.10, 0.05, [0, 0]), run(0.12, 0.05, [0, 0])],
         last: [run(0.11, 0.02, [3, 1]), run(0.10, 0.03, [3, 1])]}}
     page = STUDIES["ensembles"].page(report)

@@ -104,7 +104,7 @@ def test_a_width_without_effect_is_refused(words: str, tmp_path: Path,
 
 def test_the_page_says_which_signs_are_significant() -> None:
     def found(**sides: list[dict[str, float]]) -> dict[str, Any]:
-        return {"setup": {"torch": "2"}, "epochs": 3, "runs": sides, "flops": {
+        return {"versions": {"torch": "2"}, "epochs": 3, "runs": sides, "flops": {
             "moe": 2e6, "active": 2e6, "total": 9e6}, "search": {
                 side: {"0.1": [2.0], "0.2": [1.0, 2.5], "0.4": [0.5]} for side in sides}}
 

@@ -230,7 +230,8 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
     """A file's content from a source with the branch's names.
 
     Args:
-        rank: None: the shared file. local: experts on a rank.
+        rank: None: the shared file.
+        local: experts on a rank.
     """
     columns, state = columns_of(source), dict(source.values[_STATE])
     state.pop(files.MANIFEST, None)

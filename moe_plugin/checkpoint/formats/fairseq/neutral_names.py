@@ -136,7 +136,8 @@ def parameter_order(names: Sequence[str], moe: Sequence[str], tied: bool) -> lis
     """Names of a model's parameters in the order in which fairseq registers them.
 
     Args:
-        names: of the model's tensors. moe: names below an MoE layer, in its own order.
+        names: of the model's tensors.
+        moe: names below an MoE layer, in its own order.
         tied: the output matrix is the embedding.
     """
     parts = [*both_kinds(_INNER),

@@ -30,19 +30,21 @@ class Block:
     """The MoE block of a family. What it may lack (biases, shared expert) is named all the same.
 
     Attributes:
-        module: of a decoder layer, in the model; module_in_files: in files, where another.
+        module: of a decoder layer, in the model.
+        module_in_files: in files, where another.
         names: of tensors below the module, by neutral names below `layers.N.moe.`.
         gate_up, down: of all experts in one tensor: gates and inputs ([E, 2F, D]; plain experts'
             inputs [E, F, D]), outputs [E, D, F]; biases are called the same with `_bias`.
-        transposed: these have their last two axes the other way round. in_turn: gates and inputs
-            take turns along the axis, in place of one behind the other.
+        transposed: these have their last two axes the other way round.
+        in_turn: gates and inputs take turns along the axis, in place of one behind the other.
         files: in the place of `names`, "gate_up" and "down" where files differ from the model.
         parts: in files, of each expert by itself, `experts.E.PART.weight` of gate, input and output
             matrix; (): files have the tensors of all experts.
         bias_row: `router.expert_bias` is a matrix [1, E].
-        gated: an expert has a gate. shared: "none", "plain" or "gated".
-        scores: "softmax", "sigmoid", or "sparsemixer", a router of its own; expert_bias: one is
-            added for the choice.
+        gated: an expert has a gate.
+        shared: "none", "plain" or "gated".
+        scores: "softmax", "sigmoid", or "sparsemixer", a router of its own.
+        expert_bias: one is added for the choice.
         normalize: `normalize_top_k` that it can have; None: the configuration says it.
         scales: has a factor on the weights.
         methods: values of `topk_method` in `config.json`; the first where it has none.
@@ -89,11 +91,15 @@ class Decoder:
 
     Attributes:
         dense: which layers may be dense: "none", "any", "first".
-        biases: of attention: "none", "qkv" or "all", which of them; mlp_bias: of dense layers.
+        biases: of attention: "none", "qkv" or "all", which of them.
+        mlp_bias: of dense layers.
         bias_key: of `config.json`, whether attention has biases; "": always or never.
-        qk_norm: "none", "head" or "all", which of them. latent: attention has latents.
-        window: may look back a number of tokens. part: may turn a part of each head alone.
-        defaults: settings that `config.json` may leave out. extras: more settings that it holds.
+        qk_norm: "none", "head" or "all", which of them.
+        latent: attention has latents.
+        window: may look back a number of tokens.
+        part: may turn a part of each head alone.
+        defaults: settings that `config.json` may leave out.
+        extras: more settings that it holds.
     """
 
     dense: str = "none"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint.formats.base import WriteProgress, write_whole
+from moe_plugin.checkpoint.formats.base import WriteProgress
 from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
 from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
@@ -27,7 +27,7 @@ from moe_plugin.checkpoint.source import (
 from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
+from moe_plugin.regular_files import check_input, write_whole
 from moe_plugin.routing.contract import FLOAT32
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -183,7 +183,8 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
     the format's description at github.com/huggingface/safetensors.
 
     Args:
-        names: of the source's "model" tensors. done: see `SealedWriter.write`.
+        names: of the source's "model" tensors.
+        done: see `SealedWriter.write`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start, order = 0, []

@@ -114,7 +114,8 @@ def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> Derived
     """The tensors of a state dict in memory as a source of format "hf".
 
     Args:
-        state: by Hugging Face's names. config: `config.json`'s values.
+        state: by Hugging Face's names.
+        config: `config.json`'s values.
     """
     tensors = (in_memory((MODEL, name), value) for name, value in state.items()
                if isinstance(value, torch.Tensor))

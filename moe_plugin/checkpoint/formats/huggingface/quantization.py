@@ -115,7 +115,8 @@ class Dequantized(View):
     """See `dequantized`.
 
     Args:
-        origin: with the codes. quantization: see `quantization_of`.
+        origin: with the codes.
+        quantization: see `quantization_of`.
         dtype: of the weights; None: that of the configuration, or bfloat16.
     """
 

@@ -199,7 +199,8 @@ def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable
     """Names of the objects of all other modules of a GPT model, empty without 8-bit numbers.
 
     Args:
-        numbers: of all layers. moe: of those with an MoE layer.
+        numbers: of all layers.
+        moe: of those with an MoE layer.
         tensors: names of the model's, which say what these have besides experts.
         stacked: all layers are in one tensor.
     """

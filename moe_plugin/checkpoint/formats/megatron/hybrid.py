@@ -136,7 +136,8 @@ def _objects(kept: Mapping[str, Any], found: Callable[[str], str | None], norm: 
     """Objects under the other model's names, without those that it has no place for.
 
     Args:
-        found: the new name of a tensor. norm: what the other model's last norm is called.
+        found: the new name of a tensor.
+        norm: what the other model's last norm is called.
         stacked: its layers, where they are in one tensor.
     """
     objects = {}

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, write_whole
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
 from moe_plugin.checkpoint.formats.megatron import common, hybrid, names
 from moe_plugin.checkpoint.formats.megatron.names import (
     BACKEND,
@@ -53,6 +53,7 @@ from moe_plugin.checkpoint.source import (
     blocks,
     window_shape,
 )
+from moe_plugin.regular_files import write_whole
 
 CHUNK_BYTES, FILE_BYTES = 1 << 25, 1 << 29
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,

@@ -4,16 +4,18 @@ several ranks in training and evaluation.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
-from moe_plugin.messages import short
+from moe_plugin.messages import alike, did_you_mean, short
 from moe_plugin.resilience.stopping import RUN
 
 logger = logging.getLogger(__name__)
@@ -218,11 +220,15 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation
 
+    overrides = (args[0] if args else kwargs.get("arg_overrides")) or {}
     if os.path.exists(path):
-        files.refuse_branch(path, files.read(path))  # its errors name the file and the remedy
+        written = files.read(path)  # its errors name the file and the remedy
+        files.refuse_branch(path, written)
+        _refuse_unknown(overrides, written)
     state, evaluation = original(path, *args, **kwargs), current_evaluation()
     if evaluation is not None:  # its model is built by the settings in the checkpoint
-        _refuse_imports(path, state, (args[0] if args else kwargs.get("arg_overrides")) or {})
+        _refuse_imports(path, state, overrides)
+        _add_overrides(path, state, overrides)
         on_disk = place_experts(state) == "disk"
         if files.MANIFEST in state:
             size = evaluation.expert_ranks(state[files.MANIFEST]["num_experts"])
@@ -254,6 +260,46 @@ def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str,
     if named and trust.FLAG not in sys.argv:
         raise trust.UntrustedFile(f"checkpoint {path!r}, in its settings,",
                                   (f"{name}={value}" for name, value in named.items()))
+
+
+def _names_of_settings() -> set[str]:
+    from moe_plugin.hosts.fairseq.options import (
+        GateLossFlags,
+        MoELanguageModelConfig,
+        MoETransformerFlags,
+    )
+
+    return {one.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
+            for one in dataclasses.fields(kind)}
+
+
+def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+    """`ValueError` for `moe_...` settings that neither we nor the checkpoint know, which fairseq
+    <= 0.12.3 takes and does nothing with.
+    """
+    groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
+    known = _names_of_settings()
+    for name in overrides:
+        if name.startswith("moe_") and name not in known and not any(
+                name in (vars(group) if isinstance(group, Namespace) else group)
+                for group in groups if isinstance(group, (Namespace, Mapping))):
+            raise ValueError(f"--model-overrides: {short(name)} is no setting: "
+                             f"{did_you_mean(alike(name, known))}leave it out")
+
+
+def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """fairseq <= 0.12.3 overrides what a checkpoint has; those of older releases lack settings."""
+    from omegaconf import open_dict
+
+    settings = (state.get("cfg") or {}).get("model")
+    if not isinstance(settings, MutableMapping) or not any(
+            str(name).startswith("moe_") for name in settings):
+        return
+    for name in sorted((overrides.keys() & _names_of_settings()) - set(settings)):
+        logger.info("%s has no setting %s, which is of a newer release: it is %s by "
+                    "--model-overrides", path, name, overrides[name])
+        with open_dict(settings):
+            settings[name] = overrides[name]
 
 
 def _value(settings: Any, name: str) -> Any:

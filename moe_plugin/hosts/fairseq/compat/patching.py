@@ -100,7 +100,9 @@ def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
     Instances that exist read the default. Nothing happens where fairseq has the field.
 
     Args:
-        settings: the dataclass. kind: type of the field. help: text.
+        settings: the dataclass.
+        kind: type of the field.
+        help: text.
         metadata: what else fairseq reads there, e.g. `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]

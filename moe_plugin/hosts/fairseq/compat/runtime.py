@@ -167,8 +167,9 @@ def follow_parameters(wrapped: Any, optimizer: Any,
     """Put new parameters in the place of old ones where fairseq keeps lists of them.
 
     Args:
-        wrapped: the model. changed: new ones by the old ones. copies: see `fp32_copies`, of the new
-            ones; without any if the optimizer has none.
+        wrapped: the model.
+        changed: new ones by the old ones.
+        copies: see `fp32_copies`, of the new ones; without any if the optimizer has none.
     """
     for params in getattr(wrapped, "per_device_params", ()):  # of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
@@ -269,6 +270,31 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
     dataset = next(iter(self.datasets.values()))
     loss, _, logged = original(self, dataset.collater([dataset[0]]), model, criterion, **kwargs)
     return loss * 0, 0, {key: value * 0 for key, value in logged.items()}
+
+
+@replaces("nan_detector.NanDetector.add_hooks")
+def records_have_gradients(original: Callable[..., None], self: Any,
+                           module: torch.nn.Module) -> None:
+    """fairseq <= 0.12.3, after an error of numbers that are not finite, looks for the first one
+    with torch's old hooks, which die of a `TypeError` where a module returns a record (routers, our
+    layers): the error itself would be lost. The tensors in it are looked at one by one.
+    """
+    from moe_plugin.memory.activations.offload import tensors
+    from moe_plugin.routing.contract import RouterModule
+
+    if not type(module).__module__.startswith("moe_plugin.") and not isinstance(
+            module, RouterModule):
+        original(self, module)
+        return
+
+    def look(_: torch.nn.Module, given: Any, output: Any) -> None:
+        for x in tensors(output):
+            if self.forward:
+                self.fhook_fn(module, given, x)
+            if self.backward and x.requires_grad:
+                x.register_hook(lambda gradient: self.bhook_fn(module, (), gradient))
+
+    self.fhooks.append(module.register_forward_hook(look))
 
 
 @replaces("models.ema.ema.EMA.__init__")

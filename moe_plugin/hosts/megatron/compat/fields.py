@@ -205,7 +205,8 @@ def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, An
     """The same for arguments of Megatron's own script.
 
     Args:
-        defaults: by name, of those of Megatron's arguments that differ from them. given: all.
+        defaults: by name, of those of Megatron's arguments that differ from them.
+        given: all.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
         raise _unknown(name, given[name], defaults[name])

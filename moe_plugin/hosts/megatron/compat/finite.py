@@ -20,6 +20,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.resilience.finite import FiniteSteps
+from moe_plugin.resilience.step_votes import StepVotes
 from moe_plugin.run import Run, SkipStep, StepGradients
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class PreparedGradients:
         self.loss_is_finite = True
 
         def finite() -> bool:
-            found = any_rank(bad or not all_finite(self.gradients()), self.comm)
+            here = bad or not all_finite(self.gradients())
+            votes = run.find(StepVotes)  # then no single rank decides for all
+            found = any_rank(here, self.comm) if votes is None else votes.ballots.most_say(here)
             self._update_scale(found)
             return not found
 

@@ -43,7 +43,8 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
     """What a hybrid model is built of, with Megatron's own MoE layer.
 
     Args:
-        config: `TransformerConfig`. pattern: symbols of layers.
+        config: `TransformerConfig`.
+        pattern: symbols of layers.
         transformer_engine: None: where it is installed.
     Raises:
         ValueError: a layer of the pattern cannot be built here; it names the remedy.

@@ -28,7 +28,8 @@ def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -
 
     Args:
         router: Megatron's `TopKRouter`.
-        own: tokens of this rank without padding. every: of all ranks that share the micro-batch.
+        own: tokens of this rank without padding.
+        every: of all ranks that share the micro-batch.
         ranks: how many these are.
     """
     own, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (own, every))

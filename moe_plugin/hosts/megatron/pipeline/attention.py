@@ -24,7 +24,8 @@ class KeyValues:
     of their gradients in float32, or float64 where they are.
 
     Args:
-        length: S. k_lBGC, v_lBGC: of any slice, for their other sizes.
+        length: S.
+        k_lBGC, v_lBGC: of any slice, for their other sizes.
     """
 
     def __init__(self, length: int, k_lBGC: Tensor, v_lBGC: Tensor) -> None:
@@ -66,7 +67,8 @@ class Sequences:
     """A micro-batch's sequences while their slices are under way.
 
     Attributes:
-        length: S, in tokens. device: of the layers.
+        length: S, in tokens.
+        device: of the layers.
         mask: bool [1 or B, 1, S, S], True = not seen; None: causal.
         kept: by layer.
     """

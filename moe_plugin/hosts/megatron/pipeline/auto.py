@@ -36,7 +36,9 @@ class AutoSchedule(PipelineSchedule):
     """1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, by measured times and
     `pipeline.memory`; virtual stages: Megatron's own.
 
-    chosen: None before that. profile: what was measured.
+    Attributes:
+        chosen: None before that.
+        profile: what was measured.
     """
 
     name = "auto"

@@ -33,13 +33,15 @@ class PipelineSchedule:
     """A function of a step's passes in the place of Megatron's.
 
     Args:
-        settings: of the run. native: Megatron's function, which evaluates.
+        settings: of the run.
+        native: Megatron's function, which evaluates.
         gradients: see there, of a schedule that this one follows; None: it makes its own, which is
             collective over all ranks.
 
     Attributes:
         name: see `schedules`. unfit: arguments of Megatron's function that it cannot follow.
-        group: the stages. gradients: the same stages in a second group, for gradients.
+        group: the stages.
+        gradients: the same stages in a second group, for gradients.
     """
 
     name = ""

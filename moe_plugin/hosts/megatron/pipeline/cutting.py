@@ -53,7 +53,8 @@ class CutModel:
     """Cuts what a GPT model is called with to the slice that is set, inside `cutting`.
 
     Args:
-        bare: the model without its wrappers. length: of a sequence.
+        bare: the model without its wrappers.
+        length: of a sequence.
     """
 
     def __init__(self, bare: Any, length: int) -> None:

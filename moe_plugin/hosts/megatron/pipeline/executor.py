@@ -35,7 +35,9 @@ class Step:
     Args:
         passes: keyword arguments of Megatron's forward-backward functions; `model` and
             `data_iterator` are a single one, or a list of one.
-        config: Megatron's. group: the stages. gradients: see `PipelineSchedule`.
+        config: Megatron's.
+        group: the stages.
+        gradients: see `PipelineSchedule`.
         mode: order of the passes, see `planner.pipeline.schedules`.
     Attributes:
         slices: of each sequence, in tokens; here one, the whole.

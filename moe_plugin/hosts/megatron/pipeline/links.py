@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.comm.host_collectives import named
+from moe_plugin.comm.host_collectives import comm_of, named
 
 AHEAD = 2  # receives that wait for a neighbour's next tensors; gloo moves bytes only into these
 
@@ -72,9 +72,9 @@ class Links:
     """A stage's transfers in one step: activations to the next stage, gradients back.
 
     Args:
-        group: the stages, in order. backward_group: the same ranks, for gradients: NCCL runs the
-            transfers of a group one after another, so that both directions in one could wait for
-            each other without end.
+        group: the stages, in order.
+        backward_group: the same ranks, for gradients: NCCL runs the transfers of a group one after
+            another, so that both directions in one could wait for each other without end.
         received, sent: shapes of the activations from the stage before, and of the gradients of
             those sent to the next one, each in the order in which they come.
         dtype, device: of what travels.
@@ -91,11 +91,14 @@ class Links:
         before = dist.get_global_rank(group, stage - 1) if stage else None
         after = dist.get_global_rank(group, stage + 1) if stage < stages - 1 else None
         activations, gradients = "a stage's activations", "a stage's gradients"
-        self.inputs = before is not None and Receiver(before, received, empty, group, 1,
+        # of this step alone: what a step that failed has left over is not taken for another's
+        forth = comm_of(group).state.next_tag(2)
+        back = forth + 1
+        self.inputs = before is not None and Receiver(before, received, empty, group, forth,
                                                       activations)
-        self.input_grads = before is not None and Sender(before, backward_group, 2, gradients)
-        self.outputs = after is not None and Sender(after, group, 1, activations)
-        self.output_grads = after is not None and Receiver(after, sent, empty, backward_group, 2,
+        self.input_grads = before is not None and Sender(before, backward_group, back, gradients)
+        self.outputs = after is not None and Sender(after, group, forth, activations)
+        self.output_grads = after is not None and Receiver(after, sent, empty, backward_group, back,
                                                            gradients)
 
     def finish(self) -> None:

@@ -21,10 +21,12 @@ HEADROOM = 0.9  # of the free memory
 class MeasuredStep(Step):
     """See `Step`.
 
-    forward_s, backward_s: seconds of each pass without waiting for transfers; the first forward
-    pass counts where it is the only one. activation_bytes: what it saved for its backward pass.
-    transfer_s: of a micro-batch's activations to the next stage (on the last one: from the stage
-    before).
+    Attributes:
+        forward_s, backward_s: seconds of each pass without waiting for transfers; the first forward
+            pass counts where it is the only one.
+        activation_bytes: what it saved for its backward pass.
+        transfer_s: of a micro-batch's activations to the next stage (on the last one: from the
+            stage before).
     """
 
     def __init__(self, *args: Any) -> None:

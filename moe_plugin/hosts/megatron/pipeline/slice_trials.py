@@ -31,8 +31,9 @@ class SliceTrials:
     Args: length: of a sequence. multiple: of which every slice must be one.
 
     Attributes:
-        profile: what was measured, once it is complete. chosen: the best slices. samples:
-            [length, context, seconds] of forward passes on the slowest rank.
+        profile: what was measured, once it is complete.
+        chosen: the best slices.
+        samples: [length, context, seconds] of forward passes on the slowest rank.
     """
 
     def __init__(self, length: int, multiple: int) -> None:

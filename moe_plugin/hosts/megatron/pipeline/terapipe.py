@@ -62,7 +62,8 @@ def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...
 
     Args:
         text: lengths such as `512,256,256`, or how many equal ones.
-        length: of a sequence. multiple: of which every slice must be one.
+        length: of a sequence.
+        multiple: of which every slice must be one.
     Raises: ValueError: they do not fit the sequence.
     """
     if text in (None, "best"):

@@ -29,7 +29,8 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     and before the optimizer is made; on all ranks.
 
     Args:
-        rank: r. alpha: see above; with use_rslora the factor is alpha / sqrt(r).
+        rank: r.
+        alpha: see above; with use_rslora the factor is alpha / sqrt(r).
         use_dora: the columns of the sum have lengths of their own, which train.
         targets: "gate_up" (the first maps; both share a, as in `peft`'s adapters of
             `gate_up_proj`), "down", or both.

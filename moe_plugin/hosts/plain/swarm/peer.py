@@ -177,7 +177,7 @@ class StagePeer:
         with ThreadPoolExecutor(len(members)) as pool:
             self._reduced = torch.cat(list(pool.map(slice_of, members,
                                                     stage.gradients.split(sizes))))
-        return {"complete": True, "norm": float(self._reduced.double().norm())}
+        return {"complete": True, "norm": stage.norm(self._reduced)}
 
     def _part(self, key: tuple[int, int], source: int, members: int, part: Tensor) -> Message:
         return {"sum": self._sums.add(key, source, members, part)}
@@ -186,7 +186,7 @@ class StagePeer:
         with self._compute:
             if self._reduced is None:
                 raise ValueError(f"no sum of step {step} to apply")
-            self._now(step).apply(self._reduced.mul_(scale))
+            self._now(step).apply(self._reduced, scale)
             self._reduced = None
         self._sums.clear()
         return {}

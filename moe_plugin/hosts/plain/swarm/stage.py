@@ -41,7 +41,9 @@ class ServedStage:
             raise ValueError("a stage has no parameters to train: put it together with another one")
         self.device = self.parameters[0].device
         self.optimizer = optimizer(self.parameters)
-        self.size = sum(p.numel() for p in self.parameters)
+        self.weights = sum(p.numel() for p in self.parameters)
+        # of what travels: gradients, and for each parameter the number of passes that gave it one
+        self.size = self.weights + len(self.parameters)
         self._checked = False
         self._lock = threading.Lock()
         self.forget()
@@ -73,9 +75,10 @@ class ServedStage:
             torch.autograd.backward(*zip(*roots, strict=True))
         grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float().cpu()
                  for p in self.parameters]
+        given = torch.tensor([float(p.grad is not None) for p in self.parameters])
         self.module.zero_grad(set_to_none=True)
         with self._lock:
-            self._pending[micro_batch] = torch.cat(grads)
+            self._pending[micro_batch] = torch.cat([*grads, given])
         return x.grad, float(sum(loss.detach() for loss in own))
 
     def count(self, micro_batch: int) -> None:
@@ -94,14 +97,23 @@ class ServedStage:
 
     @property
     def gradients(self) -> Tensor:
-        """The sum of what counts, float32 [N]."""
+        """The sum of what counts, float32 [`size`]."""
         return self._sum
 
-    def apply(self, grads_N: Tensor) -> None:
-        """The optimizer's step with the sum over all peers of the stage; the next step begins."""
+    def norm(self, sum_S: Tensor) -> float:
+        """Of the gradients in a sum over all peers of the stage."""
+        return float(sum_S[:self.weights].double().norm())
+
+    def apply(self, sum_S: Tensor, scale: float) -> None:
+        """The optimizer's step with the sum over all peers of the stage; the next step begins.
+
+        A parameter without a gradient on any peer has none, as in a run of one process: an
+        optimizer leaves it, its momentum and its decay alone.
+        """
         sizes = [p.numel() for p in self.parameters]
-        for p, grad in zip(self.parameters, grads_N.split(sizes), strict=True):
-            p.grad = grad.view_as(p).to(p)
+        *grads, passes_P = sum_S.split([*sizes, len(sizes)])
+        for p, grad, passes in zip(self.parameters, grads, passes_P.tolist(), strict=True):
+            p.grad = (grad * scale).view_as(p).to(p) if passes else None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1

@@ -50,9 +50,10 @@ class SwarmStep:
     Attributes:
         losses: of each micro-batch, balance losses included.
         norm: of all gradients, before clipping.
-        resent: tasks that were sent again. redone: backward passes whose gradients were lost with a
-            peer, and computed by another.
-        gone: addresses of peers that were lost. moved: (address, stage it left, stage it serves).
+        resent: tasks that were sent again.
+        redone: backward passes whose gradients were lost with a peer, and computed by another.
+        gone: addresses of peers that were lost.
+        moved: (address, stage it left, stage it serves).
     """
 
     losses: list[float] = field(default_factory=list)

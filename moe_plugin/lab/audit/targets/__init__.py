@@ -17,8 +17,10 @@ from moe_plugin.lab.bench.peers.base import not_installed
 class Framework:
     """Where a target is.
 
-    package: whose version is shown. needs: modules without which it is not installed. imports:
-    slow ones, once instead of in every rank.
+    Attributes:
+        package: whose version is shown.
+        needs: modules without which it is not installed.
+        imports: slow ones, once instead of in every rank.
     """
 
     where: str

@@ -66,8 +66,10 @@ def register_peer(
     """Decorator: a generator of one candidate becomes a peer, available where `modules` are
     installed.
 
-    refuses: why it cannot run a problem; None where it can. Building then raises
-        `UnsupportedProblem`. alone: it is written for one rank.
+    Args:
+        refuses: why it cannot run a problem; None where it can. Building then raises
+            `UnsupportedProblem`.
+        alone: it is written for one rank.
     """
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
         @contextlib.contextmanager
@@ -98,7 +100,8 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
     """A plain softmax top-k router in float32.
 
     Args:
-        x_TD: tokens, any float dtype. router_ED: its weight.
+        x_TD: tokens, any float dtype.
+        router_ED: its weight.
     Returns: weights_TK (float32), ids_TK (int64), the balance loss of the Switch Transformer.
     """
     probs_TE = F.softmax(F.linear(x_TD.float(), router_ED.float()), dim=1)

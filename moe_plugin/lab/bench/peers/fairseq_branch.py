@@ -26,7 +26,10 @@ class BranchMoE(nn.Module):
     """The branch's layer over the ranks of one group.
 
     Args:
-        width: D. inner: F. experts: E, a multiple of the ranks. top_k: 1 or 2.
+        width: D.
+        inner: F.
+        experts: E, a multiple of the ranks.
+        top_k: 1 or 2.
         comm: the ranks that share the experts, a `TorchComm` where there are several.
         activation: between an expert's two maps.
     Raises:

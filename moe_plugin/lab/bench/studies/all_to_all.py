@@ -24,7 +24,7 @@ from moe_plugin.lab.bench.all_to_all import (
 )
 from moe_plugin.lab.bench.all_to_all_report import parts, plot
 from moe_plugin.lab.bench.measure import said
-from moe_plugin.lab.bench.options import add_exchange_sizes, links_of
+from moe_plugin.lab.bench.options import add_exchange_sizes, links_of, refuse_links
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.machine import memory_bytes
 from moe_plugin.messages import short
@@ -73,7 +73,10 @@ def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow
     if not 1 <= min(plan.sizes) <= max(plan.sizes) <= memory:
         raise ValueError(f"--sizes {short(args.sizes)} must be from 1 to the {memory} bytes of "
                          "memory here; e.g. 64KiB,1MiB")
-    return _emulated(args, plan) if args.emulate else _own_ranks(plan)
+    if args.emulate:
+        return _emulated(args, plan)
+    refuse_links(args)
+    return _own_ranks(plan)
 
 
 def _emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:

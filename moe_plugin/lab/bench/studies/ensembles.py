@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.lab.bench.images import spread, train_images
-from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.vision.data import write_example
@@ -87,7 +86,6 @@ def body(found: dict[str, Any]) -> list[str]:
     images = sum(results[INDEPENDENT][0]["confidence"]["ensemble"])
     seeds = len(results[INDEPENDENT])
     return [
-        said(found["setup"]),
         f"Noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels), {MEMBERS} members, each a "
         f"SwinV2-MoE (`tiny`) of its own, {found['epochs']} epochs: mean of {seeds} seeds "
         f"(smallest to largest), {images} validation images, one of which is "
@@ -139,4 +137,4 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         waiting = {(row, seed): pool.submit(train, place, row, seed, args.epochs)
                    for seed in seeds for row in rows}
         results = {row: [waiting[row, seed].result() for seed in seeds] for row in rows}
-    return {"setup": versions("cpu"), "epochs": args.epochs, "results": results}
+    return {"epochs": args.epochs, "results": results}

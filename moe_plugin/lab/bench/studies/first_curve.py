@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.messages import short
@@ -46,7 +45,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             setup = {"seconds": seconds, "steps": _STEP.findall(text)}
         found = [{"way": name, **_way(commands, home, venv)} for name, commands in
                  ways((home / "README.md").read_text(encoding="utf-8")).items()]
-    return {"clone_s": clone_s, "setup": setup, "ways": found, "versions": versions("cpu")}
+    return {"clone_s": clone_s, "setup": setup, "ways": found}
 
 
 def _way(commands: str, home: Path, venv: Path) -> dict[str, Any]:
@@ -74,8 +73,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     setup = found["setup"]
     yield ("The commands of [README](../../README.md#four-ways-in), as they are printed, in a "
            "fresh clone: the time until the report is there, imports and training data included; "
-           "transformers' is that of two runs and their comparison. "
-           f"{said(found['versions'])}.")
+           "transformers' is that of two runs and their comparison.")
     yield columns(found["ways"], {
         "way": "{way}", "after setting up": lambda one: show_time(one["seconds"]),
         "with clone and set-up": lambda one: show_time(

@@ -24,12 +24,12 @@ from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.kernels.choices import running_count
 from moe_plugin.lab.bench import layer
 from moe_plugin.lab.bench.layouts import one_step, slowest
-from moe_plugin.lab.bench.measure import interleaved, said, versions
+from moe_plugin.lab.bench.measure import interleaved, said
 from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
 from moe_plugin.lab.bench.problem import Problem
 from moe_plugin.lab.bench.report import table
 from moe_plugin.lab.bench.studies.vision import forward_of, step_of
-from moe_plugin.lab.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_load
+from moe_plugin.lab.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.vision.model import PRESETS, SwinMoE, build
 from moe_plugin.planner.choice import LayoutChoice
@@ -124,9 +124,9 @@ class BranchBlock(nn.Module):
 
 def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
     check_needs("--measure, which may be left out,", ("nodes", "timm"))
-    return with_load(lambda: {
+    return with_machine(lambda: {
         "counts": counts(4 * rounds), "switch": switch(rounds), "parm": parm(rounds),
-        "swin": swin_steps(swin, 1 + rounds // 3), "versions": versions("cpu")})
+        "swin": swin_steps(swin, 1 + rounds // 3)})
 
 
 def counts(rounds: int) -> list[dict[str, float]]:

@@ -19,7 +19,7 @@ from moe_plugin.lab.bench.measure import said
 from moe_plugin.lab.bench.options import add_problem, problem_of
 from moe_plugin.lab.bench.peers import peers
 from moe_plugin.lab.bench.problem import Problem
-from moe_plugin.lab.bench.study import Option, with_load
+from moe_plugin.lab.bench.study import Option, with_machine
 
 log = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
@@ -106,7 +106,7 @@ class OneLayer:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return [said(found["versions"]), *layer.parts(found)]
+        return ["Our layer and its peers.", *layer.parts(found)]
 
 
 # what Triton's bindings print at the end of a process that failed
@@ -121,17 +121,17 @@ def _draw(number: int, found: dict[str, Any], path: Path) -> None:
 
 
 def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [with_load(quietest, problem, args) for problem in problems(args)]
+    return [with_machine(quietest, problem, args) for problem in problems(args)]
 
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Gated layers, which all peers of several ranks have; of a GPU, or with `--quick`, none."""
-    return [with_load(quietest, problem, args, 2) for problem in problems(args)
+    return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
 
 
 def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [with_load(quietest, replace(problem, tokens=min(GENERATED, problem.tokens)), args,
+    return [with_machine(quietest, replace(problem, tokens=min(GENERATED, problem.tokens)), args,
                       forward_only=True) for problem in problems(args) if problem.gated]
 
 
@@ -215,7 +215,7 @@ class OneProblemsOperations:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return [said(found["versions"]), *kernels.parts(found)]
+        return ["Operations, each with its bound.", *kernels.parts(found)]
 
 
 class AllOperations(OneProblemsOperations):

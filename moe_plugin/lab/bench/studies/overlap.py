@@ -104,7 +104,8 @@ class Alone:
     """Exchange and matmuls of one call of a layer, each alone.
 
     Args:
-        layer: runs with r = 1 in one piece. x_TD: [T, D] tokens of this rank.
+        layer: runs with r = 1 in one piece.
+        x_TD: [T, D] tokens of this rank.
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor) -> None:

@@ -97,9 +97,9 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
             lambda output: (output.mean(), {"loss": output.detach().mean()}))
 
 
-def one_way_s(length: int, width: int, tries: int = 5) -> float:
+def one_way_s(length: int, width: int) -> float:
     """Seconds of a transfer between neighbours: clocks of one machine are one clock."""
-    rank, sizes = dist.get_rank(), torch.empty(length, 1, width)
+    rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
     sent = torch.zeros(tries, dtype=torch.float64)
     got = torch.zeros(tries, dtype=torch.float64)
     for number in range(tries):

@@ -18,7 +18,6 @@ from typing import Any
 from moe_plugin.lab.bench import quality_images as images
 from moe_plugin.lab.bench import quality_text as text
 from moe_plugin.lab.bench.images import spread
-from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.paired import best_rates, paired
 from moe_plugin.lab.bench.quickstart import HOSTS
 from moe_plugin.lab.bench.report import columns
@@ -32,8 +31,7 @@ ROWS = {"independent": "independent (k = 5)", "cmcl": "CMCL, features shared"}
 
 
 def measure_text(args: argparse.Namespace) -> dict[str, Any]:
-    return {"setup": versions("cpu"), **text.measure(
-        _place(args), args.steps, args.seeds, args.jobs, args.hosts)}
+    return text.measure(_place(args), args.steps, args.seeds, args.jobs, args.hosts)
 
 
 def measure_vision(args: argparse.Namespace) -> dict[str, Any]:
@@ -49,9 +47,8 @@ def measure_ensembles(args: argparse.Namespace) -> dict[str, Any]:
 
 def _images(args: argparse.Namespace, rows: dict[str, list[str]], results: Sequence[str],
             judged: str, epochs: int) -> dict[str, Any]:
-    return {"setup": versions("cpu"), **images.measure(
-        _place(args), rows, results, judged, epochs=epochs, rates=args.rates,
-        seeds=args.image_seeds, jobs=args.jobs)}
+    return images.measure(_place(args), rows, results, judged, epochs=epochs, rates=args.rates,
+                          seeds=args.image_seeds, jobs=args.jobs)
 
 
 def _place(args: argparse.Namespace) -> Path:
@@ -90,7 +87,7 @@ def runs_of(found: dict[str, Any]) -> str:
 
 def intro(found: dict[str, Any]) -> str:
     return (
-        f"{said(found['setup'])}. All sides of a comparison have equal data, steps and seeds, and "
+        "All sides of a comparison have equal data, steps and seeds, and "
         "the same search for a learning rate: the one of the lowest held-out result with two "
         "other seeds, the second of them for the two best of the first alone (`*`: the smallest or "
         "largest that was tried). Tables have means over seeds (smallest to largest). Differences "

@@ -20,7 +20,6 @@ import torch
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.config import from_dict
 from moe_plugin.lab.bench.equal_ranks import EqualRanks
-from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.plots import log_scale, log_ticks
 from moe_plugin.lab.bench.report import columns, pyplot, save_figure
 from moe_plugin.lab.bench.study import ROOT, Option
@@ -49,7 +48,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     layers = [_layer(kind, ranks, experts, args.calls) for kind in KINDS
               for experts in args.experts for ranks in args.ranks
               if ranks <= experts * (MOST_SHARDS if kind == "rows" else 1)]
-    return {"versions": versions("cpu"), "layers": layers,
+    return {"layers": layers,
             "tuned": [_tuned(ranks, experts, args.calls) for experts in args.experts
                       for ranks in args.ranks
                       if ranks <= experts and ranks * experts <= MOST_TRIED],
@@ -146,7 +145,6 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def body(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{said(found['versions'])}."
     yield (f"Processor time of one rank, {TOKENS} tokens of width {WIDTH}, k = 2, float32: of "
            "building a layer (with the agreement on its settings), of the first call, and of a "
            "later one, forward and backward, the median. `memory`: the most that Python holds "

@@ -155,18 +155,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for target in args.targets:
         made = list(rows(target, launches(target, sets), args.jobs))
         found[target] = {"number": len(made), "code": args.code, "rows": made}
-    return {"versions": {version("triton"): found}}
+    return {"triton": {version("triton"): found}}
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Targets of a version are replaced; of older versions the rows that fail stay."""
-    versions = {name: dict(targets) for name, targets in old["versions"].items()}
-    for name, targets in new["versions"].items():
+    versions = {name: dict(targets) for name, targets in old["triton"].items()}
+    for name, targets in new["triton"].items():
         versions[name] = versions.get(name, {}) | targets
     *older, newest = sorted(versions, key=_parts)
     kept = {name: {target: {**one, "rows": [each for each in one["rows"] if each["failed"]]}
                    for target, one in versions[name].items()} for name in older}
-    return {**new, "versions": {**kept, newest: versions[newest]}}
+    return {**new, "triton": {**kept, newest: versions[newest]}}
 
 
 def _parts(name: str) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def _parts(name: str) -> tuple[int, ...]:
 
 
 def body(found: dict[str, Any]) -> Iterator[str]:
-    versions = found["versions"]
+    versions = found["triton"]
     yield f"Triton {', '.join(versions)}."
     yield READ
     yield RULES
@@ -228,7 +228,7 @@ def page_of(target: str) -> str:
 
 def pages(found: dict[str, Any]) -> dict[str, str]:
     """The newest version's rows."""
-    name = list(found["versions"])[-1]
+    name = list(found["triton"])[-1]
     return {page_of(target): report.document(
         f"# {TITLE}: {GPUS[target].name}",
         f"Made by `moe-plugin bench resources`. Triton {name}, {target}.",
@@ -243,4 +243,4 @@ def pages(found: dict[str, Any]) -> dict[str, str]:
             "buffers": lambda row: str(row.get("buffers") or ""),
             "copies": lambda row: "TMA" if row.get("copies") else "",
             "breaks": lambda row: "; ".join(row["failed"])}))
-        for target, one in found["versions"][name].items()}
+        for target, one in found["triton"][name].items()}

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.lab.bench.measure import said, versions
 from moe_plugin.lab.bench.quickstart import begin, quickstart, settings
 from moe_plugin.lab.bench.replayed import (
     HEADER,
@@ -115,7 +114,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         found[name] = emulate(excerpt(made, experts, where.ranks, args.replayed, args.tokens),
                               where)
     return {"grid": args.grid, "rate": args.rate, "tokens": args.tokens, "steps": args.steps,
-            "versions": versions("cpu"), "traces": found}
+            "traces": found}
 
 
 def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -170,7 +169,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         f"{found['grid']} emulated nodes, {found['rate'] / 1e6:.0f} Mbit/s; width and inner width "
         f"{WIDTH}, {found['tokens']:,} tokens of a rank, k = {TOP_K}, float32; times of the "
         f"slowest rank. Predicted by `moe-plugin simulate routing` with `{CLUSTER}` and "
-        f"`{DEVICE}`, by which calls also decide whether they spill. {said(found['versions'])}.")
+        f"`{DEVICE}`, by which calls also decide whether they spill.")
     yield verdict(rows)
     if quartiles:
         yield ("Noise: in calls in which a policy lends nothing it does what `never` does; there "

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.options import add_links, links_of
+from moe_plugin.lab.bench.options import add_links, links_of, refuse_links
 from moe_plugin.lab.bench.train import curves
 from moe_plugin.lab.bench.train import run as runs
 from moe_plugin.lab.bench.train.results import (  # noqa: F401
@@ -66,6 +66,8 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1; "
                              "e.g. 4")
+    if not args.emulate:
+        refuse_links(args)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:

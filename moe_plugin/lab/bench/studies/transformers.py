@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.lab.bench.layouts import slowest
-from moe_plugin.lab.bench.measure import said, versions
+from moe_plugin.lab.bench.measure import versions
 from moe_plugin.lab.bench.ranks import on_processes
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
@@ -255,8 +255,7 @@ def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
     yield (f"{about} Thousand tokens a second of a training step (forward, backward, SGD) of a "
            f"model of {LAYERS} layers, {found['dtype']}, {found['sequences']} sequences of "
            f"{found['length']} tokens{network}, {_where(found)}, medians of "
-           f"{found['steps']} steps of the slowest rank. In brackets: ours over it. "
-           f"{said(found['versions'])}.")
+           f"{found['steps']} steps of the slowest rank. In brackets: ours over it.")
     cells, names = found["cells"], list(found["cells"][0]["seconds"])
 
     def speed(name: str) -> Callable[[dict[str, Any]], str]:

@@ -24,7 +24,7 @@ from torch import nn
 
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.lab.bench.images import spread, train_images
-from moe_plugin.lab.bench.measure import interleaved, said, versions
+from moe_plugin.lab.bench.measure import interleaved
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.vision.model import PRESETS, build
@@ -176,7 +176,6 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     stated = "; ".join(f"{one.overhead('training'):.2f} times the dense time in training and "
                        f"{one.overhead('forward'):.2f} forward (`{one.preset}`)"
                        for one in cells if one.batch == 8)
-    yield said(found["setup"]) + "."
     yield (
         "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
         "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
@@ -227,5 +226,5 @@ OPTIONS = {
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     cells = speed(args.presets, args.batches, args.rounds)
     trained = train(range(1, args.seeds + 1), args.epochs)
-    return {"setup": versions("cpu"), "accuracy": asdict(trained),
+    return {"accuracy": asdict(trained),
             "speed": [asdict(one) for one in cells]}

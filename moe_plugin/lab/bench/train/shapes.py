@@ -11,9 +11,14 @@ from dataclasses import dataclass, replace
 class TrainShape:
     """A decoder language model whose every layer has experts.
 
-    width: of a token, D. inner: width inside an expert, F. experts: E. top_k: experts per token.
-    tokens: of one step, over all ranks. layers, length: transformer layers, tokens of a sentence.
-    gated: experts are SwiGLU ones.
+    Attributes:
+        width: of a token, D.
+        inner: width inside an expert, F.
+        experts: E.
+        top_k: experts per token.
+        tokens: of one step, over all ranks.
+        layers, length: transformer layers, tokens of a sentence.
+        gated: experts are SwiGLU ones.
     Raises: ValueError: sizes that do not fit together; it names value, bound and remedy.
     """
 

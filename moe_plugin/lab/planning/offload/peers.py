@@ -17,9 +17,11 @@ class Peers:
     """Peers and how they work together.
 
     Attributes:
-        count: of peers, also of a pipeline's stages. bytes_s: of each peer's link, in one
-            direction; delay_s: of a message.
-        average_every: steps between two averages of weights. averaged_bytes: of the model.
+        count: of peers, also of a pipeline's stages.
+        bytes_s: of each peer's link, in one direction.
+        delay_s: of a message.
+        average_every: steps between two averages of weights.
+        averaged_bytes: of the model.
     """
 
     count: int

@@ -30,7 +30,9 @@ class ExpertModel:
     """A stack of MoE layers, and the machine that runs it.
 
     Attributes:
-        layers: with experts. experts: of a layer. expert_bytes: of one expert's weights.
+        layers: with experts.
+        experts: of a layer.
+        expert_bytes: of one expert's weights.
         attention_s: seconds from the experts of a layer to the choice of the next layer's router.
         expert_s: seconds of the rest of a layer, by active expert.
         bytes_s: bandwidth from host memory to the device.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_plugin import MoEBlock, MoELayer, fully_shard_model, optimizer_groups
 from moe_plugin.checkpoint import load, save
@@ -269,6 +270,31 @@ def test_a_schedule_and_a_copy_of_the_state_reach_both_kinds() -> None:
     close(whole_state(other), whole_state(model))
     fields = {frozenset(state) for state in optimizer.state.values()}
     assert fields == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
+
+
+@pytest.mark.fast
+def test_its_adamw_is_made_once_and_steps_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's hooks of all optimizers see one step of one optimizer; a copy steps alike."""
+    made, stepped, init = [], [], torch.optim.AdamW.__init__
+
+    def counted(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", counted)
+    model = Model(LocalComm())
+    optimizer = ExpertMuon(groups(model))
+    hook = register_optimizer_step_post_hook(lambda each, *_: stepped.append(each))
+    try:
+        for number in range(3):
+            step(model, optimizer, LocalComm(), number)
+    finally:
+        hook.remove()
+    assert stepped == [optimizer] * 3 and len(made) == 1
+    other, again = copy.deepcopy((model, optimizer))
+    for each, its in ((model, optimizer), (other, again)):
+        step(each, its, LocalComm(), 3)
+    close(whole_state(other), whole_state(model))
 
 
 @pytest.mark.fast
