@@ -28,9 +28,8 @@ from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
 from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.config import with_overrides
-from moe_plugin.gradients.norm import clip_grad_norm_
+from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
-from moe_plugin.resilience.elastic import ElasticReplica
 from moe_plugin.resilience.twins import TwinCheck
 
 VOCABULARY, LENGTH = 64, 16
@@ -80,7 +79,7 @@ class Run:
     """Model, optimizer and progress of this rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.step, self.saved, self.skipped = args, 0, 0, 0
+        self.args, self.saved = args, 0
         torch.manual_seed(args.seed)
         self.comm = TorchComm(timeout_s=args.timeout)
         self.experts: Comm = self.comm
@@ -93,29 +92,29 @@ class Run:
         self.check = None
         if args.check_twins:
             self.check = TwinCheck(self.bare, self.comm, every=args.check_twins)
-        self.replica = None
+        self.loss = torch.zeros(())
+        self.steps = TrainingSteps(self.model, self.optimizer, self.loss_of, clip=args.clip,
+                                   world=self.comm, lighthouse=args.lighthouse,
+                                   replica=args.replica)
 
-    def state(self) -> dict:
-        """What a replica that comes back needs."""
-        return {"model": self.bare.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "step": self.step}
+    @property
+    def step(self) -> int:
+        """Steps done, those of another replica where its state was taken."""
+        return self.steps.done
 
-    def load(self, state: dict) -> None:
-        """Take the state of a living replica."""
-        self.bare.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+    def loss_of(self, model: nn.Module, ids_BS: Tensor) -> Tensor:
+        """Of a batch; `loss` is that of its tokens alone."""
+        loss, balance = model(ids_BS)
+        self.loss = loss.detach()
+        return loss + balance
 
     def train(self) -> None:
         """From the last checkpoint to the last step."""
         if self.folder.exists() or self.folder.with_name("checkpoint.old").exists():
-            self.step = load(self.folder, self.bare, self.optimizer, self.experts)["step"]
-            self.saved = self.step
+            found = load(self.folder, self.bare, self.optimizer, self.experts)
+            self.saved = self.steps.done = found["step"]
             self.say(f"goes on from step {self.step}, of {self.folder}")
         args = self.args
-        if args.lighthouse:
-            self.replica = ElasticReplica(args.lighthouse, args.replica, self.state, self.load,
-                                          args.timeout, progress=self.step)
         while self.step < args.steps:
             loss = self.one_step()
             if loss is not None:
@@ -150,38 +149,20 @@ class Run:
         return sequences(self.step, args.replica, args.batch)[comm.rank::comm.size]
 
     def one_step(self) -> float | None:
-        """A step; its loss over all ranks, None where it was skipped on all of them."""
-        args, comm = self.args, self.comm
-        self.optimizer.zero_grad()
-        loss, balance = self.model(self.sequences())
-        (loss + balance).backward()
-        mean = comm.all_reduce(loss.detach()) / comm.size
-        if self.replica is not None:
-            if not self.replica.average([p.grad for p in self.bare.parameters()]):
-                return self.skip(self.step + 1, "a replica was lost")
-            if self.replica.healed:  # this loss is of older weights
-                mean = torch.tensor(float("nan"))
-        norm = clip_grad_norm_(self.bare.parameters(), args.clip, world=comm)
-        if not norm.isfinite():
-            self.step += 1
-            return self.skip(self.step, "a gradient is not finite")
-        self.optimizer.step()
-        self.step += 1
-        return float(mean)
-
-    def skip(self, step: int, why: str) -> None:
-        """Say that a step changed nothing."""
-        self.skipped += 1
-        self.say(f"step {step} skipped on all ranks: {why}")
-        if self.skipped > 100:
-            raise FloatingPointError("more than 100 steps were skipped; see the log")
+        """A step; its loss over all ranks, None where it was left out on all of them, NaN where it
+        is of older weights than another replica's, which were taken.
+        """
+        if self.steps(self.sequences()) is None:
+            return None
+        mean = self.comm.all_reduce(self.loss) / self.comm.size
+        return float("nan") if self.steps.run.replaced else float(mean)
 
     def log(self, loss: float) -> None:
         """A line of `log.jsonl`, by rank 0."""
         if self.comm.rank == 0:
             line = {"step": self.step, "loss": None if loss != loss else loss}
-            if self.replica is not None:
-                line |= {"replica": self.args.replica, "replicas": self.replica.members}
+            if self.args.lighthouse:
+                line |= {"replica": self.args.replica, **self.steps.run.numbers()}
             with open(Path(self.args.out, "log.jsonl"), "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
 
@@ -221,8 +202,7 @@ def main() -> int:
     try:
         run.train()
     finally:
-        if run.replica is not None:
-            run.replica.close()
+        run.steps.close()
     dist.barrier()
     # gloo's threads free the tensors of the last collective, for which they need Python's lock; a
     # group that is destroyed before they had it waits for them without end

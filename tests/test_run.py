@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm
-from moe_plugin.config import ObserveConfig, from_dict
+from moe_plugin.config import GuardConfig, ObserveConfig, RunConfig, from_dict
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.resilience.finite import MAX_SKIPPED_STEPS
 from moe_plugin.resilience.twins import WrongResultError
@@ -108,8 +108,8 @@ def test_steps_of_a_loop_of_ones_own_are_plain_steps(tmp_path: Path,
     mine, plain = (small_model() for _ in range(2))
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (mine, plain)]
     steps = TrainingSteps(mine, optimizers[0], loss_of, clip=0.05, total=6,
-                          observe=ObserveConfig(interval=2, jsonl=str(tmp_path / "stats.jsonl")),
-                          tokens_of=len)
+                          settings=RunConfig(observe=ObserveConfig(
+                              interval=2, jsonl=str(tmp_path / "stats.jsonl"))), tokens_of=len)
     for x in batches(4):
         optimizers[1].zero_grad()
         loss = loss_of(plain, x)
@@ -169,7 +169,8 @@ def test_a_lost_step_is_made_again_under_its_number() -> None:
 
 def _flipped(rank: int, wrong: bool) -> tuple[int, tuple[int, ...]] | None:
     model = small_model()
-    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.1), loss_of, twins=2)
+    steps = TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.1), loss_of,
+                          RunConfig(guard=GuardConfig(twins=2)))
     if wrong and torch.distributed.get_rank() == rank:
         model[1].experts.register_forward_hook(lambda _, __, y: y * 1.0001)
     try:

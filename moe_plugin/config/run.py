@@ -9,26 +9,16 @@ from dataclasses import dataclass, field
 from moe_plugin.config.options import MOST_RANKS, MOST_STEPS, SettingsSection, option
 
 # what reads them outside of fairseq and Megatron; the first beginning of a path counts
+_PEERS = "give it to moe_plugin.resilience.averaging_peers.peer_of"
 READERS = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",
-    "offload.average": "give it to moe_plugin.resilience.averaging_peers.peer_of",
-    "offload.outer": "give it to moe_plugin.resilience.averaging_peers.peer_of",
-    "offload.": "call moe_plugin.memory.activations.auto.manage in your training loop",
-    "pipeline.": "use Megatron, which has pipeline stages",
-    "guard.twins": "use moe_plugin.resilience.twins.TwinCheck, or a host, fairseq or Megatron",
-    "observe.choices": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use "
-                       "a host, fairseq or Megatron",
-    "observe.trace": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a "
-                     "host, fairseq or Megatron",
-    "observe.prediction": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or "
-                          "use a host, fairseq or Megatron",
-    "observe.replay": "give an ObserveConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a "
-                      "host, fairseq or Megatron",
-    "observe.": "give an ObserveConfig to moe_plugin.observe.recorder.StatsRecorder in your loop, "
-                "or use a host, fairseq or Megatron",
+    "offload.average": _PEERS,
+    "offload.outer": _PEERS,
     "resize.": "call moe_plugin.checkpoint.resize.change_expert_parallel in your training loop, or "
                "use a host, fairseq or Megatron",
-    "guard.": "use moe_plugin.resilience.vote.VotedGradients, or a host, fairseq or Megatron",
+    "pipeline.": "use Megatron, which has pipeline stages",
+    "": "give a RunConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a host, fairseq or "
+        "Megatron",
 }
 _PROJECT = re.compile(r"([\w.-]+/)?[\w.-]{1,128}")
 POLICIES = ("keep", "recompute", "swap")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,19 +26,20 @@ from moe_plugin.run import RunFeature, StepFacts, StepInput
 logger = logging.getLogger(__name__)
 
 
-def listen(layers: Mapping[str, Any], training: Callable[[str, LayerStats], None] | None,
+def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerStats], None]],
            validation: Callable[[LayerStats], None] | None) -> None:
     """Take the statistics of layers' calls.
 
     Args:
         layers: a host's, by name; each calls its `observer` with the statistics of every pass that
             counts: one of those that are recomputed.
-        training, validation: take them by whether the layer trains; None: they are not taken.
+        training, validation: take them by whether the layer trains.
     """
     def take(layer: Any, name: str, stats: LayerStats) -> None:
-        if layer.training and training is not None:
-            training(name, stats)
-        elif not layer.training and validation is not None:
+        if layer.training:
+            for each in training:
+                each(name, stats)
+        elif validation is not None:
             validation(stats)
 
     for name, layer in layers.items():
@@ -50,26 +51,24 @@ class LayerRecords(RunFeature):
 
     Args:
         config: where they go.
-        layers: see `listen`.
+        layers: whose statistics its `recorder` is to get, see `listen`.
         comm: ranks whose numbers belong together; rank 0 writes.
         host: what trains, for the report.
         rank: of this process, for the timeline and traces; None: that in `comm`.
         has_log: whether the host has a log of its own that the report reads; else numbers of
             training are written with the records.
-        validation: takes the statistics of validation.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
-                 rank: int | None = None, has_log: bool = True,
-                 validation: Callable[[LayerStats], None] | None = None) -> None:
+                 rank: int | None = None, has_log: bool = True) -> None:
         self.config, self.has_log = config, has_log
-        # a host without its own log does not say what training dropped
-        self.recorder = StatsRecorder(config, comm, [RULE] if has_log else [], host=host)
+        # a loop of one's own, or a host without its own log, does not say what training dropped
+        warned = [RULE] if has_log and host != "pytorch" else []
+        self.recorder = StatsRecorder(config, comm, warned, host=host)
         self.choices = ChoiceLog(config.choices, layers, comm) if config.choices else None
         self.trace = trace_of(config, layers, comm.rank if rank is None else rank)
         self.timeline = StepTimeline(config, layers, comm, rank or 0, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
-        listen(layers, self.recorder.add, validation)
         if host == "pytorch":  # hosts write what their user gave
             self.recorder.write_settings(layers)
 

@@ -21,7 +21,7 @@ from moe_plugin.memory.flat import FlatLayout, aligned_buffer
 from moe_plugin.memory.tiers import TierBuffer
 from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
 from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer
-from moe_plugin.resilience.elastic import ElasticReplica
+from moe_plugin.resilience.elastic import ElasticReplica, ReplicaPlace
 from moe_plugin.run import RunFeature, StepFacts
 
 log = logging.getLogger(__name__)
@@ -305,26 +305,26 @@ class PeerSteps(RunFeature):
     """A run of a host whose weights stream, as a peer.
 
     Args:
-        settings, trainer, lighthouse, replica, timeout_s: see `peer_of`.
-        progress: steps done, once a checkpoint is loaded. take: others' steps in their place.
+        settings, trainer: see `peer_of`.
+        place: of this run among the peers; its models and optimizers are those of the trainer.
 
     Attributes:
         saved: `outer_states` of `StreamedPeer` from a checkpoint, set before the first step.
     """
 
-    def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str,
-                 replica: int, timeout_s: float, progress: Callable[[], int],
-                 take: Callable[[int], None]) -> None:
+    def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer,
+                 place: ReplicaPlace) -> None:
         logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each average
-        self.trainer, self.progress, self.take = trainer, progress, take
+        self.settings, self.trainer, self.place = settings, trainer, place
         self.saved: Iterable[BlockState] | None = None
-        self._make = lambda: peer_of(settings, trainer, lighthouse, replica, timeout_s, self.saved)
         self.peer: StreamedPeer | None = None
 
     def begin(self) -> None:
         """Meet the others with the weights of the checkpoint."""
-        self.trainer.steps = self.progress()
-        self.peer, self.saved = self._make(), None
+        self.trainer.steps, place = self.place.done, self.place
+        self.peer = peer_of(self.settings, self.trainer, place.lighthouse, place.replica,
+                            place.timeout_s, self.saved)
+        self.saved = None
         self.peer.join()
         self._follow()
 
@@ -335,8 +335,8 @@ class PeerSteps(RunFeature):
             self._follow()
 
     def _follow(self) -> None:
-        if self.trainer.steps != self.progress():
-            self.take(self.trainer.steps)
+        if self.trainer.steps != self.place.done:
+            self.place.take(self.trainer.steps)
 
     def outer_state(self, number: int) -> BlockState:
         """For a checkpoint: a block's part of what `saved` is to be."""

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ from moe_plugin.messages import short
 from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.resilience.quorums import LIVING, Quorums, retries
 from moe_plugin.routing.contract import RouterModule
-from moe_plugin.run import LostStep, RunFeature, StepGradients
+from moe_plugin.run import LostStep, RunFeature, StepGradients, refuse_unfit
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse
 MAX_LOST = 100  # steps lost in a row: no replica comes and goes that often
@@ -241,26 +242,41 @@ class ModuleState:
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
 
 
-class ReplicaSteps(RunFeature):
-    """Averages a run's gradients over the replicas that live.
+@dataclass(frozen=True)
+class ReplicaPlace:
+    """A run among those that train the same model, as its host tells of it.
 
-    Args:
+    Attributes:
         lighthouse, replica, timeout_s: see `ElasticReplica`.
         models: of this rank, without wrappers that change names.
-        state, load: of everything else that a replica which comes back needs: optimizer, progress.
-        progress: steps done, once a checkpoint is loaded.
+        optimizers: of this rank, asked each time; any with `state_dict` and `load_state_dict`.
+        progress: steps done first, once a checkpoint is loaded, and what else says how far it is.
+        take: another run's progress, in its place.
+    """
+
+    lighthouse: str
+    replica: int
+    timeout_s: float
+    models: Sequence[nn.Module]
+    optimizers: Callable[[], Sequence[Any]]
+    progress: Callable[[], tuple[int, ...]]
+    take: Callable[..., None]
+
+    @property
+    def done(self) -> int:
+        """Steps."""
+        return self.progress()[0]
+
+
+class ReplicaSteps(RunFeature):
+    """Averages a run's gradients over the replicas that live.
 
     Attributes: `replica`: what is known of the replicas. `lost`: whether the last step was.
     """
 
-    def __init__(self, lighthouse: str, replica: int, timeout_s: float, models: Sequence[nn.Module],
-                 state: Callable[[], Any], load: Callable[[Any], None],
-                 progress: Callable[[], int]) -> None:
+    def __init__(self, place: ReplicaPlace) -> None:
         logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each step
-        self._modules, self._load = ModuleState(models), load
-        self._make = lambda: ElasticReplica(
-            lighthouse, replica, lambda: {"modules": self._modules(), "host": state()}, self._take,
-            timeout_s, progress())
+        self._place, self._modules = place, ModuleState(place.models)
         self.replica: ElasticReplica | None = None
         self.lost = False
 
@@ -270,7 +286,9 @@ class ReplicaSteps(RunFeature):
 
     def begin(self) -> None:
         """Meet the others with the state of the checkpoint."""
-        self.replica = self._make()
+        place = self._place
+        self.replica = ElasticReplica(place.lighthouse, place.replica, self._state, self._take,
+                                      place.timeout_s, place.done)
 
     def after_backward(self, gradients: StepGradients) -> None:
         """Average the gradients. Collective. `LostStep`: a replica was lost."""
@@ -292,9 +310,15 @@ class ReplicaSteps(RunFeature):
         if self.replica is not None:
             self.replica.close()
 
+    def _state(self) -> dict[str, Any]:
+        return {"modules": self._modules(), "progress": self._place.progress(),
+                "optimizers": [each.state_dict() for each in self._place.optimizers()]}
+
     def _take(self, given: dict[str, Any]) -> None:
         self._modules.load(given["modules"])
-        self._load(given["host"])
+        for mine, state in zip(self._place.optimizers(), given["optimizers"], strict=True):
+            mine.load_state_dict(state)
+        self._place.take(*given["progress"])
 
 
 def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
@@ -304,19 +328,32 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
             x.copy_(part_N.view_as(x))
 
 
+def is_replica(lighthouse: str | None, replica: int,
+               unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
+    """Whether a run is one replica of several.
+
+    Args:
+        lighthouse, replica: as its flags give them.
+        unfit: settings of its host, see `refuse_unfit`; asked of a replica alone.
+    Raises:
+        ValueError: it cannot be one: torchft is not installed, there can be no replica of this
+            number, or a setting does not fit; or a run without a lighthouse has a number.
+    """
+    if lighthouse:
+        refuse_unfit("--moe-lighthouse", unfit())
+        check_settings(replica)
+    elif replica:
+        raise ValueError(f"replica={replica} does not fit a run without a lighthouse, which would "
+                         "train alone: must be 0; give the lighthouse's address (--moe-lighthouse)")
+    return bool(lighthouse)
+
+
 def check_settings(replica: int) -> None:
     """`ValueError`: torchft is not installed, or there can be no replica of this number."""
     if not 0 <= replica < MOST_REPLICAS:
         raise ValueError(f"replica={replica} is out of bounds: must be in 0..{MOST_REPLICAS - 1}; "
                          "number the replicas from 0 on")
     _torchft()
-
-
-def check_alone(replica: int) -> None:
-    """`ValueError`: a run without a lighthouse is the only one, and has no number."""
-    if replica:
-        raise ValueError(f"replica={replica} does not fit a run without a lighthouse, which would "
-                         "train alone: must be 0; give the lighthouse's address (--moe-lighthouse)")
 
 
 def _torchft() -> Any:

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.config import GuardConfig
 from moe_plugin.dispatch.rows_limit import most_of, needed_of, settle
+from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.layer import MoELayer
+from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.resilience.overflow import StepStart, limits_of
 from moe_plugin.resilience.twins import alike
 from moe_plugin.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
@@ -106,7 +110,8 @@ class StepVotes(RunFeature):
             mine = in_turn[file * ranks + place::step]
             most = max(1, len(in_turn[file * ranks::step]))
             for i, batch in enumerate([*mine, *[None] * (most - len(mine))]):
-                self.dealt.append(FileBatch(batch, i == 0, speaks and bool(batch)))
+                empty = batch is None or (isinstance(batch, list | dict) and not batch)
+                self.dealt.append(FileBatch(batch, i == 0, speaks and not empty))
         return [each.batch for each in self.dealt]
 
     def files_dealt(self) -> list[list[Any]]:
@@ -198,6 +203,19 @@ class StepVotes(RunFeature):
     def ranks_of(self, workers: Iterable[int]) -> list[int]:
         """The job's ranks, ascending."""
         return sorted(rank for worker in workers for rank in self._ranks_KW[worker])
+
+
+def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
+    """Of data-parallel ranks, whose workers are the expert-parallel groups of a model. Collective.
+
+    Raises: ValueError: no such assignment for so many workers.
+    """
+    layers = (each for each in model.modules() if isinstance(each, MoELayer))
+    worker = next((layer.comm for layer in layers), LocalComm())
+    assignment = assign(guard.assignment, world.size // worker.size, guard.votes)
+    comm = replica_comm(worker, world)
+    assert comm is not None  # there are several workers
+    return Ballots(assignment, comm, guard.aggregate, worker)
 
 
 def _ranks_of_workers(ballots: Ballots) -> list[list[int]]:

@@ -74,7 +74,8 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     for word in ("Devices", "torch.distributed", "Packages", "dispatcher", "ragged", "take_rows",
                  "Self check", "the layer works here", "fairseq --optimizer adam",
                  "--moe-fused-adam", "torch.optim.AdamW", "torch.nn.RMSNorm",
-                 "torch._foreach_norm", "guard.votes", "--moe-check-twins"):
+                 "torch._foreach_norm", "guard.votes", "--moe-check-twins",
+                 "vision: its epochs are passes over all images"):
         assert word in text
     assert max(map(len, text.splitlines())) < 200
 

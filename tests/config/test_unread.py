@@ -57,13 +57,13 @@ def replaced(**settings: Any) -> list[str]:
 
 @pytest.mark.parametrize("build", [layer, block, replaced, named_config])
 @pytest.mark.parametrize("settings, words", [
-    ({"votes": 3}, "guard.votes=3 is a setting of a run.*resilience.vote.VotedGradients"),
-    ({"guard": {"twins": 5}}, "guard.twins=5 .*TwinCheck"),
-    ({"activations": "swap"}, "offload.activations='swap' .*activations.auto.manage"),
-    ({"stats_jsonl": "stats.jsonl"}, "observe.jsonl='stats.jsonl' .*StatsRecorder"),
+    ({"votes": 3}, "guard.votes=3 is a setting of a run.*plain.run.TrainingSteps"),
+    ({"guard": {"twins": 5}}, "guard.twins=5 .*TrainingSteps"),
+    ({"activations": "swap"}, "offload.activations='swap' .*TrainingSteps"),
+    ({"stats_jsonl": "stats.jsonl"}, "observe.jsonl='stats.jsonl' .*TrainingSteps"),
     ({"weights_on": "host"}, "offload.weights='host' .*streamed_trainer"),
     ({"pipeline": "terapipe"}, "pipeline='terapipe' .* no layer reads: leave it out, or use Meg"),
-    ({"stats_interval": 100}, "observe.interval=100 .*StatsRecorder"),  # the default, too
+    ({"stats_interval": 100}, "observe.interval=100 .*TrainingSteps"),  # the default, too
 ])
 def test_a_layer_refuses_settings_of_a_run(build: Build, settings: dict[str, Any],
                                            words: str) -> None:

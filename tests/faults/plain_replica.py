@@ -6,11 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+from moe_plugin.resilience import elastic
 from tests.faults import recorded, replicas
 
 if __name__ == "__main__":
     script = replicas.train_plain()
     args = script.parse()
-    script.ElasticReplica = recorded.recorded("plain", Path(args.out), args.replica,
-                                              int(os.environ.get("RANK", "0")))
+    elastic.ElasticReplica = recorded.recorded(  # type: ignore[misc]
+        Path(args.out), args.replica, int(os.environ.get("RANK", "0")))
     sys.exit(script.main())

@@ -23,10 +23,6 @@ from tests.faults.meeting import heard, meet, until, until_asked
 
 RECORD, PLAN, CAP = "steps.jsonl", "plan.json", "cap"
 MOST = 8  # replicas of a job
-# steps done, of the state that a replica gives to another
-DONE: Mapping[str, Callable[[Any], int]] = {
-    "plain": lambda state: state["step"], "fairseq": lambda state: state["host"]["updates"],
-    "megatron": lambda state: state["host"]["progress"][0]}
 
 
 @dataclass
@@ -40,7 +36,7 @@ class Step:
     logged: dict[int, int] = field(default_factory=dict)
 
 
-def recorded(host: str, folder: Path, replica: int, rank: int = 0) -> type[ElasticReplica]:
+def recorded(folder: Path, replica: int, rank: int = 0) -> type[ElasticReplica]:
     """`ElasticReplica` for a replica whose rank 0 writes `steps.jsonl` into its folder.
 
     `plan.json` may say: `meets`: replicas that the lighthouse hears before this one begins;
@@ -63,7 +59,7 @@ def recorded(host: str, folder: Path, replica: int, rank: int = 0) -> type[Elast
             if planned.get("meets") and not path.exists():
                 meet(lighthouse, planned["meets"])
             self._lighthouse = lighthouse
-            self._done = lambda: DONE[host](state())
+            self._done = lambda: state()["progress"][0]
             self._attempt = sum("attempt" in line for line in read(path))
 
         def _write(self, **line: Any) -> None:

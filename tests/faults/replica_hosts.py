@@ -102,7 +102,7 @@ def _in_child(host: str, replica: Replica) -> None:
 
 def run_program(host: str, replica: Replica) -> None:
     """The host's program as this replica, which records its steps."""
-    _replace(recorded.recorded(host, replica.path.parent, replica.number))
+    _replace(recorded.recorded(replica.path.parent, replica.number))
     PROGRAMS[host](replica, {})
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 
+from moe_plugin.resilience import elastic
 from moe_plugin.resilience.elastic import ElasticReplica, ModuleState, check_settings
 from tests.distributed import free_port, listens
 from tests.faults import host_replicas, recorded, replicas
@@ -117,7 +118,7 @@ def _train_with_experts(lighthouse: str, folder: str, ports: list[int], steps: i
     Path(folder, str(number)).mkdir(exist_ok=True)
     alone = Path(folder, "alone")
 
-    class Meeting(recorded.recorded("plain", Path(folder, str(number)), number, rank)):
+    class Meeting(recorded.recorded(Path(folder, str(number)), number, rank)):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if not alone.exists():
@@ -130,7 +131,7 @@ def _train_with_experts(lighthouse: str, folder: str, ports: list[int], steps: i
                 alone.touch()
                 until_asked(lighthouse)  # no rank of this replica goes on before
 
-    script.ElasticReplica = Meeting
+    elastic.ElasticReplica = Meeting
 
     def life(seed: int, until: int) -> None:
         run = Run(script.parse([
@@ -138,7 +139,7 @@ def _train_with_experts(lighthouse: str, folder: str, ports: list[int], steps: i
             "--timeout", str(WAIT_S), "--lighthouse", lighthouse, "--replica", str(number),
             "--seed", str(seed)]))
         run.train()
-        run.replica.close()
+        run.steps.close()
 
     if number == 1:
         life(2, LEAVES)

@@ -49,8 +49,7 @@ def _train(folder: Path, host: str, words: list[str], step: Callable[[int], int]
         job = subprocess.Popen(
             ["bash", str(SCRIPT), "--port", str(free_port()), "--timeout", "100", "--ranks", "2",
              host, str(folder / "runs"), *words], stdout=out, stderr=subprocess.STDOUT, env={
-                **kills.environment(), **ENVIRONMENT, "PYTHONPATH": path, "RECORDS": str(records),
-                "RECORDED_HOST": host})
+                **kills.environment(), **ENVIRONMENT, "PYTHONPATH": path, "RECORDS": str(records)})
 
     def wait(done: Callable[[], bool]) -> None:
         until(lambda: done() or job.poll() is not None, lambda: _logs(folder))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer
 from moe_plugin.checkpoint.resize import change_expert_parallel, reorder_experts
 from moe_plugin.comm import Comm, LocalComm, run_simulated
-from moe_plugin.config import ObserveConfig, from_dict
+from moe_plugin.config import ObserveConfig, RunConfig, from_dict
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.observe.choices import ChoiceLog
 from moe_plugin.planner.order_files import load_choices
@@ -46,7 +46,7 @@ def trained(comm: Comm, path: Path, steps: int) -> list[Tensor]:
         model.moe.router.weight_ED.copy_(torch.eye(4, 8))
     run = TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.0),
                         lambda model, x: model(x).square().mean(), world=comm,
-                        observe=ObserveConfig(choices=str(path), interval=2))
+                        settings=RunConfig(observe=ObserveConfig(choices=str(path), interval=2)))
     for _ in range(steps):
         run(torch.randn(6, 8))
     run.close()
@@ -71,7 +71,7 @@ def test_counts_of_all_ranks_since_the_last_record(tmp_path: Path) -> None:
 def test_layers_have_no_hook_without_it(tmp_path: Path) -> None:
     model = Model(LocalComm())
     TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: m(x).sum(),
-                  observe=ObserveConfig(jsonl=str(tmp_path / "stats.jsonl")))
+                  settings=RunConfig(observe=ObserveConfig(jsonl=str(tmp_path / "stats.jsonl"))))
     assert not model.moe.router._forward_hooks
 
 

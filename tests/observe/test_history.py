@@ -381,3 +381,14 @@ def _both(folder: Path) -> Path:
     for host in ("fairseq", "megatron"):
         shutil.copytree(DATA / host, folder / host)
     return folder
+
+
+def test_changes_of_the_expert_parallel_size(tmp_path: Path) -> None:
+    change = {"before": 2, "after": 4, "bytes": 2048, "seconds": 0.5}
+    rows = [{"step": 5, "training": {"loss": 1.0}}, {"step": 6, "expert_parallel": change},
+            {"step": 7, "expert_parallel": {"before": 2}}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path)
+    assert [record.line() for record in run.resizes] == [
+        "expert-parallel ranks 2 -> 4 before step 6: 2 KiB sent by all ranks, 500 ms"]
+    assert any("line 3" in note for note in run.notes), run.notes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoEConfig, MoELayer
-from moe_plugin.config import ObserveConfig
+from moe_plugin.config import ObserveConfig, RunConfig
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.observe.history.predictions import prediction_record
 from moe_plugin.observe.prediction import STEPS, exchange_s
@@ -48,7 +48,8 @@ def steps(folder: Path, number: int, **settings: object) -> list[dict]:
         model = nn.Sequential(nn.Linear(8, 8), _Output(MoELayer(MoEConfig(model_dim=8))))
     run = TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.1),
                         lambda m, x: m(x).square().mean(),
-                        observe=ObserveConfig(prediction=str(path), **settings))
+                        settings=RunConfig(observe=ObserveConfig(
+                            prediction=str(path), **settings)))
     for step in range(number):
         scale = float("inf") if step == 3 else 1.0
         run(scale * torch.randn(4, 8))

@@ -17,7 +17,7 @@ import torch
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
-from moe_plugin.config import ObserveConfig, RouterConfig
+from moe_plugin.config import ObserveConfig, RouterConfig, RunConfig
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history import (
@@ -553,7 +553,7 @@ def test_plain_training_names_the_settings_that_its_layers_were_given(tmp_path: 
     model = torch.nn.ModuleList(MoELayer(MoEConfig(
         model_dim=8, num_experts=4, router=RouterConfig(top_k=k))) for k in (1, 2))
     TrainingSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: b,
-                  observe=ObserveConfig(jsonl=str(tmp_path / "stats.jsonl")))
+                  settings=RunConfig(observe=ObserveConfig(jsonl=str(tmp_path / "stats.jsonl"))))
     row = json.loads((tmp_path / "stats.jsonl").read_text())
     # none that the layer chose itself, such as its all-to-all
     assert row["changed"] == {"model_dim": ["8", "0"], "num_experts": ["4", "8"],

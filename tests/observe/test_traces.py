@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import LocalComm
-from moe_plugin.config import ObserveConfig, from_dict
+from moe_plugin.config import ObserveConfig, RunConfig, from_dict
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.traces import read_trace, trace_path
@@ -46,7 +46,8 @@ def trained(model: Model, steps: int = 3, tokens: int = 6, **observe: Any) -> Mo
     """Steps of two micro-batches, with other data in each run, and an evaluation between."""
     run = TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.1),
                         lambda model, xs: sum(model(x).square().mean() for x in xs),
-                        world=LocalComm(), observe=ObserveConfig(**observe))
+                        world=LocalComm(), settings=RunConfig(
+                            observe=ObserveConfig(**observe)))
     for _ in range(steps):
         run([torch.randn(tokens, 8) for _ in range(2)])
         model.eval()(torch.randn(3, 8))

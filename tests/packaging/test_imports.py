@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 ORDER = ("messages quiet registry regular_files yaml_file dtensors machine checkout determinism "
          "config expert_rows planner kernels comm run records output routing dispatch experts "
          "memory tuning layer_state layer_parts layer routed_experts pregate gradients checkpoint "
-         "ensembles observe resilience hosts lab cli").split()
+         "ensembles observe resilience run_features hosts lab cli").split()
 # Bottom to top inside `lab`, which nothing but the command imports.
 LAB = ("planning", "vision", "emulate", "bench", "audit")
 

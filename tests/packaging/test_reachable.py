@@ -20,7 +20,7 @@ MEASURES = f"{PACKAGE}.lab.bench"
 LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "checkpoint.resize.change_expert_parallel", "checkpoint.resize.reorder_experts",
+    "checkpoint.resize.reorder_experts",
     "lab.planning.offload.peers.versus_pipeline",
     "resilience.averaging_peers.StreamedPeer",
 )

@@ -12,6 +12,7 @@ import torch
 
 import moe_plugin
 from moe_plugin.config import DispatchConfig, GuardConfig, MoEConfig
+from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
 from moe_plugin.kernels.block_formats import quantize_mxfp8
 from moe_plugin.kernels.expert_ffn import is_stepwise, stepwise_strategy
 from moe_plugin.kernels.groups import RowGroups
@@ -20,6 +21,7 @@ from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
+from moe_plugin.run_features import FEATURES
 from moe_plugin.tuning.compute_times import ChoiceFiles
 from moe_plugin.tuning.prepare_group import DEFAULT_WHEN_UNSET
 
@@ -116,6 +118,17 @@ def guard_rows() -> list[dict[str, str]]:
     return [{"name": GuardConfig.PATH + found.name, "flag": f"--moe-{found.metadata['flag']}",
              "state": str(getattr(default, found.name) or "off"), "what": found.metadata["help"]}
             for found in dataclasses.fields(GuardConfig)]
+
+
+def run_rows() -> list[dict[str, str]]:
+    """What a run may have around its steps: setting, the hosts that have it, and of each other one
+    why it has not, and the remedy.
+    """
+    settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
+    return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
+             "what": "; ".join(f"{host}: {lack.reason} ({lack.remedy})"
+                               for (lacking, host), lack in LACKS.items() if lacking == name)}
+            for name in settings]
 
 
 def _defaults(config: MoEConfig) -> dict[str, set[str]]:

@@ -39,7 +39,7 @@ def rest(everything: bool) -> dict[str, Any]:
         "expert_compute_choices": registries.choice_rows(),
         "expert_dropout": registries.dropout_rows(),
         "default_when_unset": registries.unset_rows(), "guard": registries.guard_rows(),
-        "send": registries.send_rows(),
+        "send": registries.send_rows(), "runs": registries.run_rows(),
     }
 
 
@@ -101,6 +101,9 @@ def _everything(report: dict[str, Any]) -> list[str]:
         _table("Checks between ranks, by default (docs/wrong_ranks.md)",
                [{**r, "what": _short(r["what"], 110)} for r in report["guard"]],
                "name", "flag", "state", "what"),
+        _table("What hosts do around a run's steps, and why another does not",
+               [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
+               "name", "state", "what"),
         _table("Expert compute that auto has measured (for other loads it uses a rule: "
                "docs/kernels.md)",
                [{**r, "load": _load(r["load"])} for r in report["expert_compute_choices"]]

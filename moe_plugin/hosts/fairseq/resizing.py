@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -25,10 +26,11 @@ _OPTIMIZERS = "adafactor", "composite"
 
 def check(cfg: Any, model: nn.Module) -> None:
     """`ValueError` where a run cannot change its size: flag, reason and remedy."""
-    if not run_settings(model).resize.expert_parallel_at:
+    sizes = run_settings(model).resize.expert_parallel_at
+    if not sizes:
         return
     name = setting(cfg.optimizer, "_name")
-    refuse_unfit(f"--moe-expert-parallel-at {cfg.model.moe_expert_parallel_at or ''}".strip(), [
+    refuse_unfit(f"--moe-expert-parallel-at {_given(sizes)}", [
         ("one rank", cfg.distributed_training.distributed_world_size > 1,
          "use several, or leave it out"),
         ("--ddp-backend fully_sharded and --zero-sharding os", not shards_optimizer_state(cfg),
@@ -39,6 +41,10 @@ def check(cfg: Any, model: nn.Module) -> None:
         ("--amp", not cfg.common.amp, "use --bf16 or --fp16"),
         (f"--optimizer {name}", name not in _OPTIMIZERS,
          "its state cannot move with the experts; use adam or sgd")])
+
+
+def _given(sizes: Mapping[int, int]) -> str:
+    return ",".join(f"{step}={size}" for step, size in sizes.items())
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fairseq import metrics
@@ -12,8 +13,6 @@ from torch import nn
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.host_collectives import comm_of
-from moe_plugin.config import GuardConfig
-from moe_plugin.gradients.replicas import replica_comm
 from moe_plugin.hosts.fairseq import resizing
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
@@ -21,20 +20,14 @@ from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
-from moe_plugin.observe.drops import DropWarning
-from moe_plugin.observe.features import FirstStepLine, LayerRecords
 from moe_plugin.observe.history.fairseq_log import step_record
-from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.planner.vote_assignments import assign
-from moe_plugin.resilience.averaging_peers import PeerSteps
-from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_settings
-from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.resilience.overflow import RowsFit
+from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.resilience.step_votes import ballots_of
 from moe_plugin.resilience.stopping import RUN
-from moe_plugin.resilience.twins import TwinCheck
-from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
-from moe_plugin.routing.steps import RouterSteps
-from moe_plugin.run import Run, RunFeature, StepFacts, refuse_unfit
+from moe_plugin.resilience.vote import refuse_reported_loads
+from moe_plugin.run import Run, StepFacts, refuse_unfit
+from moe_plugin.run_features import HostSeams, make_run
 
 INNER = "train_inner"  # fairseq's name of the numbers between two lines of its log
 # their rate depends on the epoch or a validation, which every replica has of its own
@@ -85,11 +78,9 @@ def check(cfg: Any, model: nn.Module) -> None:
 
 def wants_replicas(cfg: Any, has_experts: bool) -> bool:
     """Whether the run is one replica of several. `ValueError`: it cannot be."""
-    if not setting(cfg.model, "moe_lighthouse"):
-        check_alone(setting(cfg.model, "moe_replica", 0) or 0)
-        return False
     common, rates = cfg.common, cfg.lr_scheduler
-    refuse_unfit("--moe-lighthouse", [
+    lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
+    return is_replica(lighthouse, replica or 0, lambda: [
         ("a model without experts", has_experts, "give --moe-freq and --moe-expert-count"),
         ("--fp16, --bf16 and --amp", not (common.fp16 or common.bf16 or common.amp),
          "leave them out"),
@@ -100,8 +91,6 @@ def wants_replicas(cfg: Any, has_experts: bool) -> bool:
          f"{', '.join(_OWN_RATES)})",
          setting(rates, "_name") not in _OWN_RATES and len(cfg.optimization.lr) == 1
          and setting(rates, "force_anneal") is None, "use one --lr and a schedule by updates")])
-    check_settings(cfg.model.moe_replica)
-    return True
 
 
 def run_of(trainer: Any) -> Run:
@@ -112,70 +101,27 @@ def run_of(trainer: Any) -> Run:
         return Run([RUN])
     group = trainer.data_parallel_process_group if trainer.data_parallel_world_size > 1 else None
     world = LocalComm() if group is None else comm_of(group)
-    guard, activations = run_settings(model).guard, _activations(cfg, model, world)
-    records, streamed = records_of(model, world, activations), trainer.streamed
-    if records is not None and streamed is not None:
-        records.recorder.watch("weights", streamed.trainer.copier, streamed.trainer.on_device)
-    votes = _votes(trainer, guard, world, group)
-    return Run([
-        resizing.steps_of(trainer, world), FirstStepLine(), RUN,
-        prediction_check(run_settings(model).observe, world, [model], "fairseq"),
-        TwinCheck(model, world, every=guard.twins) if guard.twins else None,
-        _replicas(trainer, config),
-        records, votes, RowsFit([model], world, votes=votes),
-        None if cfg.common.amp else FiniteSteps(),
-        # the trainer of weights that stream ends it block by block
-        RouterSteps([model]) if streamed is None else None, activations,
-        DropWarning(trainer.is_data_parallel_master)])
-
-
-def _votes(trainer: Any, guard: GuardConfig, world: Any, group: Any) -> FileTurns | None:
-    if not guard.votes:
-        return None
-    worker = moe_layers(trainer.get_model())[0].moe_layer.moe.comm
-    alike = replica_comm(worker, world)
-    assert alike is not None  # `check`: there are several workers
-    ballots = Ballots(assign(guard.assignment, alike.size, guard.votes), alike, guard.aggregate,
-                      worker)
-    return FileTurns(ballots, trainer.get_model(), trainer.get_criterion(), group)
-
-
-def _replicas(trainer: Any, config: Any) -> RunFeature | None:
-    flags = trainer.cfg.model
-    if not wants_replicas(trainer.cfg, True):
-        return None
-    if trainer.streamed is not None:
-        return PeerSteps(run_settings(trainer.get_model()).offload, trainer.streamed.trainer,
-                         flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
-                         trainer.get_num_updates, trainer.set_num_updates)
-
-    def state() -> dict[str, Any]:
+    flags = cfg.model
+    return make_run(run_settings(model), replace(
+        seams_of(model, world), speaks=trainer.is_data_parallel_master,
+        skips_steps=cfg.common.amp, streamed=trainer.streamed and trainer.streamed.trainer,
+        resize=lambda _: resizing.steps_of(trainer, world),
+        activations=lambda _: _activations(cfg, model, world),
+        votes=lambda guard: FileTurns(ballots_of(guard, model, world), model,
+                                      trainer.get_criterion(), group),
         # the trainer builds its optimizer again where it loads a checkpoint
-        return {"optimizer": trainer.optimizer.state_dict(), "updates": trainer.get_num_updates()}
-
-    def load(given: dict[str, Any]) -> None:
-        trainer.optimizer.load_state_dict(given["optimizer"])
-        trainer.set_num_updates(given["updates"])
-
-    return ReplicaSteps(flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
-                        [trainer.get_model(), trainer.get_criterion()], state, load,
-                        trainer.get_num_updates)
+        replicas=ReplicaPlace(
+            flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
+            [model, trainer.get_criterion()], lambda: [trainer.optimizer],
+            lambda: (trainer.get_num_updates(),), trainer.set_num_updates)
+        if wants_replicas(cfg, True) else None))
 
 
-def records_of(model: nn.Module, world: Any,
-               activations: Activations | None) -> LayerRecords | None:
-    """Records of a model's layers, where the settings say where they go. Layers are named by their
-    place, `decoder.layers.1`.
-    """
-    observe = run_settings(model).observe
-    if not observe.writes:
-        return None
+def seams_of(model: nn.Module, world: Any) -> HostSeams:
+    """What a model tells. Its layers are named by their place, `decoder.layers.1`."""
     names = {id(module): name for name, module in model.named_modules()}
-    records = LayerRecords(observe, {names[id(layer)]: layer.moe_layer
-                                     for layer in moe_layers(model)}, world, host="fairseq")
-    if activations is not None:
-        records.recorder.watch("activations", activations.swapper.copier, activations.on_device)
-    return records
+    return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
+        names[id(layer)]: layer.moe_layer for layer in moe_layers(model)})
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_plugin.comm.host_collectives import comm_of, refused_together
 from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.resilience.step_votes import StepVotes
-from moe_plugin.resilience.twins import TwinCheck
 from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
 from moe_plugin.run import refuse_unfit
 
@@ -88,27 +88,16 @@ def _check_votes(args: argparse.Namespace, settings: Mapping[str, Any], guard: G
             ("--moe-router-load-balancing-type", "global" not in str(balance), "use aux_loss")])
 
 
-def twins_of(guard: GuardConfig, model: nn.Module,
-             gather_parameters: Callable[[], None]) -> TwinCheck | None:
-    """The check that is asked for; collective.
-
-    Args:
-        model: without its data-parallel wrapper.
-        gather_parameters: see `parameters.gather`.
+@contextmanager
+def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
+    """Around a check of twins in the steps of a run: what passes change in Megatron is as before.
     """
-    if not guard.twins:
-        return None
-
-    @contextmanager
-    def kept() -> Iterator[None]:
-        losses = core.losses_so_far()
-        gather_parameters()
-        model.train()
-        yield
-        core.set_logged_losses(losses)
-
-    return TwinCheck(model, comm_of(ps.get_data_parallel_group()), every=guard.twins,
-                     start=MegatronStart, kept=kept)
+    losses = core.losses_so_far()
+    gather(chunks)
+    for chunk in chunks:
+        chunk.train()
+    yield
+    core.set_logged_losses(losses)
 
 
 class FileSteps(StepVotes):

@@ -1,20 +1,20 @@
-"""Replicas of a run that come and go, by torchft: what their arguments must be, and the feature of
-a run that averages their gradients.
+"""Replicas of a run that come and go, by torchft: what their arguments must be, and what a run of
+Megatron's own loop tells of itself.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.own_flags import Flag
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
-from moe_plugin.messages import short
-from moe_plugin.resilience.elastic import ReplicaSteps, check_alone, check_settings
+from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
 
 FLAGS: tuple[Flag, ...] = (
     ("moe-lighthouse", {
@@ -24,50 +24,46 @@ FLAGS: tuple[Flag, ...] = (
                      "help": "number of this run among the replicas of --moe-lighthouse"}))
 
 
-def check(args: argparse.Namespace) -> None:
-    """`ValueError` for arguments that replicas cannot have, and for a replica without others."""
-    if not args.moe_lighthouse:
-        check_alone(args.moe_replica)
-        return
-    for name, good, bound, remedy in (
-            ("moe_lighthouse", not (args.fp16 or args.bf16 or args.use_distributed_optimizer),
-             "left out with --fp16, --bf16 and --use-distributed-optimizer",
-             "leave these three out: replicas average float32 gradients of whole parameters"),
-            ("moe_router_enable_expert_bias", not args.moe_router_enable_expert_bias,
-             "off with --moe-lighthouse, where Megatron's biases follow each replica's own loads",
-             "use --moe-router sigmoid_bias")):
-        if not good:
-            raise ValueError(f"{name}={short(getattr(args, name))} is out of bounds: must be "
-                             f"{bound}; {remedy}")
-    check_settings(args.moe_replica)
+def check(args: argparse.Namespace) -> bool:
+    """Whether the run is one replica of several. `ValueError`: it cannot be."""
+    return is_replica(args.moe_lighthouse, args.moe_replica, lambda: [
+        ("--fp16, --bf16 and --use-distributed-optimizer",
+         not (args.fp16 or args.bf16 or args.use_distributed_optimizer),
+         "leave these three out: replicas average float32 gradients of whole parameters"),
+        ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias,
+         "its biases follow each replica's own loads; use --moe-router sigmoid_bias")])
 
 
-def replicas_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
-                progress: Callable[[], tuple[int, ...]],
-                take: Callable[..., None]) -> ReplicaSteps | None:
-    """The replicas of a run; None: it is the only one.
+def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
+             scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
+    """The place of a run among its replicas; None: it is the only one.
 
     Args:
-        models: of this rank, without wrappers. optimizer: Megatron's outermost one.
-        progress: of this run, steps done first. take: another run's, in its place.
+        models: of this rank, without wrappers. optimizer: Megatron's outermost one. scheduler: of
+            its learning rate. taken: see `Script`; it is written.
     """
     if not args.moe_lighthouse:
         return None
+    given = script_arguments()
 
     def its_optimizers() -> list[Any]:
         # a rank without parameters of a kind has no optimizer for them
         found = [part.optimizer for part in optimizers.parts(optimizer)]
         return [each for each in found if each is not None]
 
-    def state() -> dict[str, Any]:
-        return {"optimizers": [each.state_dict() for each in its_optimizers()],
-                "progress": progress()}
+    def done() -> int:
+        return given.get("curr_iteration", given.get("iteration", 0))
 
-    def load(given: dict[str, Any]) -> None:
-        for mine, its_state in zip(its_optimizers(), given["optimizers"], strict=True):
-            mine.load_state_dict(its_state)
-        take(*given["progress"])
+    def progress() -> tuple[int, ...]:
+        return taken.get(done(), done()), scheduler.num_steps
 
-    return ReplicaSteps(args.moe_lighthouse, args.moe_replica,
-                        timeout_of(settings_from_flags(vars(args))), models, state, load,
-                        lambda: progress()[0])
+    def take(iteration: int, samples: int) -> None:
+        # Megatron's loop goes on after the present step: it reads the data of those between
+        mine, scheduler.num_steps = done(), samples
+        taken[mine] = iteration
+        given["iterations_to_skip"] = [*given["iterations_to_skip"],
+                                       *range(mine + 2, iteration + 2)]
+
+    return ReplicaPlace(args.moe_lighthouse, args.moe_replica,
+                        timeout_of(settings_from_flags(vars(args))), models, its_optimizers,
+                        progress, take)

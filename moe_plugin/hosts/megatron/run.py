@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.streamed import StreamedModel
-from moe_plugin.memory.activations.offload import Activations
-from moe_plugin.observe.features import LayerRecords
-from moe_plugin.output import LayerStats
 from moe_plugin.resilience.overflow import StepStart
-from moe_plugin.routing.steps import RouterSteps
 
 
-def records_of(layers: Sequence[PluginMoELayer], config: ObserveConfig,
-               activations: Activations | None, validation: Callable[[LayerStats], None],
-               **options: Any) -> LayerRecords:
-    """Records of the layers of this pipeline stage.
-
-    Args:
-        activations: of this stage, whose copies get records, too; None: all are kept.
-        validation, options: see `LayerRecords`.
-    """
-    group = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
+def of_stage(config: ObserveConfig) -> ObserveConfig:
+    """`observe` of this pipeline stage: one writer a file, so that later stages write their own."""
     stage = ps.get_pipeline_model_parallel_rank()
-    if stage:  # one writer a file: later stages write their own
-        config = replace(config, jsonl=config.jsonl and f"{config.jsonl}.stage{stage}",
-                         choices=config.choices and f"{config.choices}.stage{stage}")
-    records = LayerRecords(config, named(layers), comm_of(group), host="megatron",
-                           rank=dist.get_rank(), validation=validation, **options)
-    if activations is not None:
-        records.recorder.watch("activations", activations.swapper.copier, activations.on_device)
-    return records
+    return replace(config, **{name: path and f"{path}.stage{stage}" for name in (
+        "jsonl", "choices") if (path := getattr(config, name))}) if stage else config
 
 
 def traced(config: ObserveConfig, args: Any,
@@ -68,13 +47,6 @@ def traced(config: ObserveConfig, args: Any,
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
     """Layers by the names that records have."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
-
-
-def router_steps(chunks: list[Any]) -> RouterSteps | None:
-    """The end of a step in a model's routers; None: of weights that stream, whose trainer ends it
-    block by block.
-    """
-    return None if isinstance(chunks[0], StreamedModel) else RouterSteps(chunks)
 
 
 class MegatronStart(StepStart):

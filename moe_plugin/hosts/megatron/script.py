@@ -157,7 +157,7 @@ class Script:
 
     def connect(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         # imported once the script's arguments are parsed, because a layer spec follows them
-        from moe_plugin.hosts.megatron.script_features import features_of
+        from moe_plugin.hosts.megatron.script_features import run_of
         from moe_plugin.hosts.megatron.script_report import ScriptReport
         from moe_plugin.hosts.megatron.tokens import give_token_ids
         from moe_plugin.pregate import link
@@ -166,8 +166,7 @@ class Script:
             link(chunk)
             give_token_ids(chunk)
         check_seam(self.pipeline())
-        features, recorder = features_of(chunks, optimizer, scheduler, self.taken)
-        self.run = Run(features)
+        self.run, recorder = run_of(chunks, optimizer, scheduler, self.taken)
         self.report = ScriptReport(script_arguments(), given_settings(), self.run, recorder)
         self.report.begin()
 

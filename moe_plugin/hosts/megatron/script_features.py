@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,33 +16,26 @@ from moe_plugin.config import ObserveConfig, run_config
 from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
-from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_of
+from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.passes import bare
-from moe_plugin.hosts.megatron.replicas import replicas_of
+from moe_plugin.hosts.megatron.replicas import place_of
 from moe_plugin.hosts.megatron.report import log_path
 from moe_plugin.hosts.megatron.resizing import steps_of
-from moe_plugin.hosts.megatron.run import MegatronStart, named, records_of, router_steps, traced
+from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.memory.weights.files import read_beside
-from moe_plugin.observe.drops import DropWarning
-from moe_plugin.observe.features import FirstStepLine, listen
-from moe_plugin.observe.prediction import prediction_check
 from moe_plugin.observe.recorder import StatsRecorder
-from moe_plugin.output import LayerStats
 from moe_plugin.resilience.averaging_peers import PeerSteps
-from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.resilience.overflow import RowsFit
-from moe_plugin.resilience.stopping import RUN
-from moe_plugin.run import RunFeature
+from moe_plugin.resilience.elastic import ReplicaPlace
+from moe_plugin.run import Run
+from moe_plugin.run_features import HostSeams, make_run
 
 
-def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
-                ) -> tuple[list[RunFeature | None], StatsRecorder]:
-    """The features of a script's run with these parts of a model, and the recorder of its log;
-    collective.
+def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
+           ) -> tuple[Run, StatsRecorder]:
+    """A script's run with these parts of a model, and the recorder of its log; collective.
 
     Args:
         optimizer: Megatron's; None: the run only evaluates.
@@ -55,37 +49,38 @@ def features_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[i
     for layer in layers:
         layer.run_ends_steps = True
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
-    guard = guard_of(args, settings, config.guard)
-    drops = DropWarning(not layers or dist.get_rank(layers[0].groups.data) == 0)
-    activations = activations_of(config.offload, layers[0].config, chunks) if layers else None
-    records = None
-    observe = _traced(config.observe, args, layers)
-    if observe.writes and layers:
-        records = records_of(layers, observe, activations, drops.validation.add,
-                             has_log=log_path(vars(args)) is not None)
-        if isinstance(chunks[0], StreamedModel):
-            chunks[0].watch(records.recorder)
-    recorder = StatsRecorder(
-        ObserveConfig(), comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True)),
-        host="megatron")
-
-    def training(name: str, stats: LayerStats) -> None:
-        recorder.add(name, stats)
-        if records is not None:
-            records.recorder.add(name, stats)
-
-    listen(named(layers), training, drops.validation.add)
-    twins = twins_of(guard, bare(chunks[0]), lambda: gather(chunks))
+    stage = comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    recorder = StatsRecorder(ObserveConfig(), stage, host="megatron")
+    models, place = [bare(chunk) for chunk in chunks], None
+    streamed = chunks[0] if isinstance(chunks[0], StreamedModel) else None
+    if optimizer is not None and streamed is not None:
+        place = _peer(args, streamed)
+    elif optimizer is not None:
+        place = place_of(args, models, optimizer, scheduler, taken)
     each = args.micro_batch_size * ps.get_data_parallel_world_size()
-    votes = FileSteps(guard, chunks, bare(chunks[0]).config,
-                      args.global_batch_size // each) if guard.votes else None
-    replicas = (_replicas(args, chunks, optimizer, scheduler, taken)
-                if optimizer is not None else None)
-    check = prediction_check(observe, comm_of(), chunks, "megatron")
-    return [steps_of(config, chunks, optimizer), FirstStepLine(), RUN, check, twins, replicas,
-            records, votes, RowsFit(chunks, comm_of(), MegatronStart, votes=votes),
-            FiniteSteps(), router_steps(chunks), activations, drops,
-            _errors(args, chunks)], recorder
+    run = make_run(
+        replace(config, guard=guard_of(args, settings, config.guard),
+                observe=of_stage(_traced(config.observe, args, layers))),
+        HostSeams(
+            host="megatron", models=models, world=comm_of(),
+            data=comm_of(ps.get_data_parallel_group()), layers=named(layers),
+            records=stage if layers else None, rank=dist.get_rank(),
+            has_log=log_path(vars(args)) is not None, training=recorder.add,
+            speaks=not layers or dist.get_rank(layers[0].groups.data) == 0, start=MegatronStart,
+            kept=lambda: twins_apart(chunks), replicas=place,
+            streamed=None if streamed is None else streamed.trainer,
+            resize=lambda asked: steps_of(asked, chunks, optimizer),
+            activations=lambda offload: activations_of(
+                offload, layers[0].config, chunks) if layers else None,
+            votes=lambda guard: FileSteps(guard, chunks, models[0].config,
+                                          args.global_batch_size // each)))
+    if streamed is not None and (peers := run.find(PeerSteps)) is not None:
+        streamed.peers = peers
+        if (folder := streamed.loaded) is not None:
+            peers.saved = (read_beside(folder, block) for block in streamed.trainer.blocks)
+    if (errors := _errors(args, chunks)) is not None:
+        run.features.append(errors)  # after what skips a step
+    return run, recorder
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
@@ -129,35 +124,9 @@ def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | Non
     return errors
 
 
-def _peers(args: argparse.Namespace, model: StreamedModel) -> PeerSteps | None:
-    if not args.moe_lighthouse:
-        return None
-    settings, trainer, folder = settings_from_flags(vars(args)), model.trainer, model.loaded
-    model.peers = PeerSteps(run_config(settings).offload, trainer, args.moe_lighthouse,
-                            args.moe_replica, timeout_of(settings), lambda: trainer.steps,
-                            lambda steps: None)  # data and rates go on at its own iteration
-    if folder is not None:
-        model.peers.saved = (read_beside(folder, block) for block in trainer.blocks)
-    return model.peers
-
-
-def _replicas(args: argparse.Namespace, chunks: list[Any], optimizer: Any,
-              scheduler: Any, taken: dict[int, int]) -> RunFeature | None:
-    if isinstance(chunks[0], StreamedModel):
-        return _peers(args, chunks[0])
-    given = script_arguments()
-
-    def done() -> int:
-        return given.get("curr_iteration", given.get("iteration", 0))
-
-    def progress() -> tuple[int, ...]:
-        return taken.get(done(), done()), scheduler.num_steps
-
-    def take(iteration: int, samples: int) -> None:
-        # Megatron's loop goes on after the present step: it reads the data of those between
-        mine, scheduler.num_steps = done(), samples
-        taken[mine] = iteration
-        given["iterations_to_skip"] = [*given["iterations_to_skip"],
-                                       *range(mine + 2, iteration + 2)]
-
-    return replicas_of(args, [bare(chunk) for chunk in chunks], optimizer, progress, take)
+def _peer(args: argparse.Namespace, model: StreamedModel) -> ReplicaPlace | None:
+    trainer = model.trainer
+    return ReplicaPlace(
+        args.moe_lighthouse, args.moe_replica, timeout_of(settings_from_flags(vars(args))), [],
+        list, lambda: (trainer.steps,), lambda steps: None  # data and rates go on at its iteration
+    ) if args.moe_lighthouse else None

@@ -34,7 +34,6 @@ from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
 from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.observe import StatsRecorder
 from moe_plugin.planner.units import parse_size
 from moe_plugin.resilience.averaging_peers import PeerSteps, unfit_peer
 from moe_plugin.run import refuse_unfit
@@ -180,10 +179,6 @@ class StreamedModel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Drop the gradients."""
         self.trainer.forget()
-
-    def watch(self, recorder: StatsRecorder) -> None:
-        """Let a recorder watch the weights."""
-        recorder.watch("weights", self.trainer.copier, self.trainer.on_device)
 
 
 class StreamedOptimizer:

@@ -5,27 +5,38 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_plugin.comm import Comm, default_comm
-from moe_plugin.config import ObserveConfig
+from moe_plugin.comm import Comm, TorchComm, default_comm
+from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
+from moe_plugin.dtensors import is_sharded
 from moe_plugin.gradients.norm import clip_grad_norm_
+from moe_plugin.hosts.plain.sharding import blocks_of
 from moe_plugin.layer import MoELayer
-from moe_plugin.observe.features import FirstStepLine, LayerRecords
-from moe_plugin.observe.prediction import prediction_check
+from moe_plugin.memory.activations.auto import manage_layers
+from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.output import MoEOutput
-from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.resilience.overflow import RowsFit
-from moe_plugin.resilience.twins import TwinCheck
+from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.resilience.step_votes import StepVotes, ballots_of
+from moe_plugin.resilience.vote import refuse_reported_loads
 from moe_plugin.routing.replay import replaying
-from moe_plugin.routing.steps import RouterSteps
-from moe_plugin.run import Run, RunFeature, SkipStep, StepFacts, StepGradients, StepInput
+from moe_plugin.run import (
+    RunFeature,
+    SkipStep,
+    StepFacts,
+    StepGradients,
+    StepInput,
+    refuse_unfit,
+)
+from moe_plugin.run_features import HostSeams, make_run
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class TrainingSteps:
@@ -39,53 +50,88 @@ class TrainingSteps:
     fit are computed again; routers end the step. Collective.
 
     Args:
-        model: with MoE layers; `ddp_model` or `fully_shard_model` complete its gradients.
+        model: with MoE layers; `ddp_model` or `fully_shard_model` complete its gradients. With
+            `guard.votes` the model itself: votes do.
         optimizer: of its parameters.
         loss_of: of a model and a batch, the routers' losses included; a scalar.
+        settings: of the run: records, twins, votes, activations.
         clip: bound of the gradient norm over all ranks.
         done: steps that were made before; total: of the whole run, None: not known.
         world: all data-parallel ranks; None: those of the default group.
         layers: MoE layers by the names that records have; None: all, by their places.
-        observe: where statistics of the layers go; has_log: the loop writes a log of its own that
-            the report reads.
-        twins: steps between checks that ranks compute alike (`TwinCheck`); 0: none.
+        has_log: the loop writes a log of its own that the report reads.
+        blocks: of `offload.activations`, in the order of forward; None: the entries of the model's
+            `nn.ModuleList`s.
         tokens_of: the tokens of all ranks in a step, for the line after the first; None: no line.
-        features: more of them, such as `Activations` or `ReplicaSteps`.
+        lighthouse, replica: this loop is one of several replicas, see `ElasticReplica`.
+        features: of your own.
 
-    Attributes: `run`: the features. `norm`: of the last step's gradients, before clipping.
+    Attributes: `run`: the features. `norm`: of the last step's gradients, before clipping. `done`:
+        steps, those of another replica where its state was taken.
+    Raises:
+        ValueError: settings that do not fit, or that such a loop lacks.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
-                 loss_of: Callable[[nn.Module, Any], Tensor], *, clip: float = float("inf"),
-                 done: int = 0, total: int | None = None, world: Comm | None = None,
-                 layers: Mapping[str, MoELayer] | None = None, has_log: bool = False,
-                 observe: ObserveConfig = ObserveConfig(), twins: int = 0,
-                 tokens_of: Callable[[Any], float] | None = None,
-                 features: Sequence[RunFeature] = ()) -> None:
+                 loss_of: Callable[[nn.Module, Any], Tensor], settings: RunConfig | None = None, *,
+                 clip: float = float("inf"), done: int = 0, total: int | None = None,
+                 world: Comm | None = None, layers: Mapping[str, MoELayer] | None = None,
+                 has_log: bool = False, blocks: Sequence[nn.Module] | None = None,
+                 tokens_of: Callable[[Any], float] | None = None, lighthouse: str | None = None,
+                 replica: int = 0, features: Sequence[RunFeature] = ()) -> None:
         self.model, self.optimizer, self.loss_of = model, optimizer, loss_of
         self.clip, self.done, self.total, self.tokens_of = clip, done, total, tokens_of
         self.world = default_comm() if world is None else world
         self.bare = model.module if isinstance(model, DistributedDataParallel) else model
         self.norm = torch.zeros(())
-        self._by_loss = not has_log and observe.writes
-        records = self._records(observe, layers, has_log) if observe.writes else None
-        self._interval = observe.interval
-        self.run = Run([
-            FirstStepLine(), prediction_check(observe, self.world, [self.bare], "pytorch"),
-            TwinCheck(self.bare, self.world, every=twins) if twins else None,
-            *features, records, RowsFit([self.bare], self.world), FiniteSteps(),
-            RouterSteps([self.bare])])
-
-    def _records(self, observe: ObserveConfig, layers: Mapping[str, MoELayer] | None,
-                 has_log: bool) -> LayerRecords:
+        settings = RunConfig() if settings is None else settings
+        self._interval = settings.observe.interval
+        self._by_loss = not has_log and settings.observe.writes
         if layers is None:
             layers = {name: m for name, m in self.bare.named_modules() if isinstance(m, MoELayer)}
         for layer in layers.values():
-            layer.register_forward_hook(_tell)
-        return LayerRecords(observe, layers, self.world, host="pytorch", has_log=has_log)
+            if not hasattr(layer, "observer"):
+                layer.register_forward_hook(_tell)
+        self.run = make_run(settings, HostSeams(
+            host="pytorch", models=[self.bare], world=self.world, layers=layers,
+            records=self.world, has_log=has_log, speaks=self.world.rank == 0,
+            activations=lambda offload: self._activations(offload, blocks), votes=self._votes,
+            replicas=self._replicas(lighthouse, replica, layers), more=features))
+        self._voting = self.run.find(StepVotes)
+
+    def _whole(self) -> tuple[str, bool, str]:
+        return ("fully_shard_model", not any(map(is_sharded, self.bare.parameters())),
+                "parameters must be whole; use ddp_model")
+
+    def _replicas(self, lighthouse: str | None, replica: int,
+                  layers: Mapping[str, MoELayer]) -> ReplicaPlace | None:
+        if not is_replica(lighthouse, replica, lambda: [self._whole()]):
+            return None
+        timeouts_s = [layer.config.comm.timeout_s for layer in layers.values()]
+
+        def take(done: int) -> None:
+            self.done = done
+
+        return ReplicaPlace(lighthouse or "", replica, max(timeouts_s, default=60.0), [self.bare],
+                            lambda: [self.optimizer], lambda: (self.done,), take)
+
+    def _activations(self, offload: OffloadConfig,
+                     blocks: Sequence[nn.Module] | None) -> Activations | None:
+        found = list(blocks_of(self.bare) if blocks is None else blocks)
+        names = {id(m): name for name, m in self.bare.named_modules()}
+        return manage_layers(offload, {names[id(m)]: m for m in found}, self.world)
+
+    def _votes(self, guard: GuardConfig) -> StepVotes:
+        refuse_unfit(f"guard.votes={guard.votes}", [
+            ("ddp_model", self.bare is self.model, "gradients would be averaged before the vote; "
+             "give the model itself"), self._whole()])
+        refuse_reported_loads(self.bare)
+        group = self.world.group if isinstance(self.world, TorchComm) else None
+        return StepVotes(ballots_of(guard, self.bare, self.world), [self.bare], group=group)
 
     def __call__(self, batch: Any) -> Tensor | None:
-        """A step; its loss on this rank, detached; None: no parameter has changed, on any rank.
+        """A step; its loss on this rank (with votes: on all), detached; None: no parameter has
+        changed, on any rank.
 
         Raises:
             FloatingPointError: too many steps in a row were not finite.
@@ -94,26 +140,67 @@ class TrainingSteps:
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch))
         with self.run.around_step(begins):
-            loss = self.run.compute(lambda: self._passes(batch))
+            batches = self.run.batches([batch])
+            loss = self.run.compute(lambda: self._passes(batches))
             left_out = self._update(begins.number)
         facts = self._facts(batch, loss, left_out)
         self.done += facts.made
         self.run.after_step(facts)
         return loss if left_out is None else None
 
-    def _passes(self, batch: Any) -> Tensor:
+    def evaluate(self, compute: Callable[[], Result]) -> Result:
+        """What `compute()` returns of the model in evaluation, without gradients; begun again where
+        rows did not fit. Collective.
+        """
+        def passes() -> Result:
+            result = compute()
+            self.run.after_passes()
+            return result
+
+        trained = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                result = self.run.compute(passes)
+        finally:
+            self.model.train(trained)
+        self.run.after_evaluation(self.done)
+        return result
+
+    def _passes(self, batches: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad()
+        loss = (self._backward(batches[0]) if self._voting is None else
+                self._voted(self._voting))
+        self.run.after_passes()
+        return loss
+
+    def _backward(self, batch: Any) -> Tensor:
         loss = self.loss_of(self.model, batch)
         loss.backward()
-        self.run.after_passes()
         return loss.detach()
+
+    def _voted(self, votes: StepVotes) -> Tensor:
+        """The mean loss of all ranks' batches, by vote, as the gradients."""
+        own = StepStart([])
+        torch.manual_seed(votes.step)  # workers draw alike
+        losses = []
+        for file in votes.files_dealt():
+            votes.begin_file()
+            found = [self._backward(each) for each in file if each is not None]
+            losses.append(sum(found, torch.zeros(1, device=self.world.device)))
+        own.restore()
+        scale = votes.ballots.assignment.count / self.world.size
+        votes.finish(scale, scale)
+        return votes.agreed_sums(losses)[0] / self.world.size
 
     def _update(self, number: int) -> SkipStep | None:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
         @functools.cache
         def norm() -> Tensor:
-            return clip_grad_norm_(parameters, self.clip, world=self.world)
+            # no rank of another worker counts
+            world = self.world if self._voting is None else self._voting.ballots.worker
+            return clip_grad_norm_(parameters, self.clip, world=world)
 
         try:
             self.run.after_backward(StepGradients(number, lambda: [p.grad for p in parameters],

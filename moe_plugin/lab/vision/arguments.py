@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.config import RunConfig, flatten, of_run, to_dict
-from moe_plugin.config.flags import add_arguments, setting_specs
+from moe_plugin.config import ObserveConfig, RunConfig, run_config
+from moe_plugin.config.flags import add_arguments
+from moe_plugin.config.lacks import HOSTS, refuse_lacking
 from moe_plugin.config.options import MOST_SECONDS, check
 from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
 from moe_plugin.lab.vision.data import EXAMPLES
@@ -87,32 +88,21 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
          " as they are", "leave it out")))
 
 
-# what a host does for a whole model; and what to do here
-_WHOLE = {
-    "offload.weights": "train with moe_plugin.hosts.plain.streamed.streamed_trainer",
-    "offload.": "call moe_plugin.memory.activations.auto.manage in a training loop of your own",
-    "pipeline.": "use Megatron, which has pipeline stages",
-    "guard.": "use a host, fairseq or Megatron",
-    "observe.timeline": "use a host, fairseq or Megatron",
-    **dict.fromkeys(("observe.choices", "observe.trace", "observe.replay"),
-                    "use TrainingSteps in a training loop of your own, or a host"),
-    "observe.jsonl": "read stats.jsonl in --out",
-    "observe.interval": "use --log-every",
-}
+def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
+    """The settings of the run, by dotted path, whose records go to `stats`.
 
-
-def refuse_whole_model(given: Mapping[str, Any]) -> None:
-    """`ValueError` for a setting by dotted path that no layer reads, and this training does not
-    either: it names the setting and where it works.
+    Raises:
+        ValueError: this training cannot follow one, or has an argument of its own for it; the
+            message names the setting and the remedy.
     """
-    defaults = flatten(to_dict(RunConfig()))
-    flag_of = {spec.path: spec.flag for spec in setting_specs()}
-    for path, value in of_run(given).items():
-        remedy = next((text for start, text in _WHOLE.items() if path.startswith(start)), None)
-        if remedy is not None and value != defaults[path]:
-            default = "none" if defaults[path] is None else defaults[path]
-            raise ValueError(f"{path}={short(value)} does not fit this training of images: must be "
-                             f"{default}; leave {flag_of[path]} out, or {remedy}")
+    for name, remedy in (("jsonl", "read stats.jsonl in --out"), ("interval", "use --log-every")):
+        default = getattr(ObserveConfig(), name)
+        if (value := given.get(f"observe.{name}", default)) != default:
+            raise ValueError(f"observe.{name}={short(value)} does not fit {HOSTS['vision']}: leave "
+                             f"it out, or {remedy}")
+    settings = run_config({**given, "observe.jsonl": str(stats)})
+    refuse_lacking(settings, "vision")
+    return settings
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

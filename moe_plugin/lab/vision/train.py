@@ -30,16 +30,16 @@ from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.save_load import Leave
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
-from moe_plugin.config import ObserveConfig, of_layer
+from moe_plugin.config import RunConfig, of_layer
 from moe_plugin.config.flags import file_settings, settings_from_flags
-from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
+from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.lab.vision.arguments import (
     check_arguments,
     ensemble_of,
     parser,
-    refuse_whole_model,
+    run_settings_of,
     smoothing_of,
 )
 from moe_plugin.lab.vision.data import Images, ImageSet, Masks, write_example
@@ -54,23 +54,24 @@ from moe_plugin.lab.vision.model import (
 from moe_plugin.lab.vision.published import read_published
 from moe_plugin.lab.vision.tasks import VisionTask
 from moe_plugin.messages import short
-from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.history.json_lines import step_record
-from moe_plugin.routing import finish_step_of_any
+from moe_plugin.run import StepFacts
+
+BLOCK = "TransformerV2Block"  # of timm's SwinV2: what keeps, recomputes or swaps activations
 
 
 class Trainer:
     """One run: model, data, optimizer, progress.
 
     Attributes:
-        step: optimizer steps taken. accuracy: of the last evaluation, 0 to 1.
+        steps: of the optimizer. accuracy: of the last evaluation, 0 to 1.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.step, self.epoch, self.accuracy = args, 0, 0, math.nan
+        self.args, self.epoch, self.accuracy = args, 0, math.nan
         flags = vars(args)
         given = {**file_settings(flags), **settings_from_flags(flags)}
-        refuse_whole_model(given)
+        settings = run_settings_of(given, args.out / "stats.jsonl")
         check_arguments(args, given)
         in_file = given.pop("num_experts", None)
         self.task = VisionTask(ensemble_of(args), smoothing_of(args), args.task == "segment")
@@ -97,13 +98,26 @@ class Trainer:
         self.wrapped = ddp_model(self.model) if self.comm.size > 1 else self.model
         self.optimizer = torch.optim.AdamW(optimizer_groups(
             self.model, args.lr, weight_decay=args.weight_decay))
-        statistics = not (args.dense or args.evaluate)
-        self.recorder = StatsRecorder(ObserveConfig(
-            interval=args.log_every, tensorboard=given.get("observe.tensorboard"),
-            wandb=given.get("observe.wandb"),
-            jsonl=str(args.out / "stats.jsonl") if statistics else None), self.comm)
         self.blocks = list(blocks_in(self.model))
+        self.loss = torch.zeros(())  # of the images of the last step
+        self.steps = TrainingSteps(
+            self.wrapped, self.optimizer, self.loss_of, self._settings(settings),
+            clip=args.clip, world=self.comm, has_log=True,
+            layers={name: block.moe for name, block in self.blocks},
+            blocks=[m for m in self.model.modules() if type(m).__name__.endswith(BLOCK)])
         self.epoch_steps = math.ceil(len(self.train_set) / (args.batch_size * self.comm.size))
+
+    def _settings(self, settings: RunConfig) -> RunConfig:
+        args, observe = self.args, settings.observe
+        if args.evaluate:
+            return RunConfig()
+        return dataclasses.replace(settings, observe=dataclasses.replace(
+            observe, interval=args.log_every, jsonl=None if args.dense else observe.jsonl))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.steps.done
 
     def _model(self, size: SwinMoE, given: dict[str, Any]) -> nn.Module:
         args, ensemble = self.args, self.task.ensemble
@@ -130,10 +144,11 @@ class Trainer:
         if self.there(self.folder):
             extra = load(self.folder, self.model, self.optimizer, self.comm)
             self.check_classes(self.folder, extra)
-            self.epoch, self.step = extra["epoch"], extra["step"]
+            self.epoch, self.steps.done = extra["epoch"], extra["step"]
             self.say(f"continues after epoch {self.epoch} of {self.args.epochs}")
         elif self.args.init:
             self.begin_with(self.args.init)
+        self.steps.total = self.args.epochs * self.epoch_steps
         while self.epoch < self.args.epochs:
             self.train_epoch()
             self.epoch += 1
@@ -211,40 +226,28 @@ class Trainer:
                 args.batch_size, self.comm.rank, self.comm.size, order)):
             of_all = min(step, count - number * step)
             self.set_rate(self.epoch + number / self.epoch_steps)
-            found = self.train_step(x_BCSS, y, real_B, of_all)
-            if found is None:
-                self.say(f"step {self.step} skipped on all ranks: a gradient is not finite")
-                continue
-            loss, norm = found
+            if self.steps((x_BCSS, y, real_B, of_all)) is None:
+                continue  # which is said
             images += of_all
-            total += torch.tensor([float(loss), 1.0])
+            total += torch.tensor([float(self.loss), 1.0])
             if self.step % args.log_every == 0:
                 seconds = time.perf_counter() - begun
                 mean, calls = self.comm.all_reduce(total).tolist()
                 self.log({"iteration": self.step, "lm_loss": mean / calls,
-                          "tokens_per_s": images / seconds, "grad_norm": float(norm),
+                          "tokens_per_s": images / seconds, "grad_norm": float(self.steps.norm),
                           "lr": self.optimizer.param_groups[0]["lr"], "seconds": seconds})
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
-    def train_step(self, x_BCSS: Tensor, y: Tensor, real_B: Tensor,
-                   of_all: int) -> tuple[Tensor, Tensor] | None:
-        """One optimizer step, of `of_all` images over all ranks: this rank's loss, whose mean over
-        ranks is that of the images, and the gradient norm; None: a gradient is not finite, and no
-        parameter changes.
+    def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
+        """This rank's loss in a step of so many images over all ranks; `loss` is that of the images
+        alone, whose mean over ranks is theirs.
         """
-        self.optimizer.zero_grad()
-        loss_B = self.task.losses(self.wrapped(x_BCSS), y, training=True)
+        x_BCSS, y, real_B, of_all = batch
+        loss_B = self.task.losses(model(x_BCSS), y, training=True)
         # gradients are means over ranks: each image of a short last step counts alike
         loss = (loss_B * real_B).sum() * self.comm.size / of_all
-        (loss + auxiliary_loss(self.model) if self.blocks else loss).backward()
-        norm = clip_grad_norm_(self.model.parameters(), self.args.clip, world=self.comm)
-        self.observe(self.step)
-        self.step += 1
-        if not norm.isfinite():
-            return None
-        self.optimizer.step()
-        finish_step_of_any(self.model)
-        return loss.detach(), norm
+        self.loss = loss.detach()
+        return loss + auxiliary_loss(self.model) if self.blocks else loss
 
     def set_rate(self, epochs: float) -> None:
         """Linear warm-up, then half a cosine to 1 % of the rate.
@@ -259,18 +262,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = args.lr * factor
 
-    def observe(self, step: int) -> None:
-        """The statistics of the blocks' last calls."""
-        for name, block in self.blocks:
-            if block.last is not None and block.last.stats is not None:
-                self.recorder.add(name, block.last.stats)
-        if self.blocks:
-            self.recorder.step(step)
-
-    @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """`VisionTask.results` of all images of `val`, each counted once."""
-        self.wrapped.eval()
+        return self.steps.evaluate(self._evaluated)
+
+    def _evaluated(self) -> dict[str, Any]:
         sums, routed_2 = torch.zeros(1, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         for x_BCSS, y, real_B in self.valid_set.batches(self.args.batch_size, self.comm.rank,
                                                         self.comm.size):
@@ -285,10 +281,7 @@ class Trainer:
     def log(self, record: dict[str, Any]) -> None:
         """A line of the training log, for the findings and plots, too."""
         self.write(record)
-        if self.comm.rank == 0:
-            step = step_record(record)[0]
-            self.recorder.health.add_step(step)
-            self.recorder.plot(step)
+        self.steps.run.after_log(StepFacts(self.step, logged=step_record(record)[0]))
 
     def write(self, record: dict[str, Any], file: str = "log.jsonl") -> None:
         """A line of a file of the run, by rank 0."""
@@ -321,7 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **gloo)
     try:
         with says_why():
-            Trainer(args).run()
+            trainer = Trainer(args)
+            trainer.run()
+            trainer.steps.close()
             dist.barrier()
     except Exception as error:
         if not isinstance(error, ValueError) and not is_of_another_rank(error):

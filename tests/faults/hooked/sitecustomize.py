@@ -1,7 +1,7 @@
 """Python imports this where the folder is in PYTHONPATH. Replicas of real programs then record
 their steps, and are kept from their end, as `tests.faults.recorded` says.
 
-Environment: `RECORDS`: folder of records; `RECORDED_HOST`: plain, fairseq or megatron.
+Environment: `RECORDS`: folder of records.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class _Finder:
             from tests.faults import recorded  # takes the class as it is
 
             def replica(lighthouse: str, number: int, *args: Any, **kwargs: Any) -> Any:
-                kind = recorded.recorded(os.environ["RECORDED_HOST"],
-                                         Path(os.environ["RECORDS"], str(number)), number,
+                kind = recorded.recorded(Path(os.environ["RECORDS"], str(number)), number,
                                          int(os.environ.get("RANK", "0")))
                 return kind(lighthouse, number, *args, **kwargs)
 

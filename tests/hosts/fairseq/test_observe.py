@@ -16,12 +16,15 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.hosts.fairseq.changed_settings import changed
-from moe_plugin.hosts.fairseq.run import batches_of, config_of, records_of, total_updates
+from moe_plugin.hosts.fairseq.layers import run_settings
+from moe_plugin.hosts.fairseq.run import batches_of, config_of, seams_of, total_updates
+from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.reader import read_predictions
 from moe_plugin.observe.prediction import MEASURED, STEPS
 from moe_plugin.planner.prediction import PARTS, Prediction, dump_prediction
 from moe_plugin.run import StepFacts
+from moe_plugin.run_features import make_run
 from tests.hosts import ill
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run
@@ -34,7 +37,7 @@ def test_each_training_pass_counts_once(tmp_path: Path, recomputed: bool) -> Non
     path = tmp_path / "stats.jsonl"
     model = language_model(checkpoint_activations=recomputed, moe_stats_jsonl=str(path),
                            moe_stats_interval="2")
-    watcher = records_of(model, LocalComm(), None)
+    watcher = make_run(run_settings(model), seams_of(model, LocalComm()))
     for update in (1, 2):
         model.train()(tokens())[0].sum().backward()
         with torch.no_grad():
@@ -47,7 +50,8 @@ def test_each_training_pass_counts_once(tmp_path: Path, recomputed: bool) -> Non
 
 def test_without_a_file_nothing_is_collected() -> None:
     model = language_model()
-    assert records_of(model, LocalComm(), None) is None
+    run = make_run(run_settings(model), seams_of(model, LocalComm()))
+    assert run.find(LayerRecords) is None
     assert config_of(language_model(moe_freq=0)) is None
 
 

@@ -51,7 +51,7 @@ def test_losses_and_norms_do_not_notice(corpus: Corpus, tmp_path: Path, flags: s
     flags = f"{flags} --max-update 10 --no-save"
     found = train(corpus, tmp_path, f"{flags} {CHANGES}")
     assert changes(found) == [("2", "1", "3"), ("1", "4", "6"), ("4", "2", "8")]
-    same(found, train(corpus, tmp_path, flags), 2e-2 if "16" in flags else 2.1e-3)
+    same(found, train(corpus, tmp_path, flags), 5e-3 if "16" in flags else 2.1e-3)
 
 
 def test_checkpoints_of_any_size_resume_at_the_size_of_their_step(corpus: Corpus,
@@ -98,7 +98,7 @@ def test_what_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatch, section:
     wanted = run_from_dict({"resize": {"expert_parallel_at": {3: 2}}})
     monkeypatch.setattr(resizing, "run_settings", lambda model: wanted)
     cfg = SimpleNamespace(
-        model=SimpleNamespace(moe_expert_parallel_at="3=2", moe_lighthouse=None),
+        model=SimpleNamespace(moe_lighthouse=None),
         distributed_training=SimpleNamespace(distributed_world_size=4, ddp_backend="legacy_ddp",
                                              zero_sharding="none"),
         ema=SimpleNamespace(store_ema=False), common=SimpleNamespace(amp=False),

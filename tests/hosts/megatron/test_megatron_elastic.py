@@ -14,8 +14,8 @@ pytestmark = pytest.mark.megatron
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--bf16", "left out with --fp16, --bf16 and --use-distributed-optimizer; leave these three"),
-    ("--use-distributed-optimizer", "moe_lighthouse='http://a:1' is out of bounds"),
+    ("--bf16", "--fp16, --bf16 and --use-distributed-optimizer: leave these three out"),
+    ("--use-distributed-optimizer", "--moe-lighthouse does not fit --fp16"),
     ("--moe-router-enable-expert-bias", "use --moe-router sigmoid_bias"),
     ("--moe-replica 1048576", "replica=1048576 is out of bounds"),
     ("--moe-lighthouse= --moe-replica 2", "replica=2 does not fit a run without a lighthouse"),

@@ -53,7 +53,7 @@ def test_losses_and_norms_do_not_notice(data: str, tmp_path: Path, kind: str) ->
     log = launched([*words, *CHANGES, "--log-file", "found"], 4, tmp_path)
     for said in ("2 -> 1 before step 3", "1 -> 4 before step 5", "4 -> 2 before step 6"):
         assert f"expert-parallel ranks {said}: " in log
-    same(curve(tmp_path / "found"), curve(tmp_path / "wanted"), 2e-2 if kind == "bf16" else 2e-5)
+    same(curve(tmp_path / "found"), curve(tmp_path / "wanted"), 5e-4 if kind == "bf16" else 2e-5)
 
 
 @own_loop

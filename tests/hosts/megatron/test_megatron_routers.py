@@ -155,7 +155,7 @@ def test_biases_are_those_of_all_data_parallel_ranks() -> None:
 def _counted_steps(case: Case) -> list[int]:
     from moe_plugin.hosts.megatron import script_features
     from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.run import Run, StepFacts
+    from moe_plugin.run import StepFacts
     from tests.hosts.megatron.training import MODEL, parsed
 
     initialise_parallel(case)
@@ -163,7 +163,7 @@ def _counted_steps(case: Case) -> list[int]:
     alone, with_run = _layer(case, "dense_to_sparse"), _layer(case, "dense_to_sparse")
     given = vars(parsed([*MODEL, "--train-iters", "2"]))
     script_features.script_arguments = lambda: given
-    run = Run(script_features.features_of([torch.nn.ModuleList([with_run])], None, None, {})[0])
+    run = script_features.run_of([torch.nn.ModuleList([with_run])], None, None, {})[0]
     for number in (1, 2):
         for _ in range(2):
             alone(batch(case)[0])

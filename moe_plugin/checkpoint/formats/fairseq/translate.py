@@ -22,7 +22,7 @@ from moe_plugin.config.flags import (
     run_from_flags,
     setting_specs,
 )
-from moe_plugin.config.options import check
+from moe_plugin.config.lacks import refuse_lacking
 from moe_plugin.config.router import router_names
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.messages import short
@@ -115,9 +115,7 @@ def run_config(args: Any) -> RunConfig:
         ValueError: a setting that fairseq cannot honour, or a bad value.
     """
     run = run_from_flags(flag_values(args))
-    check(run.pipeline.schedule == "1f1b", "pipeline.schedule", run.pipeline.schedule,
-          "'1f1b' in fairseq, which has no pipeline stages",
-          "leave it out, or train with moe_plugin.hosts.megatron.train")
+    refuse_lacking(run, "fairseq")
     return run
 
 

@@ -99,12 +99,9 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
     from moe_plugin.hosts.megatron.compat import core, names
     from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
     from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
-    from moe_plugin.hosts.megatron.run import MegatronStart, router_steps
+    from moe_plugin.hosts.megatron.run import MegatronStart
     from moe_plugin.hosts.megatron.spec import swap_moe
-    from moe_plugin.observe.prediction import prediction_check
-    from moe_plugin.resilience.finite import FiniteSteps
-    from moe_plugin.resilience.overflow import RowsFit
-    from moe_plugin.run import Run
+    from moe_plugin.run_features import HostSeams, make_run
 
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
@@ -124,9 +121,8 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
     use_fused_adam(optimizer, fused)
     config.finalize_model_grads_func = names.finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    check = prediction_check(run_config(settings or {}).observe, comm_of(), [chunk], "megatron")
-    run = Run([check, RowsFit([chunk], comm_of(), MegatronStart), FiniteSteps(),
-               router_steps([chunk])])
+    run = make_run(run_config(settings or {}), HostSeams(
+        host="megatron", models=[model], world=comm_of(), start=MegatronStart))
     PreparedGradients(optimizer, lambda: run)
     made = _Made(config, chunk, optimizer, run)
     for layer in made.moe_layers():
