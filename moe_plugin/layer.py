@@ -104,6 +104,7 @@ class MoELayer(LayerState):
         alongside = (None if self.shared_expert is None and overlapped is None
                      else OverlappedWork(self.shared_expert, tokens, overlapped))
         x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)
+        # plan, dispatch, experts, combine
         y_TD, rows = through_experts(self.experts, layout, x_TD, kept, alongside)
         if self.latent is not None:
             y_TD = self.latent.leave(y_TD, tokens)

@@ -84,6 +84,11 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.kind} {name!r} cannot run here: {entry.why_not()}")
         return entry.value
 
+    def find(self, name: str) -> T | None:
+        """What is registered under a name, whether it can run here or not; None: nothing is."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.value
+
     def entry(self, name: str) -> Entry[T]:
         """The whole entry called `name`."""
         if name not in self._entries:

@@ -249,7 +249,11 @@ class _Forward:
     def run(self) -> Tensor:
         """Output rows [R, D]."""
         for block in range(len(self.call.blocks)):
-            self._block(block)
+            x = self.input.take(block)
+            h_NF = (self.w_gate or self.w_in).into(block, x, self.before)
+            up_NF = None if self.up is None else self.w_in.into(block, x, self.up)
+            inner = self._activate(h_NF, up_NF, block)
+            self.w_out.into(block, inner.take(block), self.rows)
         return self.rows.memory
 
     def kept(self) -> tuple[Tensor | None, ...]:
@@ -260,13 +264,6 @@ class _Forward:
         keep, keep_after = self.call.keep, self.call.keep_after
         return (self.before.memory if keep else None, self.after.memory if keep_after else None,
                 self.up.memory if keep and self.up is not None else None)
-
-    def _block(self, block: int) -> None:
-        x = self.input.take(block)
-        h_NF = (self.w_gate or self.w_in).into(block, x, self.before)
-        up_NF = None if self.up is None else self.w_in.into(block, x, self.up)
-        inner = self._activate(h_NF, up_NF, block)
-        self.w_out.into(block, inner.take(block), self.rows)
 
     def _activate(self, h_NF: Tensor, up_NF: Tensor | None, block: int) -> BlockRows:
         a_NF = self.after.of_block[block]

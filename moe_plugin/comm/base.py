@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -197,6 +198,28 @@ class Comm(RankGroup):
 
         Collective: all ranks call it, in the same order. It has its part of this group's topology.
         """
+
+    @contextmanager
+    def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Raise a failure inside as a `CommError` that names rank, group, collective and sizes.
+
+        describe: the collective and its sizes in words; called only after a failure, except where
+            it may also be the cause of a later one.
+        """
+        if self.fails_later:
+            self.state.started.append(describe())
+        try:
+            yield
+        except CommError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise self.error(f"{describe()} failed: {error}{self._started_before()}"
+                             f"{self.missing_ranks()}") from error
+
+    def _started_before(self) -> str:
+        """The collectives of which a failure may be, where one fails later than it is called."""
+        before = list(self.state.started)[:-1]
+        return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
 
     def contiguous_subgroup(self, size: int) -> Comm:
         """The subgroup of `size` consecutive ranks that this rank is in.

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -106,28 +105,6 @@ class RankGroup(ABC):
     def detect_topology(self) -> Topology:
         """Ask the ranks on which node they run; collective. Here: all on one node."""
         return Topology.one_node(self.size)
-
-    @contextmanager
-    def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Raise a failure inside as a `CommError` that names rank, group, collective and sizes.
-
-        describe: the collective and its sizes in words; called only after a failure, except where
-            it may also be the cause of a later one.
-        """
-        if self.fails_later:
-            self.state.started.append(describe())
-        try:
-            yield
-        except CommError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise self.error(f"{describe()} failed: {error}{self._started_before()}"
-                             f"{self.missing_ranks()}") from error
-
-    def _started_before(self) -> str:
-        """The collectives of which a failure may be, where one fails later than it is called."""
-        before = list(self.state.started)[:-1]
-        return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
 
     def error(self, text: str) -> CommError:
         """A `CommError` that begins with rank and group."""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -62,38 +62,25 @@ class TrafficMeter:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = Counters() if torch.compiler.is_compiling() else counters
-        self._bytes, self._exchanges = self._counters.bytes, dict(self._counters.exchanges)
-        self._rows = self._all_rows()
-
-    def _all_rows(self) -> tuple[int, int]:
-        return self._counters.rows, self._counters.rows_between
+        self._before = replace(self._counters, exchanges=dict(self._counters.exchanges))
 
     def hold(self) -> None:
         """Leave out what is sent until `go_on`."""
-        self._held = self._counters.bytes, dict(self._counters.exchanges), self._all_rows()
+        self._held = self.sent()
 
     def go_on(self) -> None:
         """Count again."""
-        held_bytes, held, held_rows = self._held
-        self._bytes += self._counters.bytes - held_bytes
-        rows, between = (was + now - then for was, now, then in
-                         zip(self._rows, self._all_rows(), held_rows, strict=True))
-        self._rows = rows, between
-        for name, count in self._counters.exchanges.items():
-            self._exchanges[name] = self._exchanges.get(name, 0) + count - held.get(name, 0)
+        self._before = self._held
+        self._before = self.sent()  # what was sent before, and while nothing was counted
 
-    def sent(self) -> tuple[int, dict[str, int]]:
-        """(bytes since, all-to-alls since by the algorithm that ran)."""
-        exchanges = {}
-        for name, count in self._counters.exchanges.items():
-            if count > self._exchanges.get(name, 0):
-                exchanges[name] = count - self._exchanges.get(name, 0)
-        return self._counters.bytes - self._bytes, exchanges
-
-    def rows(self) -> tuple[int, int]:
-        """Rows of this rank's tokens since, and of them those to other nodes; see `Counters`."""
-        rows, between = self._all_rows()
-        return rows - self._rows[0], between - self._rows[1]
+    def sent(self) -> Counters:
+        """What was sent since; of algorithms those that ran."""
+        now, before, exchanges = self._counters, self._before, {}
+        for name, count in now.exchanges.items():
+            if count > before.exchanges.get(name, 0):
+                exchanges[name] = count - before.exchanges.get(name, 0)
+        return Counters(now.bytes - before.bytes, now.messages - before.messages,
+                        now.rows - before.rows, now.rows_between - before.rows_between, exchanges)
 
 
 T = TypeVar("T")

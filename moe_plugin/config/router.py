@@ -138,8 +138,6 @@ class SelectionConfig(SettingsSection):
 
 
 _SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # of one router each
-FIXED_TOP_K = {"base": 1, "gshard": 2, "hash": 1, "switch": 1}
-ANY_NUMBER = ("dense_to_sparse", "expert_choice")  # a token may have up to num_experts experts
 
 
 def router_names(text: str) -> list[str]:
@@ -147,16 +145,26 @@ def router_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def reads_of(name: str) -> frozenset[str] | None:
-    """What a router of this package reads of `router`, as its class declares it (`reads`).
-
-    None: one of a user's, which may read any setting; or no router is loaded yet: settings are
-    looked at again when a layer is built.
+def router_class(name: str) -> Any:
+    """What is registered under a name: a class that declares what it reads and how many experts a
+    token has (`routing.RouterModule`), or a user's function. None: nothing, or no router is loaded
+    yet: settings are looked at again when a layer is built.
     """
     registry = KINDS.get("router")
-    if registry is None or name not in registry:
-        return None
-    return getattr(registry.entry(name).value, "__dict__", {}).get("reads")
+    return None if registry is None else registry.find(name)
+
+
+def reads_of(name: str) -> frozenset[str] | None:
+    """What a router of this package reads of `router`, as its class declares it for itself.
+
+    None: one of a user's, which may read any setting; or see `router_class`.
+    """
+    return getattr(router_class(name), "__dict__", {}).get("reads")
+
+
+def fixed_k_of(name: str) -> int | None:
+    """Experts per token of a router that leaves no choice; None: as configured."""
+    return getattr(router_class(name), "fixed_k", None)
 
 
 def built_in() -> dict[str, frozenset[str]]:
@@ -339,10 +347,10 @@ class RouterConfig(SettingsSection):
         self._check_top_k(where)
 
     def _check_top_k(self, where: str) -> None:
-        fixed = sorted({FIXED_TOP_K[name] for name in self.names if name in FIXED_TOP_K})
+        fixed = sorted({k for name in self.names if (k := fixed_k_of(name)) is not None})
         default = RouterConfig.top_k
         read = self.top_k in (default, *fixed) or self.may_be_read(
-            built_in().keys() - {*FIXED_TOP_K, "dense_to_sparse"})
+            [name for name in built_in() if getattr(router_class(name), "reads_top_k", True)])
         if not read:
             self.unread("top_k", f"{' or '.join(map(str, fixed or [default]))} {where}, which does "
                         "not read it", "leave it out, or use router.name=topk")
@@ -363,9 +371,9 @@ class RouterConfig(SettingsSection):
     @property
     def experts_per_token(self) -> int:
         """`top_k`, or what takes its place in routers whose number is fixed."""
-        return max(FIXED_TOP_K.get(name, self.top_k) for name in self.names)
+        return max(fixed_k_of(name) or self.top_k for name in self.names)
 
     def most_per_token(self, experts: int) -> int:
         """Experts that a token may have, of so many."""
-        return max(experts if name in ANY_NUMBER else FIXED_TOP_K.get(name, self.top_k)
-                   for name in self.names)
+        return max(experts if getattr(router_class(name), "any_number", False)
+                   else fixed_k_of(name) or self.top_k for name in self.names)

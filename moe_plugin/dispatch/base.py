@@ -84,13 +84,18 @@ class DispatchContext:
 
 
 class Dispatcher(ABC):
-    """Moves tokens to their experts' ranks and results back, in one layout."""
+    """Moves tokens to their experts' ranks and results back, in one layout.
+
+    Attributes:
+        reads_anchor: whether `dispatch` makes use of an anchor: where ranks exchange anything.
+    """
 
     traits: ClassVar[DispatchTraits]
 
     def __init__(self, context: DispatchContext) -> None:
         self.context = context
         self.placement, self.overlap = context.placement, context.overlap
+        self.reads_anchor = self.placement.comm.size > 1
 
     @abstractmethod
     def plan(self, kept: KeptRouting) -> DispatchPlan:

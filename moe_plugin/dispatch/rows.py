@@ -87,12 +87,12 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
         load_KE, complete: see `sort_by_expert`.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
-    counts = RowCounts(count_E.tolist())
-    total = counts.total
+    counts = count_E.tolist()
+    total = sum(counts)
     complete = total == order_N.numel()
     source_R = order_N if complete else order_N[:total]
     position_TK = positions(source_R, ids_TK, complete)
-    return RowPlan(source_R, position_TK, weights_TK, counts, complete)
+    return RowPlan(source_R, position_TK, weights_TK, RowCounts(counts), complete)
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:

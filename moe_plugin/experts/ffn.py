@@ -139,15 +139,15 @@ class FFNExperts(Experts):
                 targets[name].zero_()
 
     def _draw(self, like: Tensor, axis: int, generator: torch.Generator) -> Tensor:
-        shape = list(like.shape)
-        shape[axis] *= self.placement.shards
+        shape, shards = list(like.shape), self.placement.shards
+        shape[axis] *= shards
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         if self.config.init_std is None:
             bound = (6 / sum(shape)) ** 0.5
             whole.uniform_(-bound, bound, generator=generator)
         else:
             whole.normal_(0.0, self.config.init_std, generator=generator)
-        return whole.chunk(self.placement.shards, axis)[self.placement.shard]
+        return whole.chunk(shards, axis)[self.placement.shard]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -319,9 +319,9 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
         axes: this axis by name; None: ranks have all of it, and the first one's is taken.
     Returns: the same names; [L * size / shards, ...] with inner axes `shards` times as long.
     """
-    flat = torch.cat([value.reshape(-1) for value in local.values()])
+    flat = torch.cat([*map(torch.flatten, local.values())])
     all_WN = all_gather(flat, comm).view(comm.size, -1)
-    parts = all_WN.split([value.numel() for value in local.values()], dim=1)
+    parts = all_WN.split([*map(Tensor.numel, local.values())], dim=1)
     return {
         name: _together(part, local[name], axes[name], shards)
         for (name, part) in zip(local, parts, strict=True)

@@ -83,6 +83,10 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
         own_losses: losses that this router can compute and some others cannot.
         reads: settings of `router` that some routers read and this one does, by name or
             `name=value`; each class says so for itself. None: it may read any.
+        fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
+            may override.
+        any_number: a token may have up to E experts, whatever k is.
+        reads_top_k: `router.top_k` changes what it does; False, too, for a class with `fixed_k`.
         balances: it gives experts even loads without a balance loss.
         expert_groups: it is the same router where experts change places together with their rows of
             its tensors, as long as these groups of consecutive experts stay together; 1: any order;
@@ -93,8 +97,16 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
     needs: frozenset[str] = frozenset()
     own_losses: frozenset[str] = frozenset()
     reads: frozenset[str] | None = None
+    fixed_k: int | None = None
+    any_number: bool = False
+    reads_top_k: bool = True
     balances: bool = False
     expert_groups: int = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.fixed_k is not None:
+            cls.reads_top_k = False
 
     def __init__(self, host: HostContext = HostContext()) -> None:
         super().__init__()

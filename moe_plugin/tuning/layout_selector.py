@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import LocalComm
-from moe_plugin.comm.state import TrafficMeter
+from moe_plugin.comm.state import Counters, TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.rows import known_load
 from moe_plugin.experts import Experts
@@ -71,6 +71,8 @@ class LayoutSelector:
         timer = None
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
             layout = self.fixed if choice is None else self.available.at(choice)
+        elif self.tuner.settled:
+            layout = self.available.at(self.tuner.current)
         else:
             layout, timer = self.tuner.layout(kept.routing, training)
         if (self.prefill is not None and choice is None and not training
@@ -122,15 +124,15 @@ class LayoutSelector:
             kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
         if routing.chosen_TK is not None:
             chosen_KE = expert_load(routing.chosen_TK, experts, per_choice=True)
-        comm, traced = self.place.comm, torch.compiler.is_compiling()
-        decisions = () if self.tuner is None or traced else self.tuner.pop_decisions()
-        bytes_sent, exchanges = (0, {}) if traffic is None else traffic.sent()
-        rows_sent, rows_between = (0, 0) if traffic is None else traffic.rows()
+        comm, traced, tuner = self.place.comm, torch.compiler.is_compiling(), self.tuner
+        silent = tuner is None or traced or (tuner.settled and not tuner.decisions)
+        decisions = () if silent else tuner.pop_decisions()
+        sent = Counters() if traffic is None else traffic.sent()
         return LayerStats(
             load_KE, kept_KE, routing.entropy, routing.tokens,
             {name: loss.detach() for name, loss in routing.losses.items()},
-            bytes_sent=bytes_sent, exchanges=exchanges, rows=rows,
-            rows_sent=rows_sent, rows_between=rows_between, capacity=kept.capacity,
+            bytes_sent=sent.bytes, exchanges=sent.exchanges, rows=rows, rows_sent=sent.rows,
+            rows_between=sent.rows_between, capacity=kept.capacity,
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},

@@ -82,7 +82,12 @@ class LayoutTuner(OwnsReplayLogs):
         config: the layer's. layouts: what may be chosen. probe: one of its parameters, which gives
             device and dtype.
         measure: what times a call (for tests). replay: see `HostContext`.
+
+    Attributes:
+        settled: whether no call is to be asked any more: never.
     """
+
+    settled = False
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor,
                  measure: Callable[[torch.device], CallTimer] = CallTimer, *,

@@ -61,6 +61,7 @@ class LayerLayout:
         first_shard: the first shard that this rank has after gathering.
         stash: pages for what backward needs; None: autograd keeps it.
         label: see `LayoutChoice`.
+        pieces: in which rows travel and are computed.
         plain: experts compute what arrives as they are configured, with what they store.
     """
 
@@ -73,12 +74,14 @@ class LayerLayout:
     first_shard: int = 0
     stash: PagedStash | None = None
     label: str = dataclasses.field(init=False)
+    pieces: int = dataclasses.field(init=False)
     plain: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
+        object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
         object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
-                           and self.dispatcher.overlap.pieces == 1)
+                           and self.pieces == 1)
 
     @property
     def compiles(self) -> bool:
@@ -119,15 +122,17 @@ class LayerLayout:
             experts: of the layer, or what stands in their place.
             anchored: False where all ranks' tokens have gradients, or none's.
         """
-        anchor = self.experts.anchor if anchored else None
+        anchor = None
         if experts is not self.experts:
             anchor = self._anchor_of(experts)
+        elif anchored and self.dispatcher.reads_anchor:
+            anchor = self.experts.anchor
         if self.plain and self.experts.later is None:
             return self.dispatcher.dispatch(x_TD, plan, anchor)
         parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
         sent = self.dispatcher.dispatch(x_TD, plan, anchor)
         arriving = sent.arriving
-        sent.arriving = (_computed_with(work, parameters, strategy) for work in arriving)
+        sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
@@ -153,7 +158,7 @@ class LayerLayout:
             parameters = self.experts.compute_parameters(whole, self.first_shard)
         # exchanges of the other pieces run next to their matmuls, or those of another micro-batch,
         # which weight gradients that are left for later wait for: kernels leave them processors
-        if self.dispatcher.overlap.pieces > 1 or (self.experts.later is not None
+        if self.pieces > 1 or (self.experts.later is not None
                                                   and experts is self.experts):
             more["sums"] = GradSums()
         if self.stash is not None and may_keep():
@@ -170,8 +175,8 @@ class LayerLayout:
         return self.experts.local_parameters() if experts is self.experts else experts(None)
 
 
-def _computed_with(work: ExpertRows, parameters: FFNParameters | None,
-                   strategy: Strategy | None) -> ExpertRows:
+def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
+                   work: ExpertRows) -> ExpertRows:
     """The same rows; borrowed experts come with parameters of their own."""
     own = parameters if work.parameters is None else work.parameters
     return ExpertRows(work.x, work.rows, own, strategy, work.started)

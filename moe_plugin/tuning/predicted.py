@@ -58,7 +58,8 @@ class PredictedLayout(OwnsReplayLogs):
 
     Attributes:
         current: the layout of the next call. settled: whether it was predicted, or taken from a
-            checkpoint.
+            checkpoint; then no call is asked.
+        decisions: that nobody has seen.
     """
 
     exploring = False

@@ -83,7 +83,7 @@ class Timed(WrappedDispatcher):
 
     def __init__(self, inner: Dispatcher, timer: CallTimer) -> None:
         super().__init__(inner)
-        self.timer = timer
+        self.timer, self.reads_anchor = timer, True  # so that a mark is passed in backward
 
     def plan(self, kept: KeptRouting) -> DispatchPlan:
         self.timer.start()

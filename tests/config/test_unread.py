@@ -327,6 +327,8 @@ def test_routers_say_how_many_experts_a_token_has() -> None:
     assert (config.experts_per_token, config.most_per_token(8)) == (3, 3)
     config = from_dict({"router": {"name": "expert_choice"}}).router
     assert (config.experts_per_token, config.most_per_token(8)) == (2, 8)
+    config = from_dict({"router": {"name": "dense_to_sparse"}}).router
+    assert (config.experts_per_token, config.most_per_token(8)) == (2, 8)
 
 
 def test_a_shared_expert_beside_own_experts_reads_what_it_is_built_from() -> None:

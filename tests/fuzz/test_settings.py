@@ -27,7 +27,7 @@ from moe_plugin.config import (
     with_overrides,
 )
 from moe_plugin.config.flags import config_from_flags, flag_specs, run_from_flags, setting_specs
-from moe_plugin.config.router import FIXED_TOP_K, RouterConfig, built_in, readers_of
+from moe_plugin.config.router import RouterConfig, built_in, fixed_k_of, readers_of
 from moe_plugin.records import TokenInfo
 from moe_plugin.tuning.prepare_group import read_topology
 from tests.distributed import run_gloo
@@ -116,7 +116,7 @@ def test_settings_of_routers(names: list[str], given_: dict[str, Any], tokens: i
             assert value == getattr(RouterConfig(), name) or set(names) & set(
                 readers_of(name, value)), (names, name, value)
             assert name != "top_k" or value == 2 or set(names) - {"dense_to_sparse"} and value in {
-                FIXED_TOP_K.get(each, value) for each in names}
+                fixed_k_of(each) or value for each in names}
         assert config.top_k > 1 or config.normalize in ("auto", "none")
 
 

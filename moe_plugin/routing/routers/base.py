@@ -47,9 +47,6 @@ class Router(BuffersKeepDtype, RouterModule):
     at least float32, too: whatever lowers the model (`half()`, `to(dtype)`, a host) leaves them.
 
     Attributes:
-        fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
-            may override.
-        any_number: a token may have up to E experts, whatever k is.
         own_losses: losses that this router can compute and some others cannot.
         only_noisy: losses that exist only if noise was added.
         adds_noise: `router.noise` is added to the logits.
@@ -70,8 +67,6 @@ class Router(BuffersKeepDtype, RouterModule):
             `select` does. None: nothing does (see `moe_plugin.routing.forced`).
     """
 
-    fixed_k: int | None = None
-    any_number: bool = False
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
     only_noisy: frozenset[str] = own_losses | {"noisy_load"}
     adds_noise: bool = True
