@@ -20,9 +20,9 @@ from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
 from moe_plugin.run import refuse_unfit
 
-MUST_BE_ONE = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
-               "context_parallel_size",
-               "expert_tensor_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+MUST_BE_ONE = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_tensor_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 MUST_BE_OFF = {
     "native_moe": "Megatron's own layer cannot change",
     "use_distributed_optimizer": "a parameter's state lies in parts on other ranks",
