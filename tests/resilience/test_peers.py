@@ -333,11 +333,3 @@ def test_a_folder_without_outer_momentum_says_so(tmp_path, caplog):
         StreamedPeer(trainer, "http://127.0.0.1:1", 0, EVERY, 0.0, OuterNesterov(),
                      resume=tmp_path / "other")
     trainer.close()
-
-
-def test_refuses_outer_optimizers_that_diverge():
-    """By value and bound."""
-    with pytest.raises(ValueError, match="outer lr=0: must be > 0"):
-        OuterNesterov(lr=0)
-    with pytest.raises(ValueError, match="outer momentum=1: must be in"):
-        OuterNesterov(momentum=1)

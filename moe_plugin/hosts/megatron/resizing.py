@@ -20,9 +20,10 @@ from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
 from moe_plugin.run import refuse_unfit
 
-_ONE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "expert_tensor_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-_OFF = {
+MUST_BE_ONE = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_tensor_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+MUST_BE_OFF = {
     "native_moe": "Megatron's own layer cannot change",
     "use_distributed_optimizer": "a parameter's state lies in parts on other ranks",
     "use_megatron_fsdp": "a parameter lies in parts on other ranks",
@@ -49,9 +50,9 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
     graphs = getattr(args, "cuda_graph_impl", None)
     refuse_unfit(f"resize.expert_parallel_at={sizes}", [
         *((flag(name), getattr(args, name, None) in (None, 1),
-           "experts move between whole data-parallel ranks; use 1") for name in _ONE),
+           "experts move between whole data-parallel ranks; use 1") for name in MUST_BE_ONE),
         *((flag(name), not getattr(args, name, None), f"{why}; leave it out")
-          for name, why in _OFF.items()),
+          for name, why in MUST_BE_OFF.items()),
         (f"--cuda-graph-impl {graphs}", graphs in (None, "none"),
          "a graph has the old experts; leave it out"),
         (f"--optimizer {args.optimizer}", args.optimizer in ("adam", "sgd"), "use adam or sgd"),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import torch_dist
-from moe_plugin.checkpoint.formats.megatron.names import BACKEND, METADATA
+from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.hosts.megatron import checkpoint_files as files
@@ -59,9 +59,10 @@ def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 def begin_again(final: str) -> None:
     """Take the descriptions out of a folder that is written again in place: while files are old
-    and new ones, it must not pass for a whole one.
+    and new ones, it must not pass for a whole one. `common.pt` goes with them: Megatron versions
+    that write none read one that an older version has left there in place of their own.
     """
-    for name in (files.META, BACKEND, METADATA) if dist.get_rank() == 0 else ():
+    for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(final, name))
 

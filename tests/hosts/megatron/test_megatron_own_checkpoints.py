@@ -103,6 +103,7 @@ def test_formats_of_megatron_are_its_own_business(tmp_path: Path, names: list[st
 def test_a_folder_that_is_written_again_in_place_is_not_whole(tmp_path: Path) -> None:
     path = _folder(tmp_path, 10, *NATIVE, files.META)
     checkpoint.begin_again(str(path))
-    assert [each.name for each in path.iterdir()] == ["common.pt"]
+    # newer releases write no common.pt, and read it first where one is there
+    assert not list(path.iterdir())
     with pytest.raises(CheckpointError, match="incomplete"):
         checkpoint.verified(str(path))

@@ -79,9 +79,9 @@ def given(**changed: Any) -> argparse.Namespace:
 
 @pytest.mark.parametrize(("changed", "said"), [
     *(({name: 2}, f"does not fit --{name.replace('_', '-')}: experts move between whole "
-       "data-parallel ranks; use 1") for name in resizing._ONE),
+       "data-parallel ranks; use 1") for name in resizing.MUST_BE_ONE),
     *(({name: True}, f"does not fit --{name.replace('_', '-')}: {why}; leave it out")
-      for name, why in resizing._OFF.items()),
+      for name, why in resizing.MUST_BE_OFF.items()),
     ({"cuda_graph_impl": "local"}, "does not fit --cuda-graph-impl local: a graph has the old"),
     ({"optimizer": "muon"}, "does not fit --optimizer muon: use adam or sgd"),
     ({"num_experts": 6}, "does not fit --num-experts 6: 4 expert-parallel ranks must divide it")])

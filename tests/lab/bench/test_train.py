@@ -16,7 +16,7 @@ import torch
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm
 from moe_plugin.lab.bench.studies import STUDIES
-from moe_plugin.lab.bench.studies.train import _hardware
+from moe_plugin.lab.bench.studies.train import hardware
 from moe_plugin.lab.bench.study import ROOT, read_numbers
 from moe_plugin.lab.bench.train.results import (
     PACKAGE,
@@ -142,9 +142,9 @@ def test_evaluations_have_a_section_of_their_own() -> None:
 def test_pieces_are_planned_for_links_of_the_measured_rate(tmp_path: Path) -> None:
     fitted = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
     cluster = SimpleNamespace(rate_bit_s=50e6)
-    settings = _hardware(cluster, tmp_path)
+    settings = hardware(cluster, tmp_path)
     assert load_cluster(settings["comm.cluster"]).inter.beta_s == 4 * fitted.inter.beta_s
-    assert _hardware(None, tmp_path) == {}
+    assert hardware(None, tmp_path) == {}
 
 
 def test_files_of_another_kind_are_refused() -> None:

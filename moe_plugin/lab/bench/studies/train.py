@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         text = runs.write_text(folder)
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
-        ours = evaluated_settings(_hardware(cluster, folder)) if args.evaluate else our_settings(
+        ours = evaluated_settings(hardware(cluster, folder)) if args.evaluate else our_settings(
             several_nodes=grid is not None and grid[0] > 1)
         plans = [runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up, ours,
                                 evaluate=args.evaluate) for shape in shapes]
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     return [one.as_dict() for one in found] or None
 
 
-def _hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
+def hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
     """What is known of links and processors where pieces are chosen: of an emulated cluster the
     fitted links, at its rate; of one machine nothing.
     """
