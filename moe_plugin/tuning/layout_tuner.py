@@ -105,7 +105,7 @@ class LayoutTuner(OwnsReplayLogs):
             self.candidates,
             TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
                           within=within, prune=PRUNE, finals=FINALS),
-            always=lambda: [*self.plain(), *self.gathered()])
+            always=self.always_timed)
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # as agreed last, where rows may be sent once
         self.runs: deque[_Run] = deque()
@@ -220,6 +220,10 @@ class LayoutTuner(OwnsReplayLogs):
                              collectives=partial(self.comm.collectives.seconds, self.comm))
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes]
         return {c.choice: c.seconds for c in fitting or costs[:1]}
+
+    def always_timed(self) -> list[LayoutChoice]:
+        """Layouts that no prediction excludes."""
+        return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
         """The configured layout in each way to send: what predictions pass over wrongly where the
