@@ -243,7 +243,7 @@ def test_render_lists_what_is_missing(no_hosts: None) -> None:
         "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
         "devices": [], "compiled": [], "backends": [], "hosts": [], "fused": [], "registries": {},
         "expert_compute_choices": [], "expert_dropout": [], "default_when_unset": [], "guard": [],
-        "send": registries.send_rows(),
+        "send": registries.send_rows(), "runs": [],
         "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
             "name": "triton", "version": None, "use": "kernels", "state": "missing",
             "install": "pip install triton"

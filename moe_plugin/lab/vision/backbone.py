@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,9 @@ def optional(module: str) -> Any:
 
     Raises: ValueError: it is not installed; it says what to install.
     """
-    apart = str(Path(sys.prefix, "torchvision"))  # of scripts/setup.sh
-    if apart not in sys.path and Path(apart).is_dir():
-        sys.path.append(apart)
     try:
-        importlib.import_module("torchvision")
+        with _apart():
+            importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
                          ) from error
@@ -42,6 +42,18 @@ def optional(module: str) -> Any:
                          ) from error
 
 
+@contextmanager
+def _apart() -> Iterator[None]:
+    """torchvision's folder of scripts/setup.sh is on the path. Not for longer: processes that are
+    started take the path over, and transformers imports what it finds there.
+    """
+    sys.path.append(str(Path(sys.prefix, "torchvision")))
+    try:
+        yield
+    finally:
+        sys.path.pop()
+
+
 def _declare(error: RuntimeError) -> None:
     """torchvision's own operators cannot be loaded, e.g. those of a build for CUDA beside a torch
     for CPUs. Images and timm's models use none of them: they are declared, and not implemented.
@@ -52,4 +64,5 @@ def _declare(error: RuntimeError) -> None:
         _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
         for name in _OPERATORS:
             _declared[0].define(name + _SCHEMA)
-    importlib.import_module("torchvision")
+    with _apart():
+        importlib.import_module("torchvision")

@@ -201,7 +201,7 @@ def test_passes_of_a_launched_script_begin_again_with_the_same_batches(forward_o
 
     rows, answers = RowsFit([], LocalComm(), lambda _: StepStart([])), iter([True, True, False])
     rows.check = SimpleNamespace(  # type: ignore[assignment]
-        repeats=True, forget=lambda: None, overflowed=lambda: next(answers))
+        active=True, repeats=True, forget=lambda: None, overflowed=lambda: next(answers))
     seen: list[list[int]] = []
     cleared: list[int] = []
 

@@ -131,8 +131,9 @@ def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [with_machine(quietest, replace(problem, tokens=min(GENERATED, problem.tokens)), args,
-                      forward_only=True) for problem in problems(args) if problem.gated]
+    return [with_machine(partial(quietest, forward_only=True),
+                         replace(problem, tokens=min(GENERATED, problem.tokens)), args)
+            for problem in problems(args) if problem.gated]
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
