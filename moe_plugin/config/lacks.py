@@ -30,6 +30,7 @@ _ON_DEVICE = Lack("its steps take weights that are on the device",
                   "train with moe_plugin.hosts.plain.streamed.streamed_trainer")
 _IN_HOSTS = "use TrainingSteps in a training loop of your own, or a host, fairseq or Megatron"
 _SPREAD = Lack("its experts are spread over all ranks, of which no two compute the same", _IN_HOSTS)
+_ALL_RANKS = Lack("its experts are always spread over all ranks", _IN_HOSTS)
 LACKS: Mapping[tuple[str, str], Lack] = {
     ("pipeline.schedule", "fairseq"): _STAGES,
     ("pipeline.schedule", "pytorch"): _STAGES,
@@ -41,7 +42,7 @@ LACKS: Mapping[tuple[str, str], Lack] = {
     ("resize.expert_parallel_at", "pytorch"): Lack(
         "its model has groups of ranks that you made",
         "call moe_plugin.checkpoint.resize.change_expert_parallel between two steps"),
-    ("resize.expert_parallel_at", "vision"): _SPREAD,
+    ("resize.expert_parallel_at", "vision"): _ALL_RANKS,
     (REPLICAS, "vision"): Lack(
         "its epochs are passes over all images, which replicas do not share out", _IN_HOSTS),
 }

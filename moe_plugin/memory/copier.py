@@ -29,7 +29,7 @@ class CopyCounters:
             thread alone.
         throttled_s: seconds that a throttle added.
         waits: waits for a job that was not done.
-        stalled_s: seconds in which the caller waited; a GPU's stream waits by itself, which is not
+        stalled_s: seconds in which the caller waited; a GPU's stream waits alone, which is not
             counted.
     """
 

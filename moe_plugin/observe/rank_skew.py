@@ -16,7 +16,7 @@ from moe_plugin.output import MoEOutput
 
 class RankSkew:
     """Listens to MoE layers for some steps: what their ranks would have where each expert's rows go
-    to its ranks (r >= 1), whatever the layout is.
+    to its ranks (r >= 1), in any layout.
 
     Args:
         models: this rank's parts of a model.

@@ -47,9 +47,10 @@ class RowsCheck:
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
                  asked: Sequence[bool] | None = None) -> None:
-        self.limits, self.world = limits_of(models), world
+        self._layers, self.world = _layers_of(models), world
         if asked is None:
-            here = [bool(self.limits), any(limit.repeats for limit in self.limits)]
+            limits = self.limits
+            here = [bool(limits), any(limit.repeats for limit in limits)]
             flags_2 = torch.tensor(here, dtype=torch.int64, device=world.device)
             asked = [bool(flag) for flag in world.all_reduce(flags_2, "max").tolist()]
         self.active, self.repeats = asked
@@ -61,6 +62,11 @@ class RowsCheck:
         check = cls([model], world, known.get(model))
         known[model] = check.active, check.repeats
         return check
+
+    @property
+    def limits(self) -> list[Limit]:
+        """Those that the layers have now: another expert-parallel size brings others."""
+        return _limits(self._layers)
 
     def forget(self) -> None:
         """What follows is a step or an evaluation of its own."""
@@ -74,8 +80,16 @@ class RowsCheck:
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
     """The bounds of all layers of these models, and the pages that they share."""
+    return _limits(_layers_of(models))
+
+
+def _layers_of(models: Iterable[nn.Module]) -> list[MoELayer]:
+    return [m for model in models for m in model.modules() if isinstance(m, MoELayer)]
+
+
+def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
     found: list[Limit | None] = []
-    for layer in (m for model in models for m in model.modules() if isinstance(m, MoELayer)):
+    for layer in layers:
         found += [layer.layouts.available.limit, layer.layouts.available.stash]
     return list({id(limit): limit for limit in found if limit is not None}.values())
 
@@ -180,8 +194,6 @@ class RowsFit(RunFeature):
 
     def before_passes(self) -> Callable[[], None] | None:
         """What the passes change is kept where they may be repeated."""
-        if self.check.active:  # layers may have other bounds since another expert-parallel size
-            self.check.limits = limits_of(self.models)
         self.check.forget()
         return self.start(self.models).rewind if self.check.repeats else None
 

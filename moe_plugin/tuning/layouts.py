@@ -158,8 +158,7 @@ class LayerLayout:
             parameters = self.experts.compute_parameters(whole, self.first_shard)
         # exchanges of the other pieces run next to their matmuls, or those of another micro-batch,
         # which weight gradients that are left for later wait for: kernels leave them processors
-        if self.pieces > 1 or (self.experts.later is not None
-                                                  and experts is self.experts):
+        if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
             more["sums"] = GradSums()
         if self.stash is not None and may_keep():
             more["keep"] = self.stash.keep

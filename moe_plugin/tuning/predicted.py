@@ -59,7 +59,7 @@ class PredictedLayout(OwnsReplayLogs):
     Attributes:
         current: the layout of the next call. settled: whether it was predicted, or taken from a
             checkpoint; then no call is asked.
-        decisions: that nobody has seen.
+        decisions: that were not read yet.
     """
 
     exploring = False

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchft.coordination import LighthouseServer
 
 from tests.faults.meeting import until
 
 EVERY = 3
+Kind = TypeVar("Kind", bound="Peer")
 
 
 class Peer(ABC):
@@ -58,14 +59,14 @@ class Peer(ABC):
         return len(now) == times * EVERY and all(step["replicas"] == peers for step in now)
 
 
-def lighthouse_of_two() -> LighthouseServer:
-    return LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000,
-                            heartbeat_timeout_ms=2000)
+def kill_and_return(make: Callable[[int, str], Kind]) -> tuple[Kind, Kind]:
+    """Two peers; the second is killed and comes back; both are killed then.
 
-
-def kill_and_return(first: Peer, second: Peer) -> None:
-    """The second is killed and comes back; both are killed then."""
-    peers = (first, second)
+    make: the peer of a number, with the address of a lighthouse.
+    """
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000,
+                                  heartbeat_timeout_ms=2000)
+    peers = first, second = make(0, lighthouse.address()), make(1, lighthouse.address())
 
     def wait(peer: Peer, over: int) -> None:
         until(lambda: peer.averaged_over(over) or peer.process.poll() is not None,
@@ -86,4 +87,6 @@ def kill_and_return(first: Peer, second: Peer) -> None:
     finally:
         for peer in peers:
             peer.kill()
+        lighthouse.shutdown()
     assert "momentum begins at zero" not in second.text
+    return peers

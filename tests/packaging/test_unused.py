@@ -1,4 +1,4 @@
-"""Methods that nothing calls, optional arguments that nobody gives, settings that nobody reads.
+"""Methods without a call, optional arguments that are never given, settings that are never read.
 
 By names alone, which may be those of other things, too: what is found here is unused for certain.
 """

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests.hosts.fairseq.conftest import (
 )
 
 pytest.importorskip("torchft.coordination")
-from tests.hosts.averaging import EVERY, Peer, kill_and_return, lighthouse_of_two
+from tests.hosts.averaging import EVERY, Peer, kill_and_return
 
 pytestmark = pytest.mark.distributed
 
@@ -48,13 +49,8 @@ class FairseqPeer(Peer):
 
 
 def test_a_killed_peer_is_missed_and_comes_back(corpus: Corpus, tmp_path: Path) -> None:
-    lighthouse = lighthouse_of_two()
-    peers = [FairseqPeer(corpus, tmp_path, number, lighthouse.address()) for number in range(2)]
+    peers = kill_and_return(partial(FairseqPeer, corpus, tmp_path))
     second = peers[1]
-    try:
-        kill_and_return(*peers)
-    finally:
-        lighthouse.shutdown()
     assert second.steps[second.begun]["num_updates"] > 1
     # the last may be half written
     common = sorted(peers[0].saved.keys() & peers[1].saved.keys())[:-1]

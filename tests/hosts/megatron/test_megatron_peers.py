@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("megatron.core",
 pytest.importorskip("torchft.coordination")
 
 from tests.distributed import free_port
-from tests.hosts.averaging import EVERY, Peer, kill_and_return, lighthouse_of_two
+from tests.hosts.averaging import EVERY, Peer, kill_and_return
 from tests.hosts.megatron.training import MODEL, QUICK, TRAIN, own_loop
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop]
@@ -58,13 +59,8 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def test_a_killed_peer_is_missed_and_comes_back(data: str, tmp_path: Path) -> None:
-    lighthouse = lighthouse_of_two()
-    peers = [MegatronPeer(data, tmp_path, number, lighthouse.address()) for number in range(2)]
+    peers = kill_and_return(partial(MegatronPeer, data, tmp_path))
     second = peers[1]
-    try:
-        kill_and_return(*peers)
-    finally:
-        lighthouse.shutdown()
     assert second.steps[second.begun]["iteration"] > 1
     # a peer that joins has the others' weights and goes on at its own iteration, with its own data
     found = [{number: _digest(folder) for number, folder in peer.saved.items()} for peer in peers]
