@@ -223,6 +223,49 @@ def test_gradients_count_once(kind: type[StagePeer], what: str) -> None:
         swarm.close()
 
 
+class DiesAskedAgain(StagePeer):
+    """At the first backward pass after it was asked to sum."""
+
+    asked = False
+
+    def _reduce(self, key: tuple[int, int], **rest: Any) -> Any:
+        self.asked |= key[0] == 1
+        return super()._reduce(key, **rest)
+
+    def _backward(self, task: tuple[int, int], **rest: Any) -> Any:
+        if self.asked:
+            os._exit(1)
+        return super()._backward(task, **rest)
+
+
+def test_a_peer_that_dies_in_place_of_another() -> None:
+    """What it had summed itself is computed again, too, though it comes before in the step."""
+    with crew() as made:
+        made.start(3)
+        swarm = swarm_of(made, 3, timeout_s=4.0, in_flight=1)
+        first = losses(swarm, [0])
+        [stays], doers = swarm.members.stages[1], []
+        for kind in (DiesAskedAgain, DiesBeforeSumming):
+            made.start(1, kind)
+            swarm.wait_for(4 + len(doers))
+            doers += [m.address for m in swarm.members.newcomers if m.address not in doers]
+        swarm.members.place = lambda member: 1
+        choose, again = swarm.members.choose, doers[0]
+        wanted = {0: [again], 1: [doers[1], again]}
+
+        def scripted(stage: int, number: int, size: float, but: set[Any]) -> Any:
+            there = [*wanted.get(number, []), stays] if stage == 1 else []
+            left = [a for a in there if a in swarm.members.stages[1] and a not in but]
+            return left[0] if left else choose(stage, number, size, but)
+
+        swarm.members.choose = scripted
+        second = swarm.step(batches(1))
+        assert (second.redone, set(second.gone)) == (2, set(doers))
+        assert [*first, sum(second.losses), *losses(swarm, [2])] == pytest.approx(
+            alone(3), rel=2e-6)
+        swarm.close()
+
+
 def test_a_silent_peer() -> None:
     """Stopped, not dead: nothing says so but the time."""
     with crew() as made:

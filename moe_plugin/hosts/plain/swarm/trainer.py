@@ -283,11 +283,13 @@ class Swarm:
         return [n for (s, n), (peer, _) in self._taken.items() if (s, peer) == (stage, address)]
 
     def _redo(self, stage: int) -> None:
-        """Compute again what peers that are lost had summed."""
-        for (s, number), (address, values) in list(self._taken.items()):
-            if s == stage and address not in self.members.stages[stage]:
-                self._task(stage, number, "backward", values)
-                self._result.redone += 1
+        """Compute again what peers that are lost had summed, until no such gradient is left: the
+        peer that is asked may be lost, too, with what it had summed before.
+        """
+        while lost := [n for (s, n), (address, _) in self._taken.items()
+                       if s == stage and address not in self.members.stages[stage]]:
+            self._task(stage, lost[0], "backward", self._taken[stage, lost[0]][1])
+            self._result.redone += 1
 
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
                      stages: Iterable[int] | None = None) -> dict[int, float]:
