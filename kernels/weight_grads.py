@@ -17,7 +17,7 @@ counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,25 +123,24 @@ class WeightGrad:
         self.grad_LIO, self.into = grad_LIO, grad_LIO.unbind(0)
         self.products = products_of(w_LIO)
 
-    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
-        """Add a b to the gradient of one expert, or to those of a batch, [B, I, N] and [B, N, O].
+    def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
+                    b_s: Sequence[Tensor]) -> None:
+        """Add each a b to the gradient of one expert, [I, N] and [N, O], or to those of a batch,
+        with an axis of experts before. No expert is there twice.
         """
-        if not isinstance(expert, slice):
-            into_IO = self.into[expert]
-            self.products((a_IN,), (b_NO,), (into_IO,),
-                          (into_IO if expert in self.written else None,))
-            self.written.add(expert)
-            return
-        experts = range(expert.start, expert.stop)
-        before = self.written.intersection(experts)
-        # a first product is written, later ones are added: a batch with both is done one by one
-        if before and len(before) < len(experts):
-            for one, a, b in zip(experts, a_IN, b_NO, strict=True):
-                self.add_matmul(one, a, b)
-            return
-        into_BIO = self.grad_LIO[expert]
-        self.products((a_IN,), (b_NO,), (into_BIO,), (into_BIO if before else None,))
-        self.written.update(experts)
+        products = []
+        for of, a, b in zip(experts, a_s, b_s, strict=True):
+            batch = {of} if isinstance(of, int) else set(range(of.start, of.stop))
+            before = self.written & batch
+            # a first product is written, later ones are added: a batch with both is done one by one
+            if before and before != batch:
+                self.add_matmuls(sorted(batch), a.unbind(0), b.unbind(0))
+                continue
+            into = self.into[of] if isinstance(of, int) else self.grad_LIO[of]
+            products.append((a, b, into, into if before else None))
+            self.written |= batch
+        if products:
+            self.products(*zip(*products, strict=True))
 
     def result(self) -> Tensor | None:
         """What backward returns, see `GradSums.end`."""
@@ -180,23 +179,25 @@ class MainGrad:
     parameter: Tensor
     memory: Workspace
 
-    def add_matmul(self, expert: int | slice, a_IN: Tensor, b_NO: Tensor) -> None:
-        """main_grad[expert] += a b. a_IN: [I, N], b_NO: [N, O], of the weight's dtype; with an axis
-        of experts before for a slice.
+    def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
+                    b_s: Sequence[Tensor]) -> None:
+        """main_grad[expert] += a b for each; see `WeightGrad.add_matmuls`.
 
         Where the buffer has another dtype, the largest temporary is one expert's matmul, or those
         of several that fit `TEMPORARY_BYTES`.
         """
-        target_IO = self.parameter.main_grad[expert]  # type: ignore[attr-defined]
-        if target_IO.dtype == a_IN.dtype:
-            multiply(a_IN, b_NO, target_IO, target_IO)
+        main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
+        into = [main_grad[of] for of in experts]
+        if into and main_grad.dtype == a_s[0].dtype:
+            products_of(main_grad)(a_s, b_s, into, into)
             return
-        if not isinstance(expert, slice):
-            self._add(target_IO, a_IN, b_NO)
-            return
-        some = max(1, TEMPORARY_BYTES // (target_IO[0].numel() * a_IN.element_size()))
-        for parts in zip(*(x.split(some) for x in (target_IO, a_IN, b_NO)), strict=True):
-            self._add(*parts)
+        for target, a, b in zip(into, a_s, b_s, strict=True):
+            if target.dim() == 2:
+                self._add(target, a, b)
+                continue
+            some = max(1, TEMPORARY_BYTES // (target[0].numel() * a.element_size()))
+            for parts in zip(*(x.split(some) for x in (target, a, b)), strict=True):
+                self._add(*parts)
 
     def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
         # no CPU matmul has operands of one dtype and a result of another

@@ -9,10 +9,11 @@ matmuls is done by `native.passes` in one pass, where this machine has them: the
 kept only for experts with an output bias (see `_FFNCall.late`), and gated experts' values after the
 activation are computed again.
 
-Experts are computed one after the other, each by all threads; in 16 bits, consecutive experts with
-few rows in one product, padded to the longest (`products.RowRule`): that takes 0.55 to 0.99 of the
-layer's time (AMD Zen 5; 64 experts of 128 rows, widths 256 and 512: 34.3 to 29.9 ms). In float32 it
-pays only below some ten rows an expert, and is not done.
+In float32 each expert of a block is computed by one thread, several at a time
+(`native.functions.SideBySide`). Elsewhere they are computed one after the other, each by all
+threads; in 16 bits, consecutive experts with few rows in one product, padded to the longest
+(`products.RowRule`): that takes 0.55 to 0.99 of the layer's time (AMD Zen 5; 64 experts of 128
+rows, widths 256 and 512: 34.3 to 29.9 ms).
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Linear:
         self.w = _by_unit(w_LIO, blocks)
         self.b = (_by_unit(b_LO, blocks) if b_LO is not None
                   else [[None] * len(block.units) for block in blocks])
-        self.products = products_of(w_LIO)
+        self.products = products_of(w_LIO, not all([block.exact for block in blocks]))
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
         """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
@@ -403,9 +404,8 @@ class _Backward:
             for into, grad in zip(self.bias_into[name][block], grads, strict=True):
                 torch.sum(grad, -2, out=into)
         if name in self.grads:
-            for unit, x_IM, grad in zip(self.call.blocks[block].units, self.columns[name][block],
-                                        grads, strict=True):
-                self.grads[name].add_matmul(unit.index, x_IM, grad)
+            self.grads[name].add_matmuls([unit.index for unit in self.call.blocks[block].units],
+                                         self.columns[name][block], grads)
 
     def _input_side(self, block: int, grads: dict[str, BlockRows]) -> None:
         """Gradients of the first matmuls' weights and biases, and of the rows."""

@@ -16,6 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_plugin.kernels.cpu.native.functions import side_by_side
+
+FEW = 8  # rows of an expert whose memory is small beside its weights
 MOST_ADDED = 11  # rows that `RowRule.fast` adds at most
 ELEMENT = 40  # multiplications in the time of what is done with one value between two products
 BEGIN = 6_000_000  # multiplications in the time in which a product begins, about 10 us a thread
@@ -23,7 +26,7 @@ _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 
 class Products(Protocol):
-    """Several products, one after the other: a b (+ base) into out.
+    """Several products: a b (+ base) into out.
 
     Of each: a_NI [N, I], b_IO [I, O], out_NO [N, O]; base [N, O], also out_NO itself, or [O], or
     None. All of one dtype; or all with an axis of experts before. In one call, because between two
@@ -41,9 +44,23 @@ def in_float32(dtype: torch.dtype) -> bool:
                                      and getattr(torch.ops.mkldnn, _NATIVE[dtype])())
 
 
-def products_of(like: Tensor) -> Products:
-    """The way to multiply matrices of `like`'s dtype, on its device."""
-    return _widened if like.device.type == "cpu" and in_float32(like.dtype) else _native
+def products_of(like: Tensor, in_order: bool = False) -> Products:
+    """The way to multiply matrices of `like`'s dtype, on its device.
+
+    in_order: one after the other, as a product may write where the next one does.
+    """
+    if like.device.type == "cpu" and in_float32(like.dtype):
+        return _widened
+    several = None if in_order else side_by_side(like)
+    if several is None:
+        return _native
+
+    def products(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
+                 bases: Sequence[Tensor | None]) -> None:
+        if not several(a_s, b_s, outs, bases):
+            _native(a_s, b_s, outs, bases)
+
+    return products
 
 
 def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:
@@ -58,7 +75,7 @@ class RowRule:
 
     Attributes:
         narrow: of 16 bits, by the processor's own instructions. Products of float32 take the
-            same time by the row whatever their number, and gain nothing.
+            same time by the row whatever their number, and are computed several at a time.
         work: of one row, in multiplications.
         least: experts join where that saves so many matmuls or more: padding costs some
             operations itself.
@@ -84,7 +101,8 @@ class RowRule:
         """Whether an expert with so many rows is faster in one product with others before it.
 
         experts, most, own: how many others, the most rows of one, their rows. All get as many as
-        the longest, together at most twice as many as they have. A matmul takes a while to start:
+        the longest, above `FEW` together at most twice as many as they have. A matmul takes a while
+        to start:
         its memory, its plan, two threads that wait for each other. 64 experts of 100 to 153 rows
         took 18.1 ms by sixteens, 19.4 by fours and 23.9 one by one (six matmuls of widths 256 and
         512, AMD Zen 5).
@@ -93,7 +111,7 @@ class RowRule:
             return False
         longest = self.fast(max(most, rows))
         added = experts * (longest - most) + longest - rows
-        memory = (experts + 1) * longest <= 2 * (own + rows)
+        memory = longest <= FEW or (experts + 1) * longest <= 2 * (own + rows)
         return memory and added * self.work <= BEGIN
 
 

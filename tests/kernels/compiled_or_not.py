@@ -9,6 +9,7 @@ import pytest
 
 from moe_plugin.kernels import scores
 from moe_plugin.kernels.cpu import expert_ffn as fused
+from moe_plugin.kernels.cpu import products
 
 
 @contextmanager
@@ -17,5 +18,6 @@ def compiled(yes: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not yes:
             patch.setattr(fused, "passes", lambda x, activation: None)
+            patch.setattr(products, "side_by_side", lambda like: None)
             patch.setattr(scores, "scores_of", lambda x_TD, weight_ED: None)
         yield

@@ -14,7 +14,7 @@ from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.cpu import expert_ffn as fused
 from moe_plugin.kernels.cpu.blocks import Unit, UnitBlock, blocks_of, clipped, padding_of
-from moe_plugin.kernels.cpu.products import BEGIN, RowRule
+from moe_plugin.kernels.cpu.products import BEGIN, FEW, RowRule
 from moe_plugin.records import RowCounts, RowPlan
 from tests.experts.problems import parameters
 from tests.kernels.row_rules import RULES, rows_computed
@@ -45,7 +45,7 @@ def test_blocks_hold_all_rows_and_no_more_than_allowed(counts: list[int], limit:
     for unit in (u for b in blocks for u in b.units):  # each one that joins adds at most five
         own = sum(counts[unit.first:unit.first + unit.experts])
         assert size(unit) - own <= (0 if rule is WIDE else 5 * (unit.experts - 1))
-    assert sum(rows.values()) <= 2 * sum(counts)
+        assert unit.rows <= FEW or size(unit) <= 2 * own
     assert all(b.size == sum(map(size, b.units)) for b in blocks)
     assert [r for b in blocks for r in range(b.rows.start, b.rows.stop)] == [*range(
         sum(rows.values()))]
@@ -68,8 +68,10 @@ def test_blocks_written_out() -> None:
     rule = replace(NARROW, least=4)
     assert [u.experts for b in blocks_of([30] * 4, 200, rule) for u in b.units] == [1] * 4
     assert [u.experts for b in blocks_of([30] * 5, 200, rule) for u in b.units] == [5]
-    # nor do experts get more than twice the rows that they have: 15 for 7
-    assert [u.experts for b in blocks_of([1, 5, 1, 5], 200, NARROW) for u in b.units] == [2, 2]
+    # nor do experts get more than twice the rows that they have, 27 for 11, but if they are few
+    rule = replace(NARROW, work=1)
+    assert [u.experts for b in blocks_of([1, 9, 1, 9], 200, rule) for u in b.units] == [2, 2]
+    assert [u.experts for b in blocks_of([1, FEW, 1, FEW], 200, rule) for u in b.units] == [4]
 
 
 def test_a_few_more_rows_are_computed() -> None:

@@ -5,6 +5,7 @@ happens where nothing can be compiled.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import stat
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +46,8 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def forget() -> None:
-    for cached in (build.library, functions.compiled_passes, functions.compiled_scores):
+    for cached in (build.library, functions.compiled_passes, functions.compiled_scores,
+                   functions.compiled_products):
         cached.cache_clear()
 
 
@@ -194,6 +197,85 @@ def test_the_layer_is_as_by_torch(kind: str, dtype: torch.dtype, bias: bool) -> 
         scale = other.abs().max().item() or 1.0
         torch.testing.assert_close(one / scale, other / scale, rtol=0.0,
                                    atol=10 * torch.finfo(dtype).eps)
+
+
+needs_mkl = pytest.mark.skipif(functions.why_one_by_one() is not None,
+                               reason=f"one by one: {functions.why_one_by_one()}")
+
+
+def lying(shape: tuple[int, int], by_row: bool, seed: int) -> Tensor:
+    """A matrix whose lines are rows, or columns."""
+    x = draw(shape if by_row else shape[::-1], torch.float32, seed)
+    return x if by_row else x.t()
+
+
+@needs_mkl
+@pytest.mark.parametrize("by_row", [*itertools.product([True, False], repeat=3)], ids=str)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 30), st.integers(1, 30),
+       st.sampled_from(["new", "added", "bias"]), st.integers(1, 3))
+@settings(max_examples=25)
+def test_products_side_by_side(by_row: tuple[bool, bool, bool], sizes: list[int], inner: int,
+                               columns: int, base: str, threads: int) -> None:
+    """Rows through their experts, and weights' gradients, which are sums over rows."""
+    torch.set_num_threads(threads)
+    rows, number = sum(sizes), len(sizes)
+    x, y = (lying((rows, width), by_row[i], i) for i, width in ((0, inner), (2, columns)))
+    w = [lying((inner, columns), by_row[1], 3 + i) for i in range(number)]
+    grad = [lying((inner, columns), by_row[2], 13 + i) for i in range(number)]
+    turned = lying((inner, rows), by_row[0], 1)
+    by_sum = lying((rows, columns), by_row[1], 23)
+    bias = draw((columns,), torch.float32, 8)
+    for a_s, b_s, outs in ((x.split(sizes), w, y.split(sizes)),
+                           (turned.split(sizes, 1), by_sum.split(sizes), grad)):
+        bases = {"new": [None] * number, "added": outs, "bias": [bias] * number}[base]
+        wanted = [a.double() @ b.double() + (0.0 if was is None else was.double())
+                  for a, b, was in zip(a_s, b_s, bases, strict=True)]
+        ran = functions.side_by_side(x)(a_s, b_s, outs, bases)
+        # a line of one value may look like one with gaps
+        assert ran or 1 in {inner, columns, rows}
+        for out, want in zip(outs, wanted, strict=True) if ran else ():
+            near(out, want, 20)
+
+
+@needs_mkl
+def test_products_one_by_one() -> None:
+    """Where they cannot be side by side nothing is written."""
+    x, w = torch.randn(4, 6), torch.randn(6, 5)
+    several = functions.side_by_side(x)
+    for a_s, b_s, shape in (([x], [w], (4, 5)), ([x[None]] * 2, [w[None]] * 2, (1, 4, 5)),
+                            ([x[:, ::2]] * 2, [w[:3]] * 2, (4, 5)),
+                            ([x[:1].expand(2, 6)] * 2, [w] * 2, (2, 5)),
+                            ([x, x.clone()], [w, w.t().contiguous().t()], (4, 5)),
+                            ([x.as_strided((4, 6), (2, 1))] * 2, [w] * 2, (4, 5)),
+                            ([x, x[None]], [w, w[None]], (4, 5))):
+        outs = [torch.zeros(shape if a.dim() < 3 else (1, 4, 5)) for a in a_s]
+        assert not several(a_s, b_s, outs, [None] * len(a_s)) and not any(map(torch.any, outs))
+    assert functions.side_by_side(x.double()) is None
+    assert functions.side_by_side(x.to("meta")) is None
+
+
+@needs_mkl
+def test_a_layer_computes_its_experts_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    call = functions.SideBySide.__call__
+
+    def counted(self: Any, *args: Any) -> bool:
+        ran.append(call(self, *args))
+        return ran[-1]
+
+    monkeypatch.setattr(functions.SideBySide, "__call__", counted)
+    layer = MoELayer(24, num_experts=5, top_k=2, experts={"kind": "gated_ffn"})
+    grads(layer, torch.randn(70, 24))
+    assert ran == [True] * 9  # three forward, their rows' and weights' gradients
+
+
+@needs_compiler
+def test_a_torch_without_mkl_multiplies_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert "another library" in functions.why_one_by_one()
+    assert functions.side_by_side(torch.ones(1)) is None
+    forget()
 
 
 def test_what_is_computed_by_torch() -> None:
@@ -416,7 +498,8 @@ def test_warnings_of_compilers(tmp_path: Path) -> None:
     """None, with the strictest settings; from every compiler that is here."""
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
-    for source, defines in (("passes.c", ["-DACTIVATION=gelu"]), ("router.c", [])):
+    for source, defines in (("passes.c", ["-DACTIVATION=gelu"]), ("router.c", []),
+                            ("products.c", [])):
         done = subprocess.run(
             [*build.compiler_command([]), *defines, "-Wall", "-Wextra", "-Werror",
              "-Wno-unused-function", "-o", str(tmp_path / "made.so"), str(build.SOURCES / source)],
