@@ -178,18 +178,45 @@ def _layers(title: str, drawn: int, found: list[dict[str, Any]]) -> Iterator[str
         yield shown
         if number < drawn:
             yield f"![Time and memory of every candidate](layer_{number}.svg)"
+    yield _not_measured(found)
+
+
+def _not_measured(found: list[dict[str, Any]]) -> str:
     reasons: dict[str, dict[str, None]] = {}
     for one in found:
         for name, reason in one["refused"].items():
             reasons.setdefault(name, {})[reason] = None
-    yield layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()
-                              if name in peers.names()})
+    return layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()
+                               if name in peers.names()})
+
+
+def _side_by_side(found: list[dict[str, Any]]) -> Iterator[str]:
+    """One table: a row for each candidate, a column for each layer."""
+    if not found:
+        return
+    layers = [LayerReport.from_dict(one) for one in found]
+    loads = ", ".join(f"{one['load'][0]:g}" for one in found)
+    yield "## Text is generated: 64 tokens, forward"
+    yield said(found[0]["versions"])
+    yield (f"Medians and their ratio to the bound, {layers[0].threads} threads. Load average "
+           f"{loads}.")
+    names = dict.fromkeys(result.name for one in layers for result in one.results)
+    yield report.columns(names, {"forward": "{0}"} | {
+        one.problem.label(): partial(_cell, {r.name: r for r in one.results}) for one in layers})
+    yield _not_measured(found)
+
+
+def _cell(results: dict[str, layer.Result], name: str) -> str:
+    if name not in results:
+        return ""
+    return f"{results[name].median_ms:.2f} ms, {results[name].ratio_to_bound:.2f}"
 
 
 class AllLayers:
     """Our layer and every peer that is installed, on all problems of the page: forward and backward
     on one rank and on two, and a forward pass of 64 tokens, as text is generated. The bound is the
-    time of the experts' matmuls alone, in the same run.
+    time of the experts' matmuls alone, one after the other, in the same run; several at a time, as
+    ours compute in float32, may take less.
     """
 
     TITLE = "The layer and its peers"
@@ -197,7 +224,7 @@ class AllLayers:
     PARTS = {
         "one_rank": (_one_rank, partial(_layers, "", DRAWN)),
         "two_ranks": (_two_ranks, partial(_layers, "## Two ranks", 0)),
-        "generated": (_generated, partial(_layers, "## Text is generated: 64 tokens, forward", 0))}
+        "generated": (_generated, _side_by_side)}
     PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(DRAWN)}
 
 
