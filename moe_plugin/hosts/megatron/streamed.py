@@ -153,7 +153,7 @@ class StreamedModel(nn.Module):
             if forward_only:
                 self.trainer.evaluate(given)
                 continue
-            with core.auxiliary_scale(1 / num_microbatches):
+            with core.auxiliary_scale(torch.ones(1) * (1 / num_microbatches)):
                 self.norm = float(self.trainer.accumulate(given).norm)
         self._calls.given.clear()
         return self._logged
