@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in, named_layers_in
 from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.resilience.twins import alike
 from moe_plugin.routing.contract import RouterModule
@@ -212,7 +212,7 @@ class VotedGradients:
         _refuse_other_groups(model, self.ballots.sharing.size)
         refuse_reported_loads(model)
         self.parameters, self._shared = shared_first(model.parameters())
-        self._layers = [each for each in model.modules() if isinstance(each, MoELayer)]
+        self._layers = layers_in(model)
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -235,10 +235,10 @@ class VotedGradients:
 
 
 def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer) and module.comm.size != ranks:
+    for name, layer in named_layers_in(model).items():
+        if layer.comm.size != ranks:
             raise ValueError(
-                f"experts of layer {name!r} are spread over ranks, {module.comm.size} of them, and "
+                f"experts of layer {name!r} are spread over ranks, {layer.comm.size} of them, and "
                 f"a worker that votes has {ranks}: must be equal; give VotedGradients "
                 "worker=layer.comm and comm=replica_comm(layer.comm, world)")
 
