@@ -118,3 +118,13 @@ class MoELayer(LayerState):
         """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
+
+
+def layers_in(*models: nn.Module) -> list[MoELayer]:
+    """The MoE layers of models, in order."""
+    return [layer for model in models for layer in named_layers_in(model).values()]
+
+
+def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
+    """The MoE layers of a model by name, in order; a layer that it has twice: once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.kernels.derivatives import not_transformed, transformed
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
 from moe_plugin.routing.registry import Unlinked
@@ -241,7 +241,7 @@ def link(model: nn.Module) -> int:
     Raises:
         ValueError: some layers ask for pre-gates and some do not; neighbours differ in width.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = layers_in(model)
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
     if any(asked) and not all(asked):
         raise ValueError(f"router.pre_gate={list(map(int, asked))} differs between the layers of "

@@ -24,7 +24,7 @@ from moe_plugin.comm.resharding import Resharding
 from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.marks import mark_expert
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.order_files import check_order
 from moe_plugin.planner.resharding import Box, TensorLayout
 from moe_plugin.records import Placement, check_shards
@@ -65,7 +65,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
             that the optimizer does not have, states of other shapes or that differ between ranks.
     """
     world = default_comm() if world is None else world
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+    layers = named_layers_in(model)
     before = {name: _positions(f"of layer {name!r}", layer.comm, world)
               for name, layer in layers.items()}
     after = _positions("new", comm, world)
@@ -92,12 +92,11 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
         if world % size:
             raise ValueError(f"{given} is out of bounds: must divide the {world} data-parallel "
                              f"ranks; use {math.gcd(world, size)}, or leave it out")
-        for name, layer in model.named_modules():
-            if isinstance(layer, MoELayer):
-                try:
-                    _check(name, layer, size)
-                except ValueError as error:
-                    raise ValueError(f"{given}: {error}") from error
+        for name, layer in named_layers_in(model).items():
+            try:
+                _check(name, layer, size)
+            except ValueError as error:
+                raise ValueError(f"{given}: {error}") from error
 
 
 def _check_movable(name: str, layer: MoELayer) -> None:
@@ -314,7 +313,7 @@ def reorder_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None, o
             states that differ between ranks.
     """
     world = default_comm() if world is None else world
-    found = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+    found = named_layers_in(model)
     agree(world, {f"order of {name}": list(order) for name, order in sorted(orders.items())})
     if unknown := sorted(set(orders) - set(found)):
         raise ValueError(f"order of layer {unknown[0]!r}: the model has MoE layers {sorted(found)}")

@@ -95,10 +95,9 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 def _group_of(model: nn.Module) -> Comm:
     """Else each rank would write its own experts into the file of all."""
-    from moe_plugin.layer import MoELayer  # imported where there is one; slow where there is none
+    from moe_plugin.layer import layers_in  # imported where there is one; slow where there is none
 
-    groups = {layer.comm.name: layer.comm for layer in model.modules()
-              if isinstance(layer, MoELayer)}
+    groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
     if len(groups) > 1:
         raise ValueError(f"the model's layers have the groups {', '.join(sorted(groups))}: must be "
                          "one; pass `comm`, the ranks that write or read the checkpoint together")
@@ -107,11 +106,10 @@ def _group_of(model: nn.Module) -> Comm:
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
     """Their parameters join those of other ranks by no axis that they have in common."""
-    from moe_plugin.layer import MoELayer
+    from moe_plugin.layer import named_layers_in
 
-    for name, layer in model.named_modules():
-        if (comm.size > 1 and isinstance(layer, MoELayer)
-                and layer.experts is not layer.layouts.experts):
+    for name, layer in named_layers_in(model).items():
+        if comm.size > 1 and layer.experts is not layer.layouts.experts:
             raise ValueError(
                 f"{type(layer.experts).__name__} stands in the place of the experts of layer "
                 f"{name!r}, which are spread over {comm.size} ranks: must be merged into them "

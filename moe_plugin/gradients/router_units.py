@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in
 
 
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
@@ -25,7 +25,7 @@ def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
         ignored_params: of the experts.
         mp_policy, options: of `torch.distributed.fsdp.fully_shard`.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = layers_in(model)
     inside = {p for layer in layers for p in layer.router.parameters()}
     rest = {p.dtype for p in model.parameters() if p not in ignored_params and p not in inside}
     options["reshard_after_forward"] = False

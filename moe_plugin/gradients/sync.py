@@ -18,7 +18,7 @@ from moe_plugin.gradients.replicas import (
     mark_replicas,
     replica_comm,
 )
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.routing import RouterModule
 from moe_plugin.tuning.collectives import prepare_replicas
 
@@ -106,7 +106,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     _leave_meta(model, world.device)
     _tell_routers(model, world)
     by_group: dict[str, list[MoELayer]] = {}
-    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+    for layer in layers_in(model):
         refuse_same_tokens(layer)
         by_group.setdefault(layer.comm.name, []).append(layer)
     reducers = []
@@ -133,9 +133,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
 
 def mark_adapters(model: nn.Module) -> None:
     """`mark_experts` for all layers: adapters may have come since they were built."""
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            mark_experts(layer.experts)
+    for layer in layers_in(model):
+        mark_experts(layer.experts)
 
 
 def _tell_routers(model: nn.Module, world: Comm) -> None:
@@ -149,7 +148,7 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
     """Memory for experts on the meta device, without values: hooks stay with the parameters when
     the rest of the model gets its memory.
     """
-    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+    for layer in layers_in(model):
         if any(p.is_meta for p in layer.experts.parameters()):
             layer.experts.to_empty(device=device)
 

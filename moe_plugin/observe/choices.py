@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.messages import short
 from moe_plugin.observe.recorder import marked_here
 from moe_plugin.planner.expert_order import CoChoices
@@ -50,7 +50,7 @@ class ChoiceLog:
     def __init__(self, path: str, layers: Mapping[str, nn.Module], comm: Comm) -> None:
         self.path, self.comm = path, comm
         self.layers = {
-            name: _LayerChoices(name, next(m for m in layer.modules() if isinstance(m, MoELayer)))
+            name: _LayerChoices(name, layers_in(layer)[0])
             for name, layer in sorted(layers.items())}
         _check_path(path, comm)
         for each in self.layers.values():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.output import MoEOutput
 
 
@@ -23,7 +23,7 @@ class RankSkew:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self.layers = [m for model in models for m in model.modules() if isinstance(m, MoELayer)]
+        self.layers = layers_in(*models)
         self.loads: list[list[Tensor]] = [[] for _ in self.layers]
 
     @contextmanager

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.config import ObserveConfig
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.messages import short
 from moe_plugin.observe.recorder import marked_here
 from moe_plugin.records import Routing
@@ -105,8 +105,7 @@ class RoutingTrace:
         self.path = None if write is None else trace_path(write, rank)
         self.records: list[tuple[Key, Tensor]] = []  # of this step
         self.replays: list[_Replay] = []
-        moes = [next(part for part in layer.modules() if isinstance(part, MoELayer))
-                for layer in layers.values()]
+        moes = [layers_in(layer)[0] for layer in layers.values()]
         if replay is not None:
             self._replay(moes, trace_path(replay, rank))
         if self.path is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch.rows_limit import Limit, overflowed
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.observe.recorder import marks
 from moe_plugin.run import Run, RunFeature, StepRepeat
 
@@ -47,7 +47,7 @@ class RowsCheck:
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
                  asked: Sequence[bool] | None = None) -> None:
-        self._layers, self.world = _layers_of(models), world
+        self._layers, self.world = layers_in(*models), world
         if asked is None:
             limits = self.limits
             here = [bool(limits), any(limit.repeats for limit in limits)]
@@ -80,11 +80,7 @@ class RowsCheck:
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
     """The bounds of all layers of these models, and the pages that they share."""
-    return _limits(_layers_of(models))
-
-
-def _layers_of(models: Iterable[nn.Module]) -> list[MoELayer]:
-    return [m for model in models for m in model.modules() if isinstance(m, MoELayer)]
+    return _limits(layers_in(*models))
 
 
 def _limits(layers: Iterable[MoELayer]) -> list[Limit]:

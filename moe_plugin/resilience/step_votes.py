@@ -17,7 +17,7 @@ from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.config import GuardConfig
 from moe_plugin.dispatch.rows_limit import most_of, needed_of, settle
 from moe_plugin.gradients.replicas import replica_comm
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.resilience.overflow import StepStart, limits_of
 from moe_plugin.resilience.twins import alike
@@ -71,8 +71,7 @@ class StepVotes(RunFeature):
         self.parameters, self.shared = shared_first(
             p for model in models for p in model.parameters())
         self._ranks_KW = _ranks_of_workers(ballots)
-        self.layers = [each for model in models for each in model.modules()
-                       if isinstance(each, MoELayer)]
+        self.layers = layers_in(*models)
         self.limits = limits_of(models)
         self.running, self.step = False, 0
         self.dealt: list[FileBatch] = []
@@ -221,8 +220,7 @@ def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
 
     Raises: ValueError: no such assignment for so many workers.
     """
-    layers = (each for each in model.modules() if isinstance(each, MoELayer))
-    worker = next((layer.comm for layer in layers), LocalComm())
+    worker = next((layer.comm for layer in layers_in(model)), LocalComm())
     assignment = assign(guard.assignment, world.size // worker.size, guard.votes)
     comm = replica_comm(worker, world)
     assert comm is not None  # there are several workers

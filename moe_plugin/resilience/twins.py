@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.experts import Experts
 from moe_plugin.gradients.replicas import replica_comm
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.memory.activations.offload import tensors
 from moe_plugin.records import ExpertRows
 from moe_plugin.resilience.overflow import StepStart
@@ -88,7 +88,7 @@ class TwinCheck(RunFeature):
                  kept: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.model, self.every, self.start, self.kept = model, every, start, kept
         self.world = default_comm() if world is None else world
-        self.layers = [each for each in model.modules() if isinstance(each, MoELayer)]
+        self.layers = layers_in(model)
         experts = self.layers[0].comm if self.layers else LocalComm()
         if every < 1:
             raise ValueError(f"every={every} must be >= 1 step; make no check to have none")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.dispatch.rows_limit import Limit, most_of, needed_of, settle
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in, named_layers_in
 from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.resilience.overflow import RowsCheck, RowsFit, limits_of
 from moe_plugin.resilience.twins import alike
@@ -229,7 +229,7 @@ class VotedGradients:
         _refuse_other_groups(model, self.ballots.sharing.size)
         refuse_reported_loads(model)
         self.parameters, self._shared = shared_first(model.parameters())
-        self._layers = [each for each in model.modules() if isinstance(each, MoELayer)]
+        self._layers = layers_in(model)
         self._limits, self._needed = limits_of([model]), list[Tensor]()
         check = RowsCheck([model], comm, (bool(self._limits),
                                           any(limit.repeats for limit in self._limits)))
@@ -263,7 +263,6 @@ class VotedGradients:
         set_gradients(self.parameters, self.ballots.result(mine_LN, self._shared), lambda _: None)
         return self.ballots.verdict()
 
-
     def _gradients(self, loss: Tensor) -> Tensor:
         """Of a file; what its rows needed is noted."""
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
@@ -279,10 +278,10 @@ class VotedGradients:
 
 
 def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer) and module.comm.size != ranks:
+    for name, layer in named_layers_in(model).items():
+        if layer.comm.size != ranks:
             raise ValueError(
-                f"experts of layer {name!r} are spread over ranks, {module.comm.size} of them, and "
+                f"experts of layer {name!r} are spread over ranks, {layer.comm.size} of them, and "
                 f"a worker that votes has {ranks}: must be equal; give VotedGradients "
                 "worker=layer.comm and comm=replica_comm(layer.comm, world)")
 

@@ -28,6 +28,7 @@ from moe_plugin import MoEBlock, MoELayer, TorchComm, auxiliary_loss
 from moe_plugin.checkpoint import merge
 from moe_plugin.comm import LocalComm
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
+from moe_plugin.layer import layers_in
 from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed
@@ -57,7 +58,7 @@ def step(called: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def layer_of(called: nn.Module) -> MoELayer:
-    [layer] = [module for module in called.modules() if isinstance(module, MoELayer)]
+    [layer] = layers_in(called)
     return layer
 
 

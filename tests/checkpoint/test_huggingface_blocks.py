@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, save
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.layers import LAYER_NAMES
@@ -24,6 +23,7 @@ from moe_plugin.hosts.plain.huggingface import (
     swapped_blocks,
 )
 from moe_plugin.kernels.scores import SOFTMAX
+from moe_plugin.layer import layers_in
 from moe_plugin.routing import losses
 from moe_plugin.routing.call import RoutingCall
 from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
@@ -45,7 +45,7 @@ def test_logits_stay_and_weights_come_back(kind: str, dtype: torch.dtype) -> Non
     ids, before = tokens(model), {name: v.clone() for name, v in model.state_dict().items()}
     want = logits(model, ids)
     names = swap_moe_blocks(model)
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = layers_in(model)
     first_dense = kind.startswith(("qwen2", "deep", "dots", "glm"))
     assert len(layers) == len(names) == (2 if first_dense else 3)
     close(logits(model, ids), want)

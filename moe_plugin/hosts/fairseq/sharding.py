@@ -25,7 +25,7 @@ from moe_plugin.hosts.fairseq.compat.names import (
     TransformerEncoderLayerBase,
 )
 from moe_plugin.hosts.fairseq.compat.names import distributed_utils as utils
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in
 from moe_plugin.run import refuse_unfit
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     from moe_plugin.gradients.router_units import shard_routers
 
-    if any(layer.config.router.pre_gate for layer in model.modules()
-           if isinstance(layer, MoELayer)):
+    if any(layer.config.router.pre_gate for layer in layers_in(model)):
         raise ValueError(
             "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers a layer's "
             "parameters for that layer alone: must be 0; use --zero-sharding os")

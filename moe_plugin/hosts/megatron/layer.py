@@ -405,6 +405,11 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return found
 
 
+def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
+    """Our layers of a model's parts, in order."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
+
+
 def _refused(name: str) -> Any:
     def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe_plugin.hosts.megatron.compat.settings import setting
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.replay import ReplayLog
 from moe_plugin.tuning.layout_tuner import LayoutTuner
@@ -63,5 +63,5 @@ def recomputes(config: Any) -> bool:
 
 def _logs(model: torch.nn.Module) -> list[ReplayLog]:
     found = [m.recordings for m in model.modules() if isinstance(m, RouterModule)]
-    tuners = [m.layouts.tuner for m in model.modules() if isinstance(m, MoELayer)]
+    tuners = [layer.layouts.tuner for layer in layers_in(model)]
     return found + [tuner.recordings for tuner in tuners if isinstance(tuner, LayoutTuner)]

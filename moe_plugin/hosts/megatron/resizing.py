@@ -15,7 +15,7 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import RunConfig
 from moe_plugin.hosts.megatron.compat import core, regrouping
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
 from moe_plugin.run import refuse_unfit
@@ -89,9 +89,9 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
 def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
     """Let a model follow the present groups."""
     model, groups = bare(chunk), core.groups(None)
-    layers = [m for m in model.modules() if isinstance(m, PluginMoELayer)]
-    part = regrouping.part_of(optimizer, (p for layer in layers for p in layer.experts.parameters())
-                              )
+    layers = plugin_layers(model)
+    experts = (p for layer in layers for p in layer.experts.parameters())
+    part = regrouping.part_of(optimizer, experts)
     copies = regrouping.main_copies(part)
     comm = comm_of(groups.experts, layers[0].plan.config.comm.timeout_s)
     changed = change_expert_parallel(model, part.optimizer, comm, world, copies)

@@ -10,7 +10,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron import layer_numbers
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 
 
@@ -32,8 +32,8 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.
     """
-    found = [part for part in model.modules() if isinstance(part, PluginMoELayer)]
-    found = [layer for layer in found if layer.layer_number <= layer.config.num_layers]
+    found = [layer for layer in plugin_layers(model)
+             if layer.layer_number <= layer.config.num_layers]
     if not found:
         yield
         return

@@ -17,7 +17,7 @@ from moe_plugin.hosts.megatron.activations import activations_of
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import place_of
 from moe_plugin.hosts.megatron.report import log_path
@@ -44,7 +44,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
+    layers = plugin_layers(*chunks)
     config = layers[0].plan.run if layers else run_config(settings)
     for layer in layers:
         layer.run_ends_steps = True

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moe_plugin.config import OffloadConfig, run_config
 from moe_plugin.hosts.megatron.compat import core, cpu
 from moe_plugin.hosts.megatron.compat.optimizer import is_vector
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
 from moe_plugin.memory.weights.segments import SegmentsOnce
@@ -153,7 +153,7 @@ class StreamedModel(nn.Module):
             if forward_only:
                 self.trainer.evaluate(given)
                 continue
-            with core.auxiliary_scale(1 / num_microbatches):
+            with core.auxiliary_scale(torch.ones(1) * (1 / num_microbatches)):
                 self.norm = float(self.trainer.accumulate(given).norm)
         self._calls.given.clear()
         return self._logged
@@ -294,7 +294,7 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
     _check(args, settings, offload)
     with weights_may_stream():
         model = StreamedModel(make, args, offload)
-    layers = [m for m in model.modules() if isinstance(m, PluginMoELayer)]
+    layers = plugin_layers(model)
     if args.num_experts and not layers:
         raise ValueError("offload.weights=host does not fit Megatron's own MoE layers, whose "
                          "routing cannot be repeated: give --spec moe_plugin.hosts.megatron.spec "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_plugin.experts import is_expert
 from moe_plugin.experts.matrices import is_vector, stacked
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.output import MoEOutput, weighted_loss
 from moe_plugin.routing.replay import inside_backward
 
@@ -148,8 +148,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 def _check_blocks(model: nn.Module) -> None:
     """`ValueError` where the losses of some experts, or all, would be missing."""
     inside = {id(block.moe) for _, block in blocks_in(model)}
-    for name, layer in model.named_modules():
-        if isinstance(layer, MoELayer) and id(layer) not in inside:
+    for name, layer in named_layers_in(model).items():
+        if id(layer) not in inside:
             if weights := {name: w for name, w in layer.config.losses.items() if w}:
                 raise ValueError(
                     f"layer {name or type(layer).__name__!r} is a MoELayer in no MoEBlock, and its "

@@ -16,7 +16,7 @@ from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
 from moe_plugin.dtensors import is_sharded
 from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import blocks_of
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.output import MoEOutput
@@ -88,7 +88,7 @@ class TrainingSteps:
         self._interval = settings.observe.interval
         self._by_loss = not has_log and settings.observe.writes
         if layers is None:
-            layers = {name: m for name, m in self.bare.named_modules() if isinstance(m, MoELayer)}
+            layers = named_layers_in(self.bare)
         for layer in layers.values():
             if not hasattr(layer, "observer"):
                 layer.register_forward_hook(_tell)

@@ -17,7 +17,7 @@ from moe_plugin.experts.marks import expert_parameters, is_expert
 from moe_plugin.gradients.part_gradients import keep_part_gradients
 from moe_plugin.gradients.router_units import shard_routers
 from moe_plugin.gradients.sync import exclude_experts, mark_adapters, reduce_experts
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
 
 
 def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = None,
@@ -54,8 +54,8 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
         mesh = init_device_mesh("cpu" if device == "meta" else device, (dist.get_world_size(),))
     world = _world_of(mesh)
     reduce_experts(model, world)
-    for layer in model.modules():
-        if isinstance(layer, MoELayer) and layer.comm.size == 1:
+    for layer in layers_in(model):
+        if layer.comm.size == 1:
             # whole gradients, but torch mixes them with no DTensors
             keep_part_gradients(layer.experts.parameters(), layer.comm)
     experts = expert_parameters(model)  # those on the meta device are new

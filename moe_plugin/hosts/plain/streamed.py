@@ -15,7 +15,7 @@ from moe_plugin.experts.marks import expert_parameters
 from moe_plugin.gradients.norm import PartedClip
 from moe_plugin.gradients.replicas import mark_replicas, replica_comm
 from moe_plugin.gradients.sync import refuse_same_tokens, sync_gradients
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in
 from moe_plugin.memory.tiers import HostTier, tier_of
 from moe_plugin.memory.weights.blocks import MakeOptimizer
 from moe_plugin.memory.weights.streamed import Loss, StreamedTrainer
@@ -84,7 +84,7 @@ class BlockGradients:
             ValueError: layers of the block have different expert-parallel groups, the groups do not
                 make up the world, or ranks of a group hold the same tokens.
         """
-        layers = [module for module in block.modules() if isinstance(module, MoELayer)]
+        layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}
         if len(groups) > 1:
             raise ValueError(f"layers of one block have the expert-parallel groups "

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.routing import finish_step
 
 
 def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
@@ -34,6 +35,14 @@ def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple
     x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
     seconds, stats = timed_step(layer, x_TD, choice)
     return seconds, stats.layout
+
+
+def timed_end(layer: MoELayer) -> float:
+    """Seconds of the end of a step, in which replicas may be placed; all ranks begin together."""
+    layer.comm.barrier()
+    start = time.perf_counter()
+    finish_step(layer)
+    return time.perf_counter() - start
 
 
 def slowest(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]], name: str) -> list[float]:

@@ -9,7 +9,6 @@ Shapes: T tokens, K experts per token.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
-from moe_plugin.lab.bench.layouts import slowest, timed_step
+from moe_plugin.lab.bench.layouts import slowest, timed_end, timed_step
 from moe_plugin.lab.bench.report import paragraph
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.planning.launch import moe_settings
@@ -35,15 +34,15 @@ from moe_plugin.lab.planning.routing_replay import (
     check_fits,
     replay,
     resplit,
+    what_to_use,
 )
 from moe_plugin.messages import aligned
 from moe_plugin.observe.traces import Key
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.device import load_device
-from moe_plugin.planner.spill import LEAST_GAIN, POLICIES
+from moe_plugin.planner.spill import POLICIES
 from moe_plugin.planner.units import show_time
-from moe_plugin.routing import finish_step
 from moe_plugin.routing.rollouts import replay_choices
 
 BALANCE, STANDING = "balance", "standing"
@@ -187,13 +186,6 @@ class Replayed:
             self.step(side, first_TK)
             layer.train()
 
-    def end_step(self) -> float:
-        """Seconds in which replicas that stand are placed, where that is due."""
-        self.comm.barrier()
-        start = time.perf_counter()
-        finish_step(self.layers[STANDING])
-        return time.perf_counter() - start
-
 
 def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, list[float]]]:
     """One rank: by side `seconds` and `rows` of every call, layer after layer. The time of a
@@ -211,7 +203,7 @@ def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, l
                     seconds, rows = replayed.step(side, ids_TK)
                     found["seconds"][side].append(seconds)
                     found["rows"][side].append(rows)
-            placing = replayed.end_step()
+            placing = timed_end(replayed.layers[STANDING])  # where that is due
             if step:
                 found["seconds"][STANDING][-1] += placing
     return found
@@ -278,16 +270,11 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
 def explain(found: Mapping[str, Any], grid: str) -> str:
     """A line for each policy, and what to use."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
-    plain, chosen = measured[0], best(measured)
-    if chosen is plain:
-        use = f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call here."
-    else:
-        use = (f"Use parallel.spill: {chosen.policy} (--moe-spill {chosen.policy}): "
-               f"{1 - chosen.mean / plain.mean:.0%} less of a call than never, measured.")
-    about = (f"{len(plain.calls):,} calls of layers, forward and backward, on {grid} emulated "
-             f"nodes; times of the slowest rank, all policies alternately. {MEANING}")
+    about = (f"{len(measured[0].calls):,} calls of layers, forward and backward, on {grid} "
+             "emulated nodes; times of the slowest rank, all policies alternately. " + MEANING)
     return "\n".join([paragraph(about), "", aligned([HEADER, *rows_of(found)]), "",
-                      paragraph(f"{use} By the prediction: {best(predicted).policy}.")])
+                      paragraph(f"As measured: {what_to_use(measured)} By the prediction: "
+                                f"{best(predicted).policy}.")])
 
 
 def as_json(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,26 +199,30 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
     return simulate(calls, costs, guests, replan)
 
 
+def what_to_use(found: Sequence[PolicyTimes]) -> str:
+    """A sentence: the fastest policy for overloaded experts, and what it saves."""
+    plain, chosen = found[0], best(found)
+    if chosen is plain:
+        return (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call: the load "
+                "is even enough, or weights travel too slowly here.")
+    return (f"Use parallel.spill: {chosen.policy} (--moe-spill {chosen.policy}): "
+            f"{1 - chosen.mean / plain.mean:.0%} less of a call than never.")
+
+
 def explain(found: Sequence[PolicyTimes]) -> str:
     """A line for each policy, and what to use."""
-    plain, chosen = found[0], best(found)
     rows = [["parallel.spill", "a call", "share", "worst call", *PARTS, "experts lent"]]
     for one in found:
         thirds = [one.share(third) for third in range(len(PARTS))]
         rows.append([one.policy, show_time(one.mean), f"{one.share():.1%}", f"{one.worst:.1%}",
                      *("-" if share is None else f"{share:.1%}" for share in thirds),
                      f"{one.lent:.1f}"])
-    if chosen is plain:
-        use = (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call: the load "
-               "is even enough, or weights travel too slowly here.")
-    else:
-        use = (f"Use parallel.spill: {chosen.policy} (--moe-spill {chosen.policy}): "
-               f"{1 - chosen.mean / plain.mean:.0%} less of a call than never.")
     return "\n".join([
-        f"{len(plain.calls):,} calls of layers, forward and backward. Share: throughput over that "
-        "of as many", "rows under forced balance; of all calls, of the worst, of a third of the "
-        "steps.", "", aligned(rows), "", use, "Times are of products, rows on their way and lent "
-        "weights: not of what does not depend", "on the load (router, attention, optimizer)."])
+        f"{len(found[0].calls):,} calls of layers, forward and backward. Share: throughput over "
+        "that of as many", "rows under forced balance; of all calls, of the worst, of a third of "
+        "the steps.", "", aligned(rows), "", what_to_use(found), "Times are of products, rows on "
+        "their way and lent weights: not of what does not depend", "on the load (router, "
+        "attention, optimizer)."])
 
 
 def as_dict(found: Sequence[PolicyTimes]) -> dict[str, Any]:

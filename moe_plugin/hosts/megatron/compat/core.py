@@ -208,24 +208,18 @@ def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
-@contextlib.contextmanager
-def scaled_losses(factor: float) -> Iterator[None]:
+def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
     """Inside, gradients of auxiliary losses are this many times as large."""
-    scaler = moe_utils.MoEAuxLossAutoScaler
-    before = scaler.main_loss_backward_scale
-    scaler.main_loss_backward_scale = None if before is None else before * factor
-    try:
-        yield
-    finally:
-        scaler.main_loss_backward_scale = before
+    before = moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
+    return auxiliary_scale(None if before is None else before * factor)
 
 
 @contextlib.contextmanager
-def auxiliary_scale(scale: float) -> Iterator[None]:
+def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
     """Inside, gradients of auxiliary losses have this scale, which Megatron's schedules set."""
     scaler = moe_utils.MoEAuxLossAutoScaler
     before = scaler.main_loss_backward_scale
-    scaler.set_loss_scale(torch.ones(1) * scale)
+    scaler.main_loss_backward_scale = scale  # `set_loss_scale` would write into `before`
     try:
         yield
     finally:

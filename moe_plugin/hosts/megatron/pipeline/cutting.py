@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import Attention
 from moe_plugin.hosts.megatron.compat.settings import setting
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention, SlicePart
 from moe_plugin.hosts.megatron.pipeline.base import refuse
 
@@ -60,7 +60,7 @@ class CutModel:
     def __init__(self, bare: Any, length: int) -> None:
         self.bare, self.length = bare, length
         self.attentions = [m for m in bare.modules() if isinstance(m, SliceAttention)]
-        self.moe_layers = [m for m in bare.modules() if isinstance(m, PluginMoELayer)]
+        self.moe_layers = plugin_layers(bare)
         self.part: SlicePart | None = None
         self._signature = inspect.signature(bare.forward)
 

@@ -28,7 +28,7 @@ from moe_plugin.hosts.megatron.pipeline.cutting import (
 )
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
 from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import layers_in
 from moe_plugin.machine import wait_for_device
 
 Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
@@ -172,8 +172,7 @@ def check_slices(passes: dict[str, Any], config: Any) -> None:
 
 def _checked(model: Any, config: Any) -> torch.nn.Module:
     bare = check_model(model, config)
-    layers = [m for m in bare.modules() if isinstance(m, MoELayer)] if recomputes(config) else []
-    for layer in layers:
+    for layer in layers_in(bare) if recomputes(config) else []:
         router = layer.config.router
         for name, value in (("router.pre_gate", router.pre_gate),
                             ("router.predict", router.predict)):

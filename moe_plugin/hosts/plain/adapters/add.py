@@ -13,7 +13,7 @@ from moe_plugin.config.experts import ROUNDED
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import TARGETS, ExpertRanks
 from moe_plugin.hosts.plain.adapters.files import save_adapter
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.messages import short
 
 
@@ -108,9 +108,7 @@ def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> N
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
     """Names and layers of a model; `ValueError` for experts that cannot have adapters."""
-    for name, layer in model.named_modules():
-        if not isinstance(layer, MoELayer):
-            continue
+    for name, layer in named_layers_in(model).items():
         built, where = layer.experts, f"layer {name!r}"
         if not isinstance(built, FFNExperts):
             raise ValueError(f"{where} has {type(built).__name__} as experts: must be experts of "

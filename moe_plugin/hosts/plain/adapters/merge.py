@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import ADAPTER_AXIS, as_adapters
 from moe_plugin.kernels.expert_ffn import LowRank
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, named_layers_in
 
 
 def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -20,8 +20,8 @@ def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
     Raises:
         ValueError: there are none.
     """
-    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)
-             and isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
+    found = {name: layer for name, layer in named_layers_in(model).items()
+             if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts with adapters: must have some; "
                          "call add_lora(model) first")

@@ -7,9 +7,9 @@ from moe_plugin.lab.bench.study import Study
 _HOSTS = ("checkout", "fairseq", "megatron")
 STUDIES = {study.name: study for study in (
     Study("layer", "our layer and its peers on one problem: time, ratio to the GEMM bound, memory",
-          module="layers.OneLayer"),
+          stem="one_layer", module="layers.OneLayer"),
     Study("kernels", "each operation of one problem, its reference and its bound",
-          module="layers.OneProblemsOperations"),
+          stem="one_problem", module="layers.OneProblemsOperations"),
     Study("first-curve", "from `git clone` to a report, by each of README's ways in", _HOSTS),
     Study("host", "what a layer costs the host: processor time and operations of a call"),
     Study("train", "whole training steps of our layer and the framework's own"),
@@ -17,7 +17,8 @@ STUDIES = {study.name: study for study in (
           needs=("transformers",)),
     Study("transformers-gpu", "training steps of models of transformers on one GPU",
           needs=("transformers",), module="transformers.OnGPU"),
-    Study("all-to-all", "all-to-all algorithms by message size, on your ranks or emulated ones"),
+    Study("all-to-all", "all-to-all algorithms by message size, on your ranks or emulated ones",
+          stem="all_to_all_by_size"),
     Study("layers", "our layer and its peers on all problems of the page",
           stem="layer", module="layers.AllLayers"),
     Study("operations", "each operation on all problems of the page",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,14 +14,13 @@ import torch
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
-from moe_plugin.lab.bench.layouts import timed_step
+from moe_plugin.lab.bench.layouts import timed_end, timed_step
 from moe_plugin.lab.bench.memory_limit import reset_peak, status_bytes
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import ROOT, Option
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
-from moe_plugin.routing import finish_step
 
 TITLE = "Overloaded experts on an emulated cluster"
 NODES, EXPERTS, WIDTH, HIDDEN = 4, 8, 256, 256
@@ -92,19 +90,11 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
                 if round_ >= WARM_UP:
                     by_policy[policy].append(one)
             if stands:
-                one = place(stand[load])
+                one = timed_end(stand[load]), len(
+                    stand[load].layouts.available.replicas.standing.shares)
                 if round_ >= WARM_UP and (round_ + 1) % REPLAN == 0:
                     by_policy["place"].append(one)
     return found
-
-
-def place(layer: MoELayer) -> tuple[float, int]:
-    """Seconds of the end of a step, in which replicas may be placed; experts that have some."""
-    layer.comm.barrier()
-    start = time.perf_counter()
-    finish_step(layer)
-    seconds = time.perf_counter() - start
-    return seconds, len(layer.layouts.available.replicas.standing.shares)
 
 
 def run_memory(policy: str, steps: int = 5) -> float:

@@ -75,7 +75,7 @@ def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
 
 def measure_case(number: int, rounds: int) -> list[list[float]]:
     """On each rank: seconds of a move, with a message to each receiver and with slices that cross
-    once, in turn.
+    once, alternately.
     """
     comm, case = TorchComm(), CASES[number]
     source, target = layouts(case)
@@ -113,7 +113,7 @@ def body(found: dict[str, Any]) -> list[str]:
         "that they exchange, and goes on from node to node in chunks. Predicted: the bytes over "
         "the busiest link. Moved: the bytes between nodes, a message each and once. Difference: "
         "measured against predicted. Median of "
-        f"{found['rounds']} moves in turn.",
+        f"{found['rounds']} moves of each kind, measured alternately.",
         columns(found["rows"], {
             "stages": "{case}", "moved, MiB": lambda r: " / ".join(
                 f"{moved(_case(r['case']), once)[0] / 2**20:g}" for once in (False, True)),

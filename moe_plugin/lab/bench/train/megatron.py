@@ -84,9 +84,9 @@ class _Made:
     run: Any
 
     def moe_layers(self) -> list[Any]:
-        from moe_plugin.hosts.megatron.layer import PluginMoELayer
+        from moe_plugin.hosts.megatron.layer import plugin_layers
 
-        return [m for m in self.chunk.modules() if isinstance(m, PluginMoELayer)]
+        return plugin_layers(self.chunk)
 
 
 def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
