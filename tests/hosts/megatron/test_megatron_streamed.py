@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
@@ -52,6 +53,16 @@ def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_pat
         assert norms[0] == norms[1] and norms[0][0] > 0
     copies = read_run(tmp_path / "stats").copies["weights"]
     assert sum(record.bytes for record in copies) > 0
+
+
+def test_the_scale_of_auxiliary_losses_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_plugin.hosts.megatron.compat import core
+
+    scaler = core.moe_utils.MoEAuxLossAutoScaler
+    monkeypatch.setattr(scaler, "main_loss_backward_scale", torch.tensor(8.0))
+    with core.auxiliary_scale(torch.ones(1) / 4), core.scaled_losses(2.0):
+        assert float(scaler.main_loss_backward_scale) == 0.5
+    assert float(scaler.main_loss_backward_scale) == 8.0
 
 
 def test_a_resumed_run_goes_on(data: str, tmp_path: Path) -> None:
