@@ -67,7 +67,8 @@ class HostContext:
         loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
             computed; None: this rank alone.
         batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: the
-            ranks that hold the experts.
+            ranks that hold the experts, and where biases follow loads (`sigmoid_bias`, `quantile`)
+            those whose gradients `moe_plugin.gradients.sync` averages.
         split_loss_comm, split_batch_comm: the same two for a layer that splits tokens which ranks
             share (`parallel.schedule: s1`); None: as without splitting.
         adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what

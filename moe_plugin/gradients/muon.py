@@ -105,6 +105,9 @@ class ExpertMuon(torch.optim.Optimizer):
         self._given = {**_DEFAULTS, "lr": lr, **options}
         super().__init__(params, {})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_given": self._given}  # for groups of a copy
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; fills in the options of the group's kind."""
         param_group.setdefault("muon", True)

@@ -19,6 +19,7 @@ from moe_plugin.gradients.replicas import (
     replica_comm,
 )
 from moe_plugin.layer import MoELayer, layers_in
+from moe_plugin.routing import RouterModule
 from moe_plugin.tuning.collectives import prepare_replicas
 
 
@@ -47,6 +48,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
             "ranks; pass `replicas`, the ranks "
             "that store the same experts")
     mark_adapters(model)
+    _tell_routers(model, world)
     reduced = [p for p in model.parameters() if p.grad is not None]
     experts = [p for p in reduced if ep.size > 1 and is_expert(p)]
     _average([p for p in reduced if ep.size == 1 or not is_expert(p)], world)
@@ -102,6 +104,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     mark_adapters(model)
     _refuse_twice(model)
     _leave_meta(model, world.device)
+    _tell_routers(model, world)
     by_group: dict[str, list[MoELayer]] = {}
     for layer in layers_in(model):
         refuse_same_tokens(layer)
@@ -132,6 +135,13 @@ def mark_adapters(model: nn.Module) -> None:
     """`mark_experts` for all layers: adapters may have come since they were built."""
     for layer in layers_in(model):
         mark_experts(layer.experts)
+
+
+def _tell_routers(model: nn.Module, world: Comm) -> None:
+    """Biases that follow loads follow those of all these ranks, as the gradients do."""
+    for router in model.modules():
+        if isinstance(router, RouterModule):
+            router.all_ranks = world
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:

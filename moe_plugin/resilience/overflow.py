@@ -165,8 +165,8 @@ class StepStart:
 class VotesOnRows(Protocol):
     """What `RowsFit` asks of votes."""
 
-    def rows_overflowed(self) -> bool | None:
-        """`RowsCheck.overflowed` by vote; None: nothing is voted on in these passes."""
+    def rows_overflowed(self) -> bool:
+        """`RowsCheck.overflowed` by vote."""
 
 
 class RowsFit(RunFeature):
@@ -178,7 +178,7 @@ class RowsFit(RunFeature):
         world: all ranks of the models.
         start: what keeps the state that passes change, made with the models.
         check: made before; None: one of these models.
-        votes: of the run's steps; None: there are none.
+        votes: of the run; None: there are none.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -197,8 +197,6 @@ class RowsFit(RunFeature):
         """See `RunFeature`. `StepRepeat`: rows did not fit; the bound is larger now, on all ranks.
         `RowsOverflow`: on all ranks, where `dispatch.on_overflow` is error.
         """
-        if not self.check.active:
-            return
-        voted = None if self.votes is None else self.votes.rows_overflowed()
-        if self.check.overflowed() if voted is None else voted:
+        asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
+        if self.check.active and asked():
             raise StepRepeat

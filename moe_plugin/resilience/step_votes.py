@@ -145,21 +145,32 @@ class StepVotes(RunFeature):
         for limit in self.limits:
             limit.forget()
 
-    def rows_overflowed(self) -> bool | None:
-        """`dispatch.rows_limit.overflowed` by vote, so that no wrong rank makes all others repeat
-        a step or end: what a file needs is what most of its workers say. Collective after `finish`;
-        None: no step is being computed.
+    def rows_overflowed(self) -> bool:
+        """`dispatch.rows_limit.overflowed` by vote, see `Ballots.rows_needed`. Collective after
+        `finish`, or at the end of an evaluation.
         """
         if not self.running:
-            return None
+            return self._evaluation_overflowed()
         missing = len(self.ballots.files) - len(self._needed)
         nothing_N = torch.zeros(len(self.limits), dtype=torch.int64,
                                 device=self.ballots.comm.device)
         own_LN = torch.stack([*self._needed, *[nothing_N] * missing])
-        most_LK = self.ballots.worker.all_reduce(most_of(self.limits, own_LN), "max")
-        found_N = self.ballots.winners(torch.cat([most_LK, own_LN], dim=1)).amax(0)
+        found_N = self.ballots.rows_needed(self.limits, own_LN)
         self._report()
         return settle(self.limits, found_N)
+
+    def _evaluation_overflowed(self) -> bool:
+        """An evaluation's batches have no copies: it is repeated, or an error, where rows of most
+        workers did not fit. Those of fewer are NaN, and have more room from then on.
+        """
+        own_N = needed_of(self.limits, self.ballots.comm.device)
+        most_K = most_of(self.limits, own_N)
+        agreed_K = self.ballots.most_need(most_K)
+        if most_K.any() and not agreed_K.any():
+            logger.warning("rows of an evaluation did not fit on rank %d, those of most workers "
+                           "did: its outputs are NaN; raise dispatch.max_rows_factor",
+                           self.ballots.comm.ranks[self.ballots.comm.rank])
+        return settle(self.limits, torch.cat([agreed_K, own_N]))
 
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
         """What all files sum up, by vote: float64 [S]. Collective.

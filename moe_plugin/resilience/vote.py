@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, default_comm
+from moe_plugin.dispatch.rows_limit import Limit, most_of, needed_of, settle
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.layer import layers_in, named_layers_in
 from moe_plugin.planner.vote_assignments import Assignment
+from moe_plugin.resilience.overflow import RowsCheck, RowsFit, limits_of
 from moe_plugin.resilience.twins import alike
 from moe_plugin.routing.contract import RouterModule
+from moe_plugin.run import Run
 
 CHUNK = 1 << 20  # elements of every file that travel together
 AGGREGATES = ("median", "mean")
@@ -123,6 +126,15 @@ class Ballots:
         self._undecided.update(verdict.undecided)
         return winners_FN
 
+    def rows_needed(self, limits: Sequence[Limit], mine_LN: Tensor) -> Tensor:
+        """What `dispatch.rows_limit.settle` takes: of a file what most of its workers say, so that
+        no wrong rank makes all others repeat a step or end. Collective.
+
+        mine_LN: what the limits needed in each of this rank's files.
+        """
+        most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
+        return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
+
     def result(self, mine_LN: Tensor, shared: int = 0) -> Tensor:
         """What counts, over all files: [N]. Collective.
 
@@ -143,9 +155,14 @@ class Ballots:
     def most_say(self, mine: bool) -> bool:
         """Whether most workers say so, each of which does where one of its ranks does. Collective.
         """
-        flag = torch.tensor([mine], dtype=torch.int32, device=self.comm.device)
-        every_K = self.comm.all_gather(self.worker.all_reduce(flag, "max"))
-        return bool(2 * every_K.sum() > self.comm.size)
+        return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
+
+    def most_need(self, mine: Tensor) -> Tensor:
+        """The largest numbers that most workers reach, each by one of its ranks: integers of the
+        shape [N] of mine. Collective.
+        """
+        every_K = self.comm.all_gather(self.worker.all_reduce(mine, "max")).view(-1, *mine.shape)
+        return every_K.sort(0).values[(self.comm.size - 1) // 2]
 
     def verdict(self) -> Verdict:
         """Of all votes since the last call, at any place of this worker. Collective in it."""
@@ -213,6 +230,10 @@ class VotedGradients:
         refuse_reported_loads(model)
         self.parameters, self._shared = shared_first(model.parameters())
         self._layers = layers_in(model)
+        self._limits, self._needed = limits_of([model]), list[Tensor]()
+        check = RowsCheck([model], comm, (bool(self._limits),
+                                          any(limit.repeats for limit in self._limits)))
+        self._run = Run([RowsFit([model], comm, check=check, votes=self)])
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -222,16 +243,38 @@ class VotedGradients:
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
         """Compute this rank's files, vote, and set every parameter's gradient. Collective.
 
+        Where rows of a file did not fit (`dispatch.name: bounded`), as most of its workers say, all
+        files are computed again, or it is an error on all ranks: no `until_rows_fit` around it.
+
         loss_of: the loss of a file, the same bits on each of its workers: draw random numbers from
             the file's number. Called once for each of this rank's files. Of several ranks of a
             worker it is each one's part, and their sum the loss.
         Returns: the same on all ranks.
+        Raises: RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
         """
+        def passes() -> Tensor:
+            self._needed.clear()
+            found = [self._gradients(loss_of(file)) for file in self.files]
+            self._run.after_passes()
+            return torch.stack(found)
+
         with alike(self._layers) if self._layers else nullcontext():
-            mine_LN = torch.stack([flat_gradients(self.parameters, torch.autograd.grad(
-                loss_of(file), self.parameters, allow_unused=True)) for file in self.files])
+            mine_LN = self._run.compute(passes)
         set_gradients(self.parameters, self.ballots.result(mine_LN, self._shared), lambda _: None)
         return self.ballots.verdict()
+
+    def _gradients(self, loss: Tensor) -> Tensor:
+        """Of a file; what its rows needed is noted."""
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self._needed.append(needed_of(self._limits, self.ballots.comm.device))
+        for limit in self._limits:
+            limit.forget()
+        return flat_gradients(self.parameters, found)
+
+    def rows_overflowed(self) -> bool:
+        """See `Ballots.rows_needed`. Collective."""
+        return settle(self._limits, self.ballots.rows_needed(self._limits,
+                                                             torch.stack(self._needed)))
 
 
 def _refuse_other_groups(model: nn.Module, ranks: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from moe_plugin.comm.base import Comm
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
 
@@ -92,6 +93,8 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
             its tensors, as long as these groups of consecutive experts stay together; 1: any order;
             0: its choices depend on where experts are, or it does not say.
         host: what the host knows of the layer.
+        all_ranks: data-parallel ones, told by `gradients.sync` where a model has no host; None:
+            not yet.
     """
 
     needs: frozenset[str] = frozenset()
@@ -102,6 +105,7 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
     reads_top_k: bool = True
     balances: bool = False
     expert_groups: int = 0
+    all_ranks: Comm | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -139,6 +143,10 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
 
     def forget_recordings(self) -> None:
         self.recordings.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies are trained by what is told again; a process group cannot be pickled
+        return {name: value for name, value in vars(self).items() if name != "all_ranks"}
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:

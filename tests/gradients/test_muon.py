@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,21 @@ def test_its_adamw_is_made_once_and_steps_unseen(monkeypatch: pytest.MonkeyPatch
     for each, its in ((model, optimizer), (other, again)):
         step(each, its, LocalComm(), 3)
     close(whole_state(other), whole_state(model))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_takes_more_groups(copied: Callable[[Any], Any]) -> None:
+    """With the options that the copied optimizer was made with."""
+    made = copied(ExpertMuon([nn.Parameter(torch.zeros(3, 3))], lr=0.5, momentum=0.25))
+    for muon in (True, False):
+        made.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))], "muon": muon})
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.5, 1e-3]
+    assert made.param_groups[1]["momentum"] == 0.25
+    for group in made.param_groups:
+        group["params"][0].grad = torch.eye(3)
+    made.step()
+    assert all((group["params"][0].diagonal() < 1).all() for group in made.param_groups)
 
 
 @pytest.mark.fast

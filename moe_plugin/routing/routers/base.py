@@ -131,6 +131,11 @@ class Router(BuffersKeepDtype, RouterModule):
         """All data-parallel ranks, whose tokens make up the batch of a step."""
         return self.comm if self.host.batch_comm is None else self.host.batch_comm
 
+    @property
+    def step_comm(self) -> Comm:
+        """Ranks whose counts add up at the end of a step, other expert-parallel groups included."""
+        return self.host.batch_comm or self.all_ranks or self.comm
+
     def _check_losses(self) -> None:
         for name in self.losses:
             if name in Router.only_noisy and name not in self.own_losses:

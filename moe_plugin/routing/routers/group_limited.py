@@ -158,7 +158,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def finish_step(self) -> None:
         """Move the biases by the load of all ranks and restart the counts. Collective."""
         super().finish_step()
-        load_E = self.batch_comm.all_reduce(self.load_E).double()
+        load_E = self.step_comm.all_reduce(self.load_E).double()
         if not self.frozen:
             step_E = self.config.bias_rate * torch.sign(load_E.mean() - load_E)
             self.bias_E = self.bias_E + step_E.to(self.bias_E.dtype)

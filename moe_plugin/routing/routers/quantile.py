@@ -67,7 +67,7 @@ class QuantileRouter(Router):
     def finish_step(self) -> None:
         """Move the biases by the quantiles of all ranks and restart. Collective."""
         super().finish_step()
-        passes_E = self.batch_comm.all_reduce(self.passes_E).double()
+        passes_E = self.step_comm.all_reduce(self.passes_E).double()
         if not self.frozen:
             keep, count = self.config.quantile_ema, passes_E[-1]
             mean_E = passes_E[:-1] / torch.where(count > 0, count, 1)

@@ -174,8 +174,9 @@ def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Pat
         files.write(state, str(tmp_path / f"checkpoint_last-rank-{rank}.pt"))
     arguments = (f"{evaluation(corpus, tmp_path)} --task language_modeling --batch-size 6 "
                  "--model-overrides")
-    run("fairseq-validate", f"{arguments} {{'moe_dispatc':'padded'}}").failed_with(
-        "--model-overrides: 'moe_dispatc' is no setting: did you mean moe_dispatch?")
+    for wrong in ("{'moe_dispatc':'padded'}", "{'model':{'moe_dispatc':'padded'}}"):
+        run("fairseq-validate", f"{arguments} {wrong}").failed_with(
+            "--model-overrides: 'moe_dispatc' is no setting: did you mean moe_dispatch?")
     run("fairseq-validate", f"{arguments} {{'moe_dispatch':'nothing'}}").failed_with("'nothing'")
     found = run("fairseq-validate", f"{arguments} {{'moe_dispatch':'ragged'}}").ok()
     assert "has no setting moe_dispatch, which is of a newer release: it is ragged" in found.log

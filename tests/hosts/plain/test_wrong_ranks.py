@@ -30,6 +30,7 @@ from moe_plugin.resilience.vote import (
 from moe_plugin.run import StepRepeat
 from tests.attacks import ATTACKS, Attack
 from tests.distributed import run_gloo
+from tests.logs import warned
 
 
 def data(file: int, rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -165,10 +166,52 @@ def test_no_single_rank_makes_all_repeat_a_step(how: str, needed: list[list[int]
     assert run_simulated(3, lambda comm: rows_fit(comm, how, needed)) == [said] * 3
 
 
-def test_an_evaluation_has_no_copies_to_vote_with() -> None:
-    """Whose rows did not fit on one rank is repeated by all."""
-    found = run_simulated(3, lambda comm: rows_fit(comm, "repeat", [[0, 0, 99]] * 3, False))
-    assert {what for what, _ in found} == {"repeated"}
+@pytest.mark.parametrize(("how", "needed", "said", "rooms"), [
+    ("repeat", [0, 0, 99], "fits", [0, 0, 99]), ("repeat", [0, 7, 99], "repeated", [0, 7, 99]),
+    ("error", [0, 0, 99], "fits", [0, 0, 0]), ("error", [0, 7, 99], "a rank had 7", [0, 0, 0])])
+def test_no_single_rank_makes_all_repeat_an_evaluation(how: str, needed: list[int], said: str,
+                                                       rooms: list[int]) -> None:
+    """It has no copies to vote with: most ranks must say so, and one that alone does is named."""
+    with warned("moe_plugin.resilience.step_votes") as lines:
+        found = run_simulated(3, lambda comm: rows_fit(comm, how, [needed] * 3, False))
+    assert found == [(said, with_room(room)) for room in rooms]
+    assert [line.split(",")[0] for line in lines] == (
+        ["rows of an evaluation did not fit on rank 2"] if said == "fits" else [])
+
+
+def voted_rows(comm: Comm, said: dict[int, int]) -> tuple[int, list[Tensor]]:
+    """Files computed, and gradients by vote.
+
+    said: ranks that say of so many files, the first ones, that rows did not fit.
+    """
+    layer = MoELayer(from_dict({
+        "model_dim": 8, "num_experts": 2, "losses": {}, "dispatch": {
+            "name": "bounded", "on_overflow": "repeat"}}), LocalComm())
+    g, computed = torch.Generator().manual_seed(3), []
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=g))
+    limit = layer.layouts.available.limit
+
+    def loss_of(file: int) -> Tensor:
+        computed.append(file)
+        x_TD = torch.randn(9, 8, generator=torch.Generator().manual_seed(file))
+        loss = layer(x_TD).output.square().sum()
+        if len(computed) <= said.get(comm.rank, 0):
+            limit.needed.fill_(99)
+        return loss
+
+    VotedGradients(layer, cyclic(3, 3), comm).backward(loss_of)
+    return len(computed), [p.grad for p in layer.parameters()]
+
+
+def test_gradients_by_vote_of_rows_that_did_not_fit() -> None:
+    """Computed again where most say so, and not for one rank."""
+    _, wanted = run_simulated(3, lambda comm: voted_rows(comm, {}))[0]
+    for said, count in (({2: 99}, 3), ({1: 3, 2: 99}, 6), ({0: 1, 1: 1}, 6)):
+        for computed, found in run_simulated(3, lambda comm, said=said: voted_rows(comm, said)):
+            assert computed == count
+            assert all(map(torch.equal, found, wanted))
 
 
 def test_what_most_workers_say() -> None:

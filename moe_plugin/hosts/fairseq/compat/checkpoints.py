@@ -279,12 +279,20 @@ def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) ->
     """
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
-    for name in overrides:
+    for name in _names_in(overrides):
         if name.startswith("moe_") and name not in known and not any(
                 name in (vars(group) if isinstance(group, Namespace) else group)
                 for group in groups if isinstance(group, (Namespace, Mapping))):
             raise ValueError(f"--model-overrides: {short(name)} is no setting: "
                              f"{did_you_mean(alike(name, known))}leave it out")
+
+
+def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Also those of a group of settings: {'model': {'moe_dispatch': ...}}."""
+    for name, value in overrides.items():
+        yield str(name)
+        if isinstance(value, Mapping):
+            yield from _names_in(value)
 
 
 def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -51,8 +51,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--emulate", metavar="NxP",
                    help="nodes x ranks per node of an emulated cluster, e.g. 2x2")
     add_links(p)
-    p.add_argument("--ranks", type=int, default=2,
-                   help="processes on this machine, without --emulate (default: %(default)s)")
+    p.add_argument("--ranks", type=int, metavar="N",
+                   help="processes on this machine, without --emulate (default: 2)")
     p.add_argument("--steps", type=int, default=15,
                    help="timed steps of each model (default: %(default)s)")
     p.add_argument("--warm-up", type=int, default=4,
@@ -62,6 +62,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     if args.quick:
         args.steps, args.warm_up = 2, 1
+    if args.emulate and args.ranks is not None:
+        raise ValueError(f"--emulate {args.emulate} says how many ranks there are, and so does "
+                         f"--ranks {args.ranks}: must be one of them; leave --ranks out")
+    args.ranks = 2 if args.ranks is None else args.ranks
     for name in ("steps", "warm_up", "ranks"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1; "

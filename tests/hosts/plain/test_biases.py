@@ -1,0 +1,87 @@
+"""Biases that follow loads, in loops of one's own: those of all data-parallel ranks count, also of
+other expert-parallel groups.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
+from moe_plugin.gradients.replicas import replica_comm
+from moe_plugin.gradients.sync import reduce_experts, sync_gradients
+from moe_plugin.hosts.plain.sharding import ddp_model
+from moe_plugin.routing import finish_step
+from tests.distributed import run_gloo
+from tests.seeds import seeded
+
+WORLD, EXPERTS, WIDTH = 4, 4, 6
+
+
+def model_of(router: str, comm: object) -> nn.Module:
+    with seeded(1):
+        layer = MoELayer(from_dict({
+            "model_dim": WIDTH, "num_experts": EXPERTS, "losses": {},
+            "router": {"name": router, "top_k": 1}}), comm)
+        return nn.ModuleDict({"enter": nn.Linear(WIDTH, WIDTH), "moe": layer})
+
+
+def passes(model: nn.Module, step: int, rank: int) -> Tensor:
+    with seeded(10 * step + rank):  # two groups of ranks with tokens of their own kind
+        x_TD = torch.randn(12, WIDTH) + 2 * torch.randn(WIDTH)
+    return model["moe"](model["enter"](x_TD)).output.square().mean()
+
+
+def wrapped(how: str, model: nn.Module, world: TorchComm, ep: TorchComm | LocalComm
+            ) -> Callable[[], None]:
+    """What a loop does after backward."""
+    if how == "sync_gradients":
+        replicas = replica_comm(ep, world) if ep.size > 1 else None
+        return lambda: sync_gradients(model, world, ep, replicas)
+    {"ddp_model": ddp_model, "reduce_experts": reduce_experts}[how](model)
+    return lambda: None
+
+
+def biases(world: TorchComm, router: str, how: str, ep: int) -> Tensor:
+    """After two steps, whose optimizer changes nothing."""
+    group = LocalComm() if ep == 1 else world.contiguous_subgroup(ep)
+    model = model_of(router, group)
+    finish = wrapped(how, model, world, group)
+    for step in range(2):
+        passes(model, step, world.rank).backward()
+        finish()
+        finish_step(model)
+    if ep == 1:
+        pickle.dumps(model["moe"].router)  # no process group is in it
+    return model["moe"].router.bias_E
+
+
+CASES = [("sigmoid_bias", "reduce_experts", 2), ("sigmoid_bias", "sync_gradients", 2),
+         ("sigmoid_bias", "ddp_model", 1), ("quantile", "reduce_experts", 2)]
+
+
+def on_processes() -> list[Tensor]:
+    world = TorchComm()
+    return [biases(world, *case) for case in CASES]
+
+
+@pytest.mark.distributed
+def test_all_ranks_count() -> None:
+    wanted = {}
+    for router in ("sigmoid_bias", "quantile"):
+        alone = model_of(router, LocalComm())
+        for step in range(2):
+            for number in range(WORLD):
+                passes(alone, step, number)
+            finish_step(alone)
+        wanted[router] = alone["moe"].router.bias_E
+        assert wanted[router].any()
+    for found in run_gloo(WORLD, on_processes):
+        for case, found_E in zip(CASES, found, strict=True):
+            torch.testing.assert_close(found_E, wanted[case[0]], msg=str(case))
