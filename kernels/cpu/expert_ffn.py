@@ -40,7 +40,7 @@ from moe_plugin.kernels.cpu.blocks import (
     padding_of,
 )
 from moe_plugin.kernels.cpu.native.functions import NativePasses, passes
-from moe_plugin.kernels.cpu.products import products_of, row_rule
+from moe_plugin.kernels.cpu.products import Products, products_of, row_rule
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.registry import accumulate_dtype
@@ -88,6 +88,7 @@ class _FFNCall:
 
     Attributes:
         counts: rows of each expert.
+        products: how rows are multiplied with the experts' matrices.
         native: None: torch's operations.
         keep: whether backward will run.
         keep_after: whether it is to find the value after the activation (and, of `native`, the
@@ -99,6 +100,7 @@ class _FFNCall:
 
     counts: list[int]
     blocks: list[UnitBlock]
+    products: Products
     act: Activation
     native: NativePasses | None
     memory: Workspace
@@ -142,11 +144,12 @@ def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 class _Linear:
     """x w + b of each expert; the views of all experts are made at once, see `block_rows`."""
 
-    def __init__(self, blocks: list[UnitBlock], w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
+    def __init__(self, blocks: list[UnitBlock], products: Products, w_LIO: Tensor,
+                 b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, blocks)
         self.b = (_by_unit(b_LO, blocks) if b_LO is not None
                   else [[None] * len(block.units) for block in blocks])
-        self.products = products_of(w_LIO, not all([block.exact for block in blocks]))
+        self.products = products
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
         """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
@@ -180,7 +183,9 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     width, inner = p.w_in_LDF.shape[1:]
     limit = BLOCK_BYTES // (inner * x.element_size())
     blocks = blocks_of(counts, limit, row_rule(x, width, inner))
-    single = all([block.single for block in blocks])
+    single = exact = True
+    for block in blocks:
+        single, exact = single and block.single, exact and block.exact
     maps = _Maps.of(plan, None if single else padding_of(counts, blocks))
     # rows that are read where they lie have nothing behind the last one to compute along
     if maps.token_R is None:
@@ -195,8 +200,10 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     sums = GradSums() if own else p.sums
     if keep:
         sums.calls += 1
-    call = _FFNCall(counts, blocks, act, native, p.memory, maps, keep, keep_after, late, redirected,
-                    sums)
+    # a row too many may be another unit's, which is computed after it
+    products = products_of(x, in_order=not exact)
+    call = _FFNCall(counts, blocks, products, act, native, p.memory, maps, keep, keep_after, late,
+                    redirected, sums)
     if not torch.is_autocast_enabled(x.device.type):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
     # operands are cast already; inside, products write into buffers of their own dtype
@@ -235,9 +242,10 @@ class _Forward:
                  b_out: Tensor | None) -> None:
         width, inner = w_in.shape[1:]
         self.call, self.input = call, call.gathered(x, "gathered")
-        self.w_in = _Linear(call.blocks, w_in, b_in)
-        self.w_out = _Linear(call.blocks, w_out, b_out)
-        self.w_gate = None if w_gate is None else _Linear(call.blocks, w_gate, b_gate)
+        self.w_in = _Linear(call.blocks, call.products, w_in, b_in)
+        self.w_out = _Linear(call.blocks, call.products, w_out, b_out)
+        self.w_gate = None if w_gate is None else _Linear(call.blocks, call.products, w_gate,
+                                                          b_gate)
         self.before = call.make("before", inner, x, call.keep)
         self.after = call.make("after", inner, x, call.keep_after)
         self.up = self.gated = None
@@ -293,7 +301,7 @@ class _Backward:
         weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
         self._make_grads(weights, needs)
         self.transposed = {
-            name: _Linear(call.blocks, w.transpose(1, 2))
+            name: _Linear(call.blocks, call.products, w.transpose(1, 2))
             for name, w in weights.items() if w is not None
         }
         self.grad_y, self.need_gates = grad_y, need_gates

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.cpu.native.functions import side_by_side
+from moe_plugin.kernels.cpu.native.functions import compiled_products, readable
 
 FEW = 8  # rows of an expert whose memory is small beside its weights
 MOST_ADDED = 11  # rows that `RowRule.fast` adds at most
@@ -51,16 +52,11 @@ def products_of(like: Tensor, in_order: bool = False) -> Products:
     """
     if like.device.type == "cpu" and in_float32(like.dtype):
         return _widened
-    several = None if in_order else side_by_side(like)
-    if several is None:
-        return _native
-
-    def products(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
-                 bases: Sequence[Tensor | None]) -> None:
-        if not several(a_s, b_s, outs, bases):
-            _native(a_s, b_s, outs, bases)
-
-    return products
+    if like.dtype == torch.float32 and not in_order and readable(like):
+        several = compiled_products()
+        if several is not None:
+            return partial(several, _native)
+    return _native
 
 
 def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ happens where nothing can be compiled.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -25,6 +26,7 @@ from torch import Tensor
 from moe_plugin import MoELayer
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.cpu import expert_ffn as fused
+from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.cpu.native import build, functions
 from tests.kernels.compiled_or_not import compiled
 
@@ -230,18 +232,18 @@ def test_products_side_by_side(by_row: tuple[bool, bool, bool], sizes: list[int]
         bases = {"new": [None] * number, "added": outs, "bias": [bias] * number}[base]
         wanted = [a.double() @ b.double() + (0.0 if was is None else was.double())
                   for a, b, was in zip(a_s, b_s, bases, strict=True)]
-        ran = functions.side_by_side(x)(a_s, b_s, outs, bases)
+        left: list[Any] = []
+        functions.compiled_products()(lambda *args: left.append(args), a_s, b_s, outs, bases)
         # a line of one value may look like one with gaps
-        assert ran or 1 in {inner, columns, rows}
-        for out, want in zip(outs, wanted, strict=True) if ran else ():
+        assert not left or 1 in {inner, columns, rows, *sizes}
+        for out, want in zip(outs, wanted, strict=True) if not left else ():
             near(out, want, 20)
 
 
 @needs_mkl
 def test_products_one_by_one() -> None:
-    """Where they cannot be side by side nothing is written."""
+    """Where they cannot be side by side."""
     x, w = torch.randn(4, 6), torch.randn(6, 5)
-    several = functions.side_by_side(x)
     for a_s, b_s, shape in (([x], [w], (4, 5)), ([x[None]] * 2, [w[None]] * 2, (1, 4, 5)),
                             ([x[:, ::2]] * 2, [w[:3]] * 2, (4, 5)),
                             ([x[:1].expand(2, 6)] * 2, [w] * 2, (2, 5)),
@@ -249,24 +251,28 @@ def test_products_one_by_one() -> None:
                             ([x.as_strided((4, 6), (2, 1))] * 2, [w] * 2, (4, 5)),
                             ([x, x[None]], [w, w[None]], (4, 5))):
         outs = [torch.zeros(shape if a.dim() < 3 else (1, 4, 5)) for a in a_s]
-        assert not several(a_s, b_s, outs, [None] * len(a_s)) and not any(map(torch.any, outs))
-    assert functions.side_by_side(x.double()) is None
-    assert functions.side_by_side(x.to("meta")) is None
+        left: list[Any] = []
+        given = a_s, b_s, outs, [None] * len(a_s)
+        functions.compiled_products()(lambda *args: left.append(args), *given)
+        assert left == [given] and not any(map(torch.any, outs))
+    for other in (x.double(), x.to("meta"), x.bfloat16()):
+        assert not isinstance(products.products_of(other), functools.partial)
+    assert isinstance(products.products_of(x), functools.partial)
+    assert not isinstance(products.products_of(x, in_order=True), functools.partial)
 
 
 @needs_mkl
 def test_a_layer_computes_its_experts_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    call = functions.SideBySide.__call__
+    ran, several = [], functions.compiled_products()
 
-    def counted(self: Any, *args: Any) -> bool:
-        ran.append(call(self, *args))
-        return ran[-1]
+    def counted(otherwise: Any, *args: Any) -> None:
+        several(lambda *left: pytest.fail("one by one"), *args)
+        ran.append(len(args[0]))
 
-    monkeypatch.setattr(functions.SideBySide, "__call__", counted)
+    monkeypatch.setattr(products, "compiled_products", lambda: counted)
     layer = MoELayer(24, num_experts=5, top_k=2, experts={"kind": "gated_ffn"})
     grads(layer, torch.randn(70, 24))
-    assert ran == [True] * 9  # three forward, their rows' and weights' gradients
+    assert ran == [5] * 9  # three forward, their rows' and weights' gradients
 
 
 @needs_compiler
@@ -274,7 +280,7 @@ def test_a_torch_without_mkl_multiplies_one_by_one(monkeypatch: pytest.MonkeyPat
     forget()
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert "another library" in functions.why_one_by_one()
-    assert functions.side_by_side(torch.ones(1)) is None
+    assert not isinstance(products.products_of(torch.ones(1)), functools.partial)
     forget()
 
 

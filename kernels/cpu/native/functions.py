@@ -128,52 +128,41 @@ def why_not(activation: str | None) -> str | None:
     return build.why_not(*_source(activation))
 
 
+Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor],
+                     Sequence[Tensor | None]], None]
+
+
 class SideBySide:
     """Matmuls of several experts, by compiled functions; see `kernels.cpu.products.Products`."""
 
     def __init__(self, functions: ctypes.CDLL, gemm: int) -> None:
         self._gemm, self._products = gemm, functions.products
-        self._products.argtypes = [POINTER, INT64, POINTER, *[INT64] * 4, *[INT] * 4]
+        self._products.argtypes = [POINTER, INT64, POINTER, *[INT64] * 7, INT]
 
-    def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
-                 bases: Sequence[Tensor | None]) -> bool:
-        """False: they are no two products or more of matrices that lie alike, and no result is
-        written.
+    def __call__(self, otherwise: Multiply, a_s: Sequence[Tensor], b_s: Sequence[Tensor],
+                 outs: Sequence[Tensor], bases: Sequence[Tensor | None]) -> None:
+        """otherwise: does it where they are no two products or more of matrices that lie alike,
+        lines without gaps.
         """
-        if len(outs) < 2 or any([out.dim() != 2 for out in outs]):
-            return False
         values: list[int] = []
         strides = set()
         for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
-            strides.add((a.stride(), b.stride(), out.stride()))
+            strides.add((*a.stride(), *b.stride(), *out.stride()))
             values += (a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, base is not None)
-        steps, by_row = zip(*map(_lines, strides.pop()), strict=True)
-        if strides or None in by_row:
-            return False
+        lie = strides.pop()
+        if strides or len(lie) != 6 or len(outs) < 2:
+            return otherwise(a_s, b_s, outs, bases)
         for out, base in zip(outs, bases, strict=True):
             if base is not None and base is not out:
                 out.copy_(base)
-        return bool(self._products(
-            self._gemm, len(outs), (INT64 * len(values))(*values), outs[0].shape[1], *steps,
-            *by_row, min(torch.get_num_threads(), len(outs))))
-
-
-def _lines(stride: Sequence[int]) -> tuple[int, bool | None]:
-    """(step from line to line, whether lines are rows) of a matrix; None: its lines have gaps."""
-    by_row, by_column = stride
-    if by_column == 1 and by_row > 0:
-        return by_row, True
-    return by_column, False if by_row == 1 else None
-
-
-def side_by_side(like: Tensor) -> SideBySide | None:
-    """For matmuls of `like`'s kind; None: torch's, one after the other."""
-    return compiled_products() if like.dtype == torch.float32 and readable(like) else None
+        if not self._products(self._gemm, len(outs), (INT64 * len(values))(*values),
+                              outs[0].shape[1], *lie, min(torch.get_num_threads(), len(outs))):
+            otherwise(a_s, b_s, outs, bases)
 
 
 @functools.cache
 def compiled_products() -> SideBySide | None:
-    """Made once; see `side_by_side`."""
+    """Made once; None: torch multiplies, one after the other, see `why_one_by_one`."""
     found, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(found, str) or gemm is None else SideBySide(found, gemm)
 

@@ -47,22 +47,35 @@ static void multiply(const void *data, int64_t first, int64_t end) {
     }
 }
 
-static int lies(int64_t step, int by_row, int64_t rows, int64_t columns) {
-    return step >= (by_row ? columns : rows);
+/* whether lines of a matrix are rows; -1: they have gaps, or no such matrix lies so */
+static int lie(int64_t by_row, int64_t by_column, int64_t rows, int64_t columns) {
+    if (by_column == 1 && by_row >= columns)
+        return 1;
+    return by_row == 1 && by_column >= rows ? 0 : -1;
 }
 
-/* 0: a matrix does not lie as it is said, and nothing is done */
-int products(void *gemm, int64_t number, const Product *products, int64_t columns, int64_t a_step,
-             int64_t b_step, int64_t out_step, int a_by_row, int b_by_row, int out_by_row,
-             int threads) {
-    for (const Product *p = products; p < products + number; p++)
-        if (!lies(a_step, a_by_row, p->rows, p->inner) ||
-            !lies(b_step, b_by_row, p->inner, columns) ||
-            !lies(out_step, out_by_row, p->rows, columns))
-            return 0;
+/* Matrices by their strides, the same of all products. 0: one does not lie as it must, and nothing
+ * is done.
+ */
+int products(void *gemm, int64_t number, const Product *products, int64_t columns, int64_t a_row,
+             int64_t a_column, int64_t b_row, int64_t b_column, int64_t out_row,
+             int64_t out_column, int threads) {
     int64_t next = 0;
-    Work work = {(Gemm)gemm, products, number,   columns,    a_step, b_step,
-                 out_step,   a_by_row, b_by_row, out_by_row, &next};
+    Work work = {.gemm = (Gemm)gemm, .products = products, .number = number, .columns = columns,
+                 .next = &next};
+    for (const Product *p = products; p < products + number; p++) {
+        int a = lie(a_row, a_column, p->rows, p->inner);
+        int b = lie(b_row, b_column, p->inner, columns);
+        int out = lie(out_row, out_column, p->rows, columns);
+        int same = p == products || (a == work.a_by_row && b == work.b_by_row &&
+                                     out == work.out_by_row);
+        if (a < 0 || b < 0 || out < 0 || !same)
+            return 0;
+        work.a_by_row = a, work.b_by_row = b, work.out_by_row = out;
+    }
+    work.a_step = work.a_by_row ? a_row : a_column;
+    work.b_step = work.b_by_row ? b_row : b_column;
+    work.out_step = work.out_by_row ? out_row : out_column;
     run(multiply, &work, number, threads);
     return 1;
 }
