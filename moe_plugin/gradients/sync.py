@@ -71,7 +71,8 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 def exclude_experts(model: nn.Module) -> None:
     """Call before `DistributedDataParallel(model)`, so that it leaves experts alone.
 
-    Otherwise DDP overwrites a rank's experts by rank 0's and averages their gradients.
+    Otherwise DDP overwrites a rank's experts by rank 0's and averages their gradients. It would
+    overwrite what a router counts of this rank, and the costs of its links, too.
 
     After backward, `sync_gradients` does what remains to be done for the experts; `reduce_experts`,
     called once before, does it behind backward.
@@ -79,7 +80,9 @@ def exclude_experts(model: nn.Module) -> None:
     mark_adapters(model)
     # torch's own function for this overwrites the names that were left out before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model)]  # type: ignore[assignment]
+    own = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
+           if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
+    model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model), *own]  # type: ignore[assignment]
 
 
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,

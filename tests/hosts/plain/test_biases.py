@@ -5,7 +5,7 @@ other expert-parallel groups.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -29,32 +29,42 @@ def model_of(router: str, comm: object) -> nn.Module:
         layer = MoELayer(from_dict({
             "model_dim": WIDTH, "num_experts": EXPERTS, "losses": {},
             "router": {"name": router, "top_k": 1}}), comm)
-        return nn.ModuleDict({"enter": nn.Linear(WIDTH, WIDTH), "moe": layer})
+        return Block({"enter": nn.Linear(WIDTH, WIDTH), "moe": layer})
 
 
-def passes(model: nn.Module, step: int, rank: int) -> Tensor:
-    with seeded(10 * step + rank):  # two groups of ranks with tokens of their own kind
-        x_TD = torch.randn(12, WIDTH) + 2 * torch.randn(WIDTH)
-    return model["moe"](model["enter"](x_TD)).output.square().mean()
+def passes(model: nn.Module, step: int, rank: int) -> Iterator[Tensor]:
+    """Two micro-batches."""
+    for number in range(2):
+        with seeded(100 * step + 10 * number + rank):  # ranks with tokens of their own kind
+            x_TD = torch.randn(12, WIDTH) + 2 * torch.randn(WIDTH)
+        yield model(x_TD)
+
+
+class Block(nn.ModuleDict):
+    """The mean square of what it computes."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self["moe"](self["enter"](x_TD)).output.square().mean()
 
 
 def wrapped(how: str, model: nn.Module, world: TorchComm, ep: TorchComm | LocalComm
-            ) -> Callable[[], None]:
-    """What a loop does after backward."""
+            ) -> tuple[nn.Module, Callable[[], None]]:
+    """The model that a loop calls, and what it does after backward."""
     if how == "sync_gradients":
         replicas = replica_comm(ep, world) if ep.size > 1 else None
-        return lambda: sync_gradients(model, world, ep, replicas)
-    {"ddp_model": ddp_model, "reduce_experts": reduce_experts}[how](model)
-    return lambda: None
+        return model, lambda: sync_gradients(model, world, ep, replicas)
+    made = {"ddp_model": ddp_model, "reduce_experts": reduce_experts}[how](model)
+    return made if how == "ddp_model" else model, lambda: None
 
 
 def biases(world: TorchComm, router: str, how: str, ep: int) -> Tensor:
     """After two steps, whose optimizer changes nothing."""
     group = LocalComm() if ep == 1 else world.contiguous_subgroup(ep)
     model = model_of(router, group)
-    finish = wrapped(how, model, world, group)
+    called, finish = wrapped(how, model, world, group)
     for step in range(2):
-        passes(model, step, world.rank).backward()
+        for loss in passes(called, step, world.rank):
+            loss.backward()
         finish()
         finish_step(model)
     if ep == 1:
@@ -78,7 +88,7 @@ def test_all_ranks_count() -> None:
         alone = model_of(router, LocalComm())
         for step in range(2):
             for number in range(WORLD):
-                passes(alone, step, number)
+                list(passes(alone, step, number))
             finish_step(alone)
         wanted[router] = alone["moe"].router.bias_E
         assert wanted[router].any()
