@@ -145,7 +145,7 @@ def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
     for name in [n for n in names if n not in refused]:
         try:
             candidates[name] = stack.enter_context(peers.get(name)(problem, data))
-        except UnsupportedProblem as reason:
+        except (UnsupportedProblem, ImportError) as reason:  # or a package that it needs itself
             refused[name] = str(reason)
         except Exception as error:
             if problem.device == "cpu":

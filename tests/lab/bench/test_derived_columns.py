@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_plugin.lab.bench.layer import LayerReport
 from moe_plugin.lab.bench.study import ROOT, read_numbers
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -35,9 +36,8 @@ def tables(page: Path, first: str) -> list[dict[str, str]]:
 
 
 def layers() -> list[tuple[str, dict[str, str]]]:
-    every = data("layer")
     wanted = []
-    for one in (*every["one_rank"], *every["two_ranks"], *every.get("generated", [])):
+    for one in data("layer")["one_rank"]:
         for mine in (one, *one["peers"]):
             wanted.append((mine["name"], {
                 "ratio": f"{mine['median_ms'] / one['bound_ms']:.2f}",
@@ -93,13 +93,25 @@ PAGES: dict[str, tuple[str, Callable[[], list[tuple[str, dict[str, str]]]]]] = {
 def test_a_row_s_ratios_are_those_of_its_numbers(name: str) -> None:
     first, wanted_of = PAGES[name]
     rows = tables(BENCHMARKS / f"{name}.md", first)
-    if name == "layer":
-        rows += tables(BENCHMARKS / f"{name}.md", "forward")
-        rows = [row for row in rows if next(iter(row.values())) != "GEMM bound"]
+    rows = [row for row in rows if row[first] != "GEMM bound"]
     wanted = sorted((key, sorted(cells.items())) for key, cells in wanted_of())
-    shown = sorted((row[first] if first in row else row["forward"], sorted(
+    shown = sorted((row[first], sorted(
         (head, row[head]) for head in columns_of(wanted) if head in row)) for row in rows)
     assert shown == wanted  # none is left out, and none has no source
+
+
+@pytest.mark.parametrize(("part", "first"), [("two_ranks", "forward and backward on two ranks"),
+                                             ("generated", "forward pass of 64 tokens")])
+def test_ratios_of_layers_in_one_table(part: str, first: str) -> None:
+    wanted: dict[str, dict[str, str]] = {}
+    for one in data("layer")[part]:
+        label = LayerReport.from_dict(one).problem.label()
+        for mine in (one, *one["peers"]):
+            ratio = mine["median_ms"] / one["bound_ms"]
+            wanted.setdefault(mine["name"], {})[label] = f"{ratio:.2f}"
+    shown = {row.pop(first): {label: cell.split(", ")[1] for label, cell in row.items() if cell}
+             for row in tables(BENCHMARKS / "layer.md", first)}
+    assert shown == wanted
 
 
 def columns_of(wanted: list[tuple[str, list[tuple[str, str]]]]) -> list[str]:

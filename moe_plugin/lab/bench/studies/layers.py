@@ -20,6 +20,7 @@ from moe_plugin.lab.bench.options import add_problem, problem_of
 from moe_plugin.lab.bench.peers import peers
 from moe_plugin.lab.bench.problem import Problem
 from moe_plugin.lab.bench.study import Option, with_machine
+from moe_plugin.planner.units import show_size, show_time
 
 log = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
@@ -165,18 +166,16 @@ def aims(found: list[dict[str, Any]]) -> Iterator[str]:
             one["peak_extra_mib"] <= MOST_MIB)})
 
 
-def _layers(title: str, drawn: int, found: list[dict[str, Any]]) -> Iterator[str]:
+def _each_layer(found: list[dict[str, Any]]) -> Iterator[str]:
     if not found:
         return
-    if title:
-        yield title
     yield said(found[0]["versions"])
-    yield from aims(found) if drawn else ()
+    yield from aims(found)
     for number, one in enumerate(found):
         label, shown, _ = layer.parts(one)
         yield f"{label}. Load average {one['load'][0]:g}, {one['load'][1]:g}."
         yield shown
-        if number < drawn:
+        if number < DRAWN:
             yield f"![Time and memory of every candidate](layer_{number}.svg)"
     yield _not_measured(found)
 
@@ -190,18 +189,18 @@ def _not_measured(found: list[dict[str, Any]]) -> str:
                                if name in peers.names()})
 
 
-def _side_by_side(found: list[dict[str, Any]]) -> Iterator[str]:
-    """One table: a row for each candidate, a column for each layer."""
+def _one_table(title: str, found: list[dict[str, Any]]) -> Iterator[str]:
+    """A row for each candidate, a column for each layer."""
     if not found:
         return
     layers = [LayerReport.from_dict(one) for one in found]
     loads = ", ".join(f"{one['load'][0]:g}" for one in found)
-    yield "## Text is generated: 64 tokens, forward"
-    yield said(found[0]["versions"])
-    yield (f"Medians and their ratio to the bound, {layers[0].threads} threads. Load average "
-           f"{loads}.")
     names = dict.fromkeys(result.name for one in layers for result in one.results)
-    yield report.columns(names, {"forward": "{0}"} | {
+    yield f"## {title[0].upper()}{title[1:]}"
+    yield said(found[0]["versions"])
+    yield ("Median, its ratio to the bound, memory beside the input. Threads of each rank: "
+           f"{layers[0].threads}. Load average {loads}.")
+    yield report.columns(names, {title: "{0}"} | {
         one.problem.label(): partial(_cell, {r.name: r for r in one.results}) for one in layers})
     yield _not_measured(found)
 
@@ -209,7 +208,9 @@ def _side_by_side(found: list[dict[str, Any]]) -> Iterator[str]:
 def _cell(results: dict[str, layer.Result], name: str) -> str:
     if name not in results:
         return ""
-    return f"{results[name].median_ms:.2f} ms, {results[name].ratio_to_bound:.2f}"
+    one = results[name]
+    size = "?" if one.peak_extra_mib is None else show_size(one.peak_extra_mib * 2**20)
+    return f"{show_time(one.median_ms / 1e3)}, {one.ratio_to_bound:.2f}, {size}"
 
 
 class AllLayers:
@@ -222,9 +223,9 @@ class AllLayers:
     TITLE = "The layer and its peers"
     OPTIONS = PROBLEMS | ATTEMPTS
     PARTS = {
-        "one_rank": (_one_rank, partial(_layers, "", DRAWN)),
-        "two_ranks": (_two_ranks, partial(_layers, "## Two ranks", 0)),
-        "generated": (_generated, _side_by_side)}
+        "one_rank": (_one_rank, _each_layer),
+        "two_ranks": (_two_ranks, partial(_one_table, "forward and backward on two ranks")),
+        "generated": (_generated, partial(_one_table, "forward pass of 64 tokens"))}
     PLOTS = {f"layer_{number}.svg": partial(_draw, number) for number in range(DRAWN)}
 
 
