@@ -75,7 +75,9 @@ def test_bars_are_marked_sorted_and_cut(figures: list[Any], number: int) -> None
     assert names[0] == "moe-plugin"
     colors = [bar.get_facecolor() for bar in time.patches]
     assert len(set(colors)) == 2 and colors.count(colors[0]) == 1
-    assert names[-1] == "one-hot einsum" and time.texts[-1].get_text().endswith("(cut)")
+    slowest = max(report.results, key=lambda one: one.median_ms).name
+    assert names[-1] == {"einsum": "one-hot einsum"}.get(slowest, slowest)
+    assert time.texts[-1].get_text().endswith("(cut)")
     shown = [bar.get_width() for bar in time.patches]
     assert shown[1:] == sorted(shown[1:])
     figures[0].canvas.draw()
