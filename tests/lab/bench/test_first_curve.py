@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def test_the_picture_s_curves_are_equal_losses_at_measured_seconds(tmp_path: Pat
         (ours_s, ours), (native_s, native) = map(curve, (report.side(OURS), report.best("native")))
         assert len(ours_s) == len(ours) and ours_s[-1] == pytest.approx(
             sum(report.side(OURS).seconds))
-        assert ours == pytest.approx(native, abs=1e-5) and ours_s[-1] < native_s[-1]
+        # fairseq logs three decimals of a loss in bits
+        unit = 1e-3 * math.log(2) if report.host == "fairseq" else 0.0
+        assert ours == pytest.approx(native, abs=unit + 1e-5) and ours_s[-1] < native_s[-1]
     draw(numbers, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
