@@ -132,7 +132,7 @@ class WeightGrad:
         for of, a, b in zip(experts, a_s, b_s, strict=True):
             batch = {of} if isinstance(of, int) else set(range(of.start, of.stop))
             before = self.written & batch
-            # a first product is written, later ones are added: a batch with both is done one by one
+            # a first matmul is written, later ones are added: a batch with both is done one by one
             if before and before != batch:
                 self.add_matmuls(sorted(batch), a.unbind(0), b.unbind(0))
                 continue

@@ -10,7 +10,7 @@ kept only for experts with an output bias (see `_FFNCall.late`), and gated exper
 activation are computed again.
 
 In float32 each expert of a block is computed by one thread, several at a time
-(`native.functions.SideBySide`). Elsewhere they are computed one after the other, each by all
+(`products.SideBySide`). Elsewhere they are computed one after the other, each by all
 threads; in 16 bits, consecutive experts with few rows in one product, padded to the longest
 (`products.RowRule`): that takes 0.55 to 0.99 of the layer's time (AMD Zen 5; 64 experts of 128
 rows, widths 256 and 512: 34.3 to 29.9 ms).
@@ -144,12 +144,11 @@ def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 class _Linear:
     """x w + b of each expert; the views of all experts are made at once, see `block_rows`."""
 
-    def __init__(self, blocks: list[UnitBlock], products: Products, w_LIO: Tensor,
-                 b_LO: Tensor | None = None) -> None:
-        self.w = _by_unit(w_LIO, blocks)
-        self.b = (_by_unit(b_LO, blocks) if b_LO is not None
-                  else [[None] * len(block.units) for block in blocks])
-        self.products = products
+    def __init__(self, call: _FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
+        self.w = _by_unit(w_LIO, call.blocks)
+        self.b = (_by_unit(b_LO, call.blocks) if b_LO is not None
+                  else [[None] * len(block.units) for block in call.blocks])
+        self.products = call.products
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
         """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
@@ -242,10 +241,9 @@ class _Forward:
                  b_out: Tensor | None) -> None:
         width, inner = w_in.shape[1:]
         self.call, self.input = call, call.gathered(x, "gathered")
-        self.w_in = _Linear(call.blocks, call.products, w_in, b_in)
-        self.w_out = _Linear(call.blocks, call.products, w_out, b_out)
-        self.w_gate = None if w_gate is None else _Linear(call.blocks, call.products, w_gate,
-                                                          b_gate)
+        self.w_in = _Linear(call, w_in, b_in)
+        self.w_out = _Linear(call, w_out, b_out)
+        self.w_gate = None if w_gate is None else _Linear(call, w_gate, b_gate)
         self.before = call.make("before", inner, x, call.keep)
         self.after = call.make("after", inner, x, call.keep_after)
         self.up = self.gated = None
@@ -301,7 +299,7 @@ class _Backward:
         weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
         self._make_grads(weights, needs)
         self.transposed = {
-            name: _Linear(call.blocks, call.products, w.transpose(1, 2))
+            name: _Linear(call, w.transpose(1, 2))
             for name, w in weights.items() if w is not None
         }
         self.grad_y, self.need_gates = grad_y, need_gates

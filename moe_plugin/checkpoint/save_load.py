@@ -95,7 +95,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 def _group_of(model: nn.Module) -> Comm:
     """Else each rank would write its own experts into the file of all."""
-    from moe_plugin.layer import layers_in  # imported where there is one; slow where there is none
+    from moe_plugin.layer import layers_in  # slow: only where there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
     if len(groups) > 1:

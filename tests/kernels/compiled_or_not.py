@@ -18,6 +18,6 @@ def compiled(yes: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not yes:
             patch.setattr(fused, "passes", lambda x, activation: None)
-            patch.setattr(products, "compiled_products", lambda: None)
+            patch.setattr(products, "side_by_side", lambda: None)
             patch.setattr(scores, "scores_of", lambda x_TD, weight_ED: None)
         yield

@@ -4,8 +4,8 @@ happens where nothing can be compiled.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import itertools
 import logging
 import os
@@ -49,7 +49,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def forget() -> None:
     for cached in (build.library, functions.compiled_passes, functions.compiled_scores,
-                   functions.compiled_products):
+                   products.side_by_side):
         cached.cache_clear()
 
 
@@ -201,8 +201,17 @@ def test_the_layer_is_as_by_torch(kind: str, dtype: torch.dtype, bias: bool) -> 
                                    atol=10 * torch.finfo(dtype).eps)
 
 
-needs_mkl = pytest.mark.skipif(functions.why_one_by_one() is not None,
-                               reason=f"one by one: {functions.why_one_by_one()}")
+needs_mkl = pytest.mark.skipif(products.why_one_by_one() is not None,
+                               reason=f"one by one: {products.why_one_by_one()}")
+
+
+@contextlib.contextmanager
+def left_to_torch() -> Iterator[list[tuple[Any, ...]]]:
+    """What is not done side by side, which is not done."""
+    found: list[tuple[Any, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "one_by_one", lambda *given: found.append(given))
+        yield found
 
 
 def lying(shape: tuple[int, int], by_row: bool, seed: int) -> Tensor:
@@ -232,8 +241,8 @@ def test_products_side_by_side(by_row: tuple[bool, bool, bool], sizes: list[int]
         bases = {"new": [None] * number, "added": outs, "bias": [bias] * number}[base]
         wanted = [a.double() @ b.double() + (0.0 if was is None else was.double())
                   for a, b, was in zip(a_s, b_s, bases, strict=True)]
-        left: list[Any] = []
-        functions.compiled_products()(lambda *args: left.append(args), a_s, b_s, outs, bases)
+        with left_to_torch() as left:
+            products.side_by_side()(a_s, b_s, outs, bases)
         # a line of one value may look like one with gaps
         assert not left or 1 in {inner, columns, rows, *sizes}
         for out, want in zip(outs, wanted, strict=True) if not left else ():
@@ -251,36 +260,37 @@ def test_products_one_by_one() -> None:
                             ([x.as_strided((4, 6), (2, 1))] * 2, [w] * 2, (4, 5)),
                             ([x, x[None]], [w, w[None]], (4, 5))):
         outs = [torch.zeros(shape if a.dim() < 3 else (1, 4, 5)) for a in a_s]
-        left: list[Any] = []
         given = a_s, b_s, outs, [None] * len(a_s)
-        functions.compiled_products()(lambda *args: left.append(args), *given)
+        with left_to_torch() as left:
+            products.side_by_side()(*given)
         assert left == [given] and not any(map(torch.any, outs))
     for other in (x.double(), x.to("meta"), x.bfloat16()):
-        assert not isinstance(products.products_of(other), functools.partial)
-    assert isinstance(products.products_of(x), functools.partial)
-    assert not isinstance(products.products_of(x, in_order=True), functools.partial)
+        assert not isinstance(products.products_of(other), products.SideBySide)
+    assert isinstance(products.products_of(x), products.SideBySide)
+    assert not isinstance(products.products_of(x, in_order=True), products.SideBySide)
 
 
 @needs_mkl
 def test_a_layer_computes_its_experts_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, several = [], functions.compiled_products()
+    ran, several = [], products.side_by_side()
 
-    def counted(otherwise: Any, *args: Any) -> None:
-        several(lambda *left: pytest.fail("one by one"), *args)
+    def counted(*args: Any) -> None:
+        several(*args)
         ran.append(len(args[0]))
 
-    monkeypatch.setattr(products, "compiled_products", lambda: counted)
+    monkeypatch.setattr(products, "side_by_side", lambda: counted)
     layer = MoELayer(24, num_experts=5, top_k=2, experts={"kind": "gated_ffn"})
-    grads(layer, torch.randn(70, 24))
-    assert ran == [5] * 9  # three forward, their rows' and weights' gradients
+    with left_to_torch() as left:
+        grads(layer, torch.randn(70, 24))
+    assert not left and ran == [5] * 9  # three forward, their rows' and weights' gradients
 
 
 @needs_compiler
 def test_a_torch_without_mkl_multiplies_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert "another library" in functions.why_one_by_one()
-    assert not isinstance(products.products_of(torch.ones(1)), functools.partial)
+    assert "another library" in products.why_one_by_one()
+    assert not isinstance(products.products_of(torch.ones(1)), products.SideBySide)
     forget()
 
 

@@ -1,5 +1,5 @@
 """Calls of compiled functions with CPU tensors: what `fused` does between two matmuls, each in one
-pass over the values, several experts' matmuls at a time, and those of a router with few experts.
+pass over the values, and the matmuls of a router with few experts.
 
 Passes (`NativePasses`). Torch's operations take several passes, and gelu and its derivative are
 computed apart. Here forward leaves the derivative where the value before the activation was, and
@@ -9,10 +9,6 @@ of 8 experts of widths 512 and 2048 takes 0.96 of its time in bfloat16, gated 0.
 
 Legend: N rows, F inner width, D width of a row. All tensors are contiguous, float32 or bfloat16;
 scale_N, dots_N: float32. Computed in float32, each result rounded once.
-
-Experts' matmuls in float32 (`SideBySide`). See `products.c`; 64 experts of 128 rows, widths 256
-and 352: three matmuls 44.4 to 30.7 ms, of 2 rows 7.5 to 3.5; 8 experts of 1,024 rows, widths 512
-and 1,376: the same (AMD Zen 5, two threads).
 
 A router's matmuls (`Scores`). bfloat16 tokens and a matrix of which one side is a few experts:
 torch takes three times as long (4,096 tokens of width 512, 8 experts: scores 0.76 to 0.26 ms,
@@ -25,8 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -126,61 +121,6 @@ def why_not(activation: str | None) -> str | None:
     it has.
     """
     return build.why_not(*_source(activation))
-
-
-Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor],
-                     Sequence[Tensor | None]], None]
-
-
-class SideBySide:
-    """Matmuls of several experts, by compiled functions; see `kernels.cpu.products.Products`."""
-
-    def __init__(self, functions: ctypes.CDLL, gemm: int) -> None:
-        self._gemm, self._products = gemm, functions.products
-        self._products.argtypes = [POINTER, INT64, POINTER, *[INT64] * 7, INT]
-
-    def __call__(self, otherwise: Multiply, a_s: Sequence[Tensor], b_s: Sequence[Tensor],
-                 outs: Sequence[Tensor], bases: Sequence[Tensor | None]) -> None:
-        """otherwise: does it where they are no two products or more of matrices that lie alike,
-        lines without gaps.
-        """
-        values: list[int] = []
-        strides = set()
-        for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
-            strides.add((*a.stride(), *b.stride(), *out.stride()))
-            values += (a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, base is not None)
-        lie = strides.pop()
-        if strides or len(lie) != 6 or len(outs) < 2:
-            return otherwise(a_s, b_s, outs, bases)
-        for out, base in zip(outs, bases, strict=True):
-            if base is not None and base is not out:
-                out.copy_(base)
-        if not self._products(self._gemm, len(outs), (INT64 * len(values))(*values),
-                              outs[0].shape[1], *lie, min(torch.get_num_threads(), len(outs))):
-            otherwise(a_s, b_s, outs, bases)
-
-
-@functools.cache
-def compiled_products() -> SideBySide | None:
-    """Made once; None: torch multiplies, one after the other, see `why_one_by_one`."""
-    found, gemm = build.library("products.c"), _gemm_of_torch()
-    return None if isinstance(found, str) or gemm is None else SideBySide(found, gemm)
-
-
-def _gemm_of_torch() -> int | None:
-    """MKL's sgemm, as torch has it; None: torch multiplies by another library."""
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        found = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
-    except (OSError, AttributeError):
-        return None
-    return ctypes.cast(found, POINTER).value
-
-
-def why_one_by_one() -> str | None:
-    """Why this machine multiplies experts one after the other; None where it does not."""
-    return build.why_not("products.c") or (
-        None if compiled_products() else "torch multiplies by another library than MKL")
 
 
 EXPERTS = 16  # from twice as many on torch's matmuls are faster

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.cpu.native import functions
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.machine import cpu_name
@@ -47,7 +48,7 @@ def _widened() -> str:
 def compiled() -> list[dict[str, str]]:
     """What is compiled for the CPU, at the latest now; elsewhere torch's operations compute it."""
     found = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
-    found.append(("several experts at a time, float32", functions.why_one_by_one()))
+    found.append(("several experts at a time, float32", products.why_one_by_one()))
     found.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
                   functions.why_not(None)))
     return [{"name": name, "state": "not available" if reason else "active",

@@ -198,7 +198,7 @@ def _one_table(title: str, found: list[dict[str, Any]]) -> Iterator[str]:
     names = dict.fromkeys(result.name for one in layers for result in one.results)
     yield f"## {title[0].upper()}{title[1:]}"
     yield said(found[0]["versions"])
-    yield ("Median, its ratio to the bound, memory beside the input. Threads of each rank: "
+    yield ("Median, its ratio to the bound, peak memory without the input. Threads of each rank: "
            f"{layers[0].threads}. Load average {loads}.")
     yield report.columns(names, {title: "{0}"} | {
         one.problem.label(): partial(_cell, {r.name: r for r in one.results}) for one in layers})
