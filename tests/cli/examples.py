@@ -79,7 +79,7 @@ def indented(text: str) -> list[str]:
 
 def commands(text: str) -> list[list[str]]:
     """The words of each command; `...` is one that stands for more."""
-    text = re.sub(r"\$\(which (\S+)\)", r"\1", text.replace("\\\n", " "))
+    text = re.sub(r'"\$\(which (\S+)\)"', r"\1", text.replace("\\\n", " "))
     found = [shlex.split(line, comments=True) for line in text.splitlines()]
     return [words for words in found if words]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -64,11 +65,11 @@ def test_bench_refuses(args: list[str], said: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("command", [
     "bench all-to-all", "calibrate", "bench train --host fairseq",
-    f"simulate routing traces --cluster {CLUSTER} --model m.yaml --device d.yaml"])
+    f"simulate routing traces --cluster {shlex.quote(CLUSTER)} --model m.yaml --device d.yaml"])
 @pytest.mark.parametrize("flag", ["--rate", "--delay", "--message-cost"])
 def test_links_without_an_emulated_cluster_are_refused(
         command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command.split(), flag, "1"]) == 2
+    assert main([*shlex.split(command), flag, "1"]) == 2
     said = capsys.readouterr().err
     assert f"{flag} '1' " in said and "add --emulate" in said
 

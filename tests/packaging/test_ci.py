@@ -1,8 +1,9 @@
-"""What `.ci/run` begins ends with it."""
+"""Where `.ci/run` runs, and that whatever it begins ends with it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -34,3 +35,19 @@ def test_no_job_outlives_a_step_that_fails(tmp_path: Path) -> None:
     while not ended(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert made.returncode == 1 and ended(child)
+
+
+@pytest.mark.skipif(not RUN.exists(), reason="a wheel has no .ci")
+def test_everything_runs_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    """Twice: the second copy keeps the environment of the first, and none of its other files."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(RUN, tmp_path / ".ci" / "run")
+    (tmp_path / "scripts" / "setup.sh").write_text(
+        "pwd\ncat .venv/made 2>/dev/null || mkdir -p .venv runs/x\necho kept >.venv/made\nexit 7\n")
+    said = [subprocess.run(["bash", str(tmp_path / ".ci" / "run")], capture_output=True, text=True,
+                           check=False, timeout=60) for _ in range(2)]
+    copy = f"{tmp_path}/runs/a folder/moe plugin"
+    assert [(one.returncode, one.stdout.splitlines()) for one in said] == [
+        (7, [copy]), (7, [copy, "kept"])], said
+    assert not (Path(copy) / "runs").exists()

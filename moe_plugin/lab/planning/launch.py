@@ -18,7 +18,7 @@ BYTES = 257  # tokens of the byte tokenizers of both hosts
 COLUMNS = 100
 CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
 SCRIPT = "pretrain_gpt_moe"  # of this package, by its name for the launcher
-FAIRSEQ = "$(which fairseq-train)"  # for a shell, so never quoted
+FAIRSEQ = '"$(which fairseq-train)"'  # The shell expands it. It is quoted already.
 BALANCE = "0.01"  # weight of the balance loss
 
 

@@ -16,20 +16,20 @@ PARTS = [f"{name}_{n}" for name in ("layer", "operations", "peers") for n in ran
 CHECKS = ["checks", "check_take_rows", "check_layer"]
 # in python3's place: notes its arguments, and fails or hangs where they name the step that should
 STUB = """#!/usr/bin/env bash
-echo "$*" >> {folder}/calls
+echo "$*" >> "{folder}/calls"
 case "$*" in
     -c*) exit {missing} ;;
     *{step}) echo "the last line of {step}"; {does} ;;
-    *"--parts steps"*) {page} > {folder}/page ;;
+    *"--parts steps"*) {page} > "{folder}/page" ;;
     *--list) printf 'a warning: 1\\ntake_rows\\nlayer\\n' ;;
 esac
 """
 FAKE_GPU = """#!/usr/bin/env bash
 case "$*" in
-    -c* | *"--parts steps"*) exec {python} "$@" ;;
+    -c* | *"--parts steps"*) exec "{python}" "$@" ;;
     *"--parts layer_2"*) exit 0 ;;
 esac
-exec {python} -m tests.lab.bench.counting_gpu {fails} "$@"
+exec "{python}" -m tests.lab.bench.counting_gpu {fails} "$@"
 """
 FORBIDDEN = ("yaml", "numpy", "hydra", "omegaconf")
 # a hook of Python's own start
@@ -91,8 +91,8 @@ def test_a_step_has_a_limit(tmp_path: Path) -> None:
 
 def test_the_page_tells_of_a_check_while_others_run(tmp_path: Path) -> None:
     """The page of the stub is what the script has told when it is written."""
-    wait = f"until grep -q take_rows {tmp_path}/page; do sleep 0.1; done"
-    done = run(tmp_path, "check_layer", wait, page="cat {folder}/out/gpu_logs/steps.txt")
+    wait = f'until grep -q take_rows "{tmp_path}/page"; do sleep 0.1; done'
+    done = run(tmp_path, "check_layer", wait, page='cat "{folder}/out/gpu_logs/steps.txt"')
     assert done.returncode == 0, done.stderr
 
 
