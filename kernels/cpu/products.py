@@ -127,14 +127,32 @@ def one_by_one(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tens
     """By torch, each by all threads."""
     for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
         if a.dim() == 3:
-            if base is None:
-                torch.bmm(a, b, out=out)
-            else:
-                torch.baddbmm(base if base.dim() == 3 else base[:, None], a, b, out=out)
+            _batched(a, b, out, base)
         elif base is None:
             torch.mm(a, b, out=out)
         else:
             torch.addmm(base, a, b, out=out)
+
+
+def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None) -> None:
+    """Multiply the matrices of several experts in one call of torch."""
+    if base is not None and base.dim() == 2:
+        base = base[:, None]
+    if out_EIO.element_size() == 2 and out_EIO.stride(2) != 1:
+        # torch 2.13 multiplies number by number into a 16-bit result whose rows have gaps, which
+        # takes up to 10,000 times as long. Gradients of weights that are stored transposed, as
+        # those of transformers, are such results.
+        if out_EIO.stride(1) != 1:
+            made_EIO = torch.bmm(a_EIN, b_ENO) if base is None else torch.baddbmm(base, a_EIN,
+                                                                                  b_ENO)
+            out_EIO.copy_(made_EIO)
+            return
+        a_EIN, b_ENO, out_EIO = b_ENO.mT, a_EIN.mT, out_EIO.mT
+        base = None if base is None else base.mT
+    if base is None:
+        torch.bmm(a_EIN, b_ENO, out=out_EIO)
+    else:
+        torch.baddbmm(base, a_EIN, b_ENO, out=out_EIO)
 
 
 class SideBySide:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin import MoELayer
 from moe_plugin.cli.doctor import hardware
+from moe_plugin.kernels import strategies
 from moe_plugin.kernels.cpu import products
 from moe_plugin.tuning import compute_tuner
 
@@ -92,3 +96,72 @@ def test_auto_takes_no_way_that_multiplies_number_by_number() -> None:
     p = layer.experts
     x_RD = torch.zeros(1, 512, dtype=torch.bfloat16)
     assert compute_tuner.usable_ways(x_RD, p, None) == {"fused"}
+
+
+class NoResultWithGaps(TorchDispatchMode):
+    """Refuses batched 16-bit products whose result has gaps between the values of a row: torch
+    computes these number by number, up to 10,000 times as slowly.
+    """
+
+    checked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        packet = func.overloadpacket
+        if packet in (torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_):
+            out = (kwargs or {}).get("out", args[0] if packet is torch.ops.aten.baddbmm_ else None)
+            assert out is None or out.element_size() != 2 or out.stride(-1) == 1, (
+                func, out.shape, out.stride())
+            self.checked += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layouts(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same values with other strides."""
+    one, rows, columns = shape
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    made = {
+        "plain": torch.empty(shape, dtype=dtype),
+        "transposed": torch.empty(one, columns, rows, dtype=dtype).mT,
+        "transposed with gaps": torch.empty(one, columns, rows + 3, dtype=dtype)[..., :rows].mT,
+        "every second value": torch.empty(one, rows, 2 * columns, dtype=dtype)[..., ::2],
+    }
+    return {name: tensor.copy_(values) for name, tensor in made.items()}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("base", ["none", "rows", "row", "itself"])
+@pytest.mark.parametrize("into", layouts((1, 1, 1), torch.float32))
+def test_batched_products_into_results_with_any_strides(dtype: torch.dtype, base: str,
+                                                        into: str) -> None:
+    out = layouts((2, 5, 3), dtype)[into]
+    added = {"none": None, "rows": out.clone() * 2, "row": out[:, 0].clone(), "itself": out}[base]
+    for a in layouts((2, 5, 7), dtype).values():
+        for b in layouts((2, 7, 3), dtype).values():
+            term = (0 if added is None else
+                    added.double()[:, None] if added.dim() == 2 else added.double())
+            wanted = a.double() @ b.double() + term
+            with NoResultWithGaps() as mode:
+                products.multiply(a, b, out, added)
+            assert mode.checked or products.in_float32(dtype)
+            torch.testing.assert_close(out.double(), wanted, rtol=2 * torch.finfo(dtype).eps,
+                                       atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", strategies.names())
+def test_no_way_to_compute_experts_multiplies_number_by_number(name: str, gated: bool,
+                                                               dtype: torch.dtype) -> None:
+    """Weights are stored transposed, as those of transformers."""
+    if (why := next(e for e in strategies if e.name == name).why_not()) is not None:
+        pytest.skip(why)
+    torch.manual_seed(0)
+    layer = MoELayer(32, num_experts=16, top_k=2, dtype=dtype,
+                     experts={"kind": "gated_ffn" if gated else "ffn", "compute": name})
+    for parameter in layer.experts.parameters():
+        if parameter.dim() == 3:
+            parameter.data = parameter.data.mT.contiguous().mT
+    with NoResultWithGaps():
+        for made in grads(layer, torch.randn(40, 32).to(dtype)):
+            assert made.isfinite().all()
