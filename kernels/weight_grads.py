@@ -212,15 +212,14 @@ class MainGrad:
 def placeholder_grad(parameter: Tensor) -> Tensor | None:
     """What backward returns for a parameter whose gradient is in `main_grad`.
 
-    A tensor of its shape and dtype whose values are never read; autograd needs one to run the
-    parameter's hooks. None without the host's mark `grad_added_to_main_grad`: no hook needs it.
+    Autograd needs a tensor of its shape and dtype to run the parameter's hooks. Its values are
+    zero, because a hook of a user may read them. None without the host's mark
+    `grad_added_to_main_grad`: no hook needs it.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # anomaly mode reads them: uninitialised values could be NaN
-    return torch.zeros_like(parameter) if torch.is_anomaly_enabled() else torch.empty_like(
-        parameter)
+    return torch.zeros_like(parameter)
 
 
 class _RedirectGrad(torch.autograd.Function):

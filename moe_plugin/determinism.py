@@ -1,4 +1,5 @@
-"""Deterministic mode: the same seed, settings and number of ranks give the same bits, on GPU too.
+"""Deterministic mode: the same seed, settings and number of ranks give the same bits, also on GPUs
+of one model.
 
 What it takes: no layout chosen by a clock (`parallel: auto` is refused) and torch's own strict
 mode, in which an operator without a deterministic form is an error. Tiles of Triton kernels follow

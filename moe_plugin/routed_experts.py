@@ -18,6 +18,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import Experts
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
 from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.token_ids import check_range
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
@@ -86,8 +87,12 @@ class RoutedExperts:
             training: layouts are tuned, and evaluation's settings are not read.
         Returns: [T, D] in x's dtype.
         Raises:
+            ValueError: ids_TK names an expert that does not exist; see `check_range`.
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
+        last = self.placement.experts - 1
+        check_range(ids_TK, -1, last, f"ids_TK has experts {{}}..{{}}: must be in 0..{last}, or -1 "
+                    "for no expert; give the numbers of this model's experts")
         wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         none = torch.zeros((), device=x_TD.device)
         routing = Routing(ids_TK, weights_TK.to(wide), None, {}, none, none.long())

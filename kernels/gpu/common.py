@@ -57,7 +57,7 @@ def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """act(x) in float32."""
+    """act(x) in float32; NaN stays NaN, as in torch."""
     if ACT == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
@@ -65,17 +65,17 @@ def activate(x, ACT: tl.constexpr):
     elif ACT == "quick_gelu":
         y = x * tl.sigmoid(1.702 * x)
     elif ACT == "relu":
-        y = tl.where(x > 0, x, 0.0)
+        y = tl.where(x <= 0, 0.0, x)
     elif ACT == "silu":
         y = x * tl.sigmoid(x)
     else:
-        y = tl.where(x > 0, x * x, 0.0)
+        y = tl.where(x <= 0, 0.0, x * x)
     return y
 
 
 @triton.jit
 def activation_grad(x, ACT: tl.constexpr):
-    """act'(x) in float32."""
+    """act'(x) in float32; of NaN as in torch: 1 for relu, NaN for the others."""
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(
             -0.5 * x * x)
@@ -86,10 +86,10 @@ def activation_grad(x, ACT: tl.constexpr):
         s = tl.sigmoid(1.702 * x)
         y = s * (1.0 + 1.702 * x * (1.0 - s))
     elif ACT == "relu":
-        y = tl.where(x > 0, 1.0, 0.0)
+        y = tl.where(x <= 0, 0.0, 1.0)
     elif ACT == "silu":
         s = tl.sigmoid(x)
         y = s * (1.0 + x * (1.0 - s))
     else:
-        y = tl.where(x > 0, 2.0 * x, 0.0)
+        y = tl.where(x <= 0, 0.0, 2.0 * x)
     return y

@@ -110,13 +110,13 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
     i = row * BLOCK + tl.arange(0, BLOCK)
     o = column * BLOCK + tl.arange(0, BLOCK)
     inside = ((i < inner)[:, None] & (o < outer)[None, :]) != 0
-    value = tl.load(w + group.to(tl.int64) * stride_group + i[:, None] * stride_i +
-                    o[None, :] * stride_o, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(w + group.to(tl.int64) * stride_group + i.to(tl.int64)[:, None] * stride_i +
+                    o.to(tl.int64)[None, :] * stride_o, mask=inside, other=0.0).to(tl.float32)
     finite = tl.abs(value) < float("inf")
     largest = tl.max(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), 0)
     scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
     code = to_e4m3(value / scale, finite, codes, LARGEST, ROUND)
-    at = group.to(tl.int64) * inner * outer + o[None, :] * inner + i[:, None]
+    at = (group.to(tl.int64) * outer + o[None, :]) * inner + i[:, None]
     tl.store(codes + at, code, mask=inside)
     tl.store(scales + (group * high + row) * wide + column, scale)
 

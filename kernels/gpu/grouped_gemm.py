@@ -66,9 +66,12 @@ def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k,
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)
-        b = tl.load(w + group.to(tl.int64) * stride_group + k[:, None] * stride_k +
-                    n[None, :] * stride_n, mask=((k < K)[:, None] & (n < wide)[None, :]) != 0,
-                    other=0.0)
+        # The start of the tile takes 64 bits. Offsets inside it take 32, because 64 would spill.
+        corner = w + group.to(tl.int64) * stride_group + tl.cast(
+            start, tl.int64) * stride_k + column.to(tl.int64) * stride_n
+        b = tl.load(corner + tl.arange(0, BK)[:, None] * stride_k +
+                    tl.arange(0, BN)[None, :] * stride_n,
+                    mask=((k < K)[:, None] & (n < wide)[None, :]) != 0, other=0.0)
     elif TRANSPOSED:
         b = tl.trans(tl.reshape(w_tiles.load([group, column, start]), (BN, BK)))
     else:
@@ -273,7 +276,9 @@ def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile,
         value = activate(mine, ACT)
         grad_inner = s * activation_grad(mine, ACT)
         tl.store(grad_h + tile + where, grad_inner.to(grad_h.dtype.element_ty), mask=written)
-    scaled = value.to(after.dtype.element_ty).to(tl.float32) * scale_r[:, None]
+    # the forward pass has multiplied the rounded value by the last weight
+    value = value.to(after.dtype.element_ty).to(tl.float32)
+    scaled = value * scale_r[:, None]
     tl.store(after + tile + where, scaled.to(after.dtype.element_ty), mask=written)
     return tl.sum(tl.where(written, u * value, 0.0), 1)
 

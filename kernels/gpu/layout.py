@@ -16,7 +16,7 @@ def chunk_kernel(x, out, OUTER, INNER, length, BLOCK: tl.constexpr):
     o = chunk % OUTER
     i = chunk // OUTER
     # the grid's long dimension: chunks may be long, and there are few
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + (o * INNER + i).to(tl.int64) * length + at, mask=at < length, other=0.0)
     tl.store(out + chunk.to(tl.int64) * length + at, value, mask=at < length)
 

@@ -16,8 +16,10 @@ BLOCK = 2048
 @triton.jit
 def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
     """Block j of run i of x to its slot."""
-    run = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # one axis for both: the other axes of a grid end at 65,535
+    blocks = tl.cdiv(size, BLOCK)
+    run = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # a vector: some versions refuse a scalar condition with a vector of them
     slot = tl.load(record + run) + at * 0
     source = run.to(tl.int64) * size + at
@@ -31,8 +33,10 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 @triton.jit
 def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
     """Block j of run i of out from its slot, untouched without one; NaN where not `enough`."""
-    run = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # one axis for both: the other axes of a grid end at 65,535
+    blocks = tl.cdiv(size, BLOCK)
+    run = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # a vector: some versions refuse a scalar condition with a vector of them
     slot = tl.load(record + run) + at * 0
     target = run.to(tl.int64) * size + at
@@ -51,7 +55,7 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
     """See `moe_plugin.kernels.pages.write_pages`."""
     size = pages_SP.shape[1]
     if x_N.shape[0]:
-        write_kernel[record_M.shape[0], triton.cdiv(size, BLOCK)](
+        write_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](
             x_N.contiguous(), record_M, pages_SP, host_SP, x_N.shape[0], size,
             pages_SP.shape[0] - 1, BLOCK)
     return pages_SP[:-1]
@@ -62,6 +66,6 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
     """See `moe_plugin.kernels.pages.read_pages`."""
     size, x_N = pages_SP.shape[1], pages_SP.new_empty(length)
     if length:
-        read_kernel[record_M.shape[0], triton.cdiv(size, BLOCK)](
+        read_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](
             x_N, record_M, pages_SP, host_SP, enough, length, size, pages_SP.shape[0] - 1, BLOCK)
     return x_N

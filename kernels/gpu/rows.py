@@ -80,8 +80,9 @@ def value_kernel(values, index, out, number, length, PARTS: tl.constexpr, BLOCK:
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + m, mask=m < length, other=-1)
     total = tl.load(values + at, mask=at >= 0, other=0.0)
-    for part in range(1, PARTS):
-        total += tl.load(values + part * number + at, mask=at >= 0, other=0.0)
+    for _ in range(1, PARTS):
+        values += number  # the pointer moves, because part * number may not fit 32 bits
+        total += tl.load(values + at, mask=at >= 0, other=0.0)
     tl.store(out + m, total, mask=m < length)
 
 

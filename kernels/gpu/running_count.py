@@ -15,10 +15,19 @@ STEP = 32  # choices that a block is compared with at once
 
 
 @triton.jit
-def histogram_kernel(ids, counts, number, BLOCK: tl.constexpr):
+def expert_of(ids, n, number, EXPERTS: tl.constexpr):
+    """ids[n], -1 behind the last one. A number that no expert has counts as -1, so that nothing is
+    written outside of the results. Who brings the numbers checks them.
+    """
+    mine = tl.load(ids + n, mask=n < number, other=-1)
+    return tl.where(mine < EXPERTS, mine, -1).to(tl.int32)
+
+
+@triton.jit
+def histogram_kernel(ids, counts, number, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """counts[e, block] += how often e occurs in the block; whole numbers add up in any order."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(ids + n, mask=n < number, other=-1).to(tl.int32)
+    mine = expert_of(ids, n, number, EXPERTS)
     tl.atomic_add(counts + mine * tl.num_programs(0) + tl.program_id(0), 1, mask=mine >= 0)
 
 
@@ -31,7 +40,7 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
     block = tl.program_id(0)
     first = block * BLOCK
     n = first + tl.arange(0, BLOCK)
-    mine = tl.load(ids + n, mask=n < number, other=-1).to(tl.int32)
+    mine = expert_of(ids, n, number, EXPERTS)
     blocks = tl.num_programs(0)
     at = mine * blocks + block
     rank = tl.load(through + at, mask=mine >= 0, other=0) - tl.load(counts + at, mask=mine >= 0,
@@ -59,11 +68,11 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 
 @triton.jit
-def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
+def load_kernel(ids, load, number, EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """load[n % K, ids[n]] += 1; whole numbers add up in any order."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(ids + n, mask=n < number, other=-1)
-    tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)
+    mine = expert_of(ids, n, number, EXPERTS)
+    tl.atomic_add(load + (n % K) * EXPERTS + mine, 1, mask=mine >= 0)
 
 
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +97,7 @@ def _ranks(ids_N: Tensor, experts: int, is_sorted: bool) -> tuple[Tensor, Tensor
     blocks, ids_N = triton.cdiv(number, BLOCK), ids_N.contiguous()
     # experts first: torch sums along the last axis 30 times as fast as along the first
     counts_EB = torch.zeros(experts, blocks, dtype=torch.int32, device=device)
-    histogram_kernel[(blocks,)](ids_N, counts_EB, number, BLOCK)
+    histogram_kernel[(blocks,)](ids_N, counts_EB, number, experts, BLOCK)
     through_EB = counts_EB.cumsum(1, dtype=torch.int32)
     rank_kernel[(blocks,)](ids_N, counts_EB, through_EB, ranks_N, source_N, count_E, number,
                            experts, is_sorted, BLOCK, STEP)

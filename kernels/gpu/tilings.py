@@ -1,5 +1,6 @@
 """Tile sizes of the grouped matmuls and of the router: a rule, so that one load always gives the
-same bits.
+same bits on one model of GPU. Another model may have other tiles, and cuts the sums of weight
+gradients into another number of parts (`rows_of_a_part`).
 
 Nothing is timed: a choice by time would differ between runs, and tiles decide the order of sums.
 """

@@ -226,7 +226,7 @@ def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, g
     t = tl.program_id(0)
     while t < number:
         group = tl.sum(tl.where((cut & (place == t // blocks + 1)) != 0, l, 0), 0)
-        at = (t % blocks) * BLOCK + tl.arange(0, BLOCK)
+        at = (t % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         end = tl.load(ends + group)
         length = tl.load(lengths + group).to(tl.int32)
         join_block(parts, out, at, group, end, length, height, size, ADD)

@@ -61,8 +61,8 @@ class MoEConfig(SettingsSection):
         flag="import")
     deterministic: bool = option(
         False,
-        "the same seed and settings give the same bits, also on GPU; an operator that is not "
-        "deterministic is an error (docs/own_routers.md)",
+        "the same seed and settings give the same bits, also on GPUs of one model; an operator "
+        "that is not deterministic is an error (docs/own_routers.md)",
         flag="deterministic")
     batch_invariant: bool = option(
         False,

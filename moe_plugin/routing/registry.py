@@ -49,7 +49,7 @@ class Unlinked:
 class RoutingCheck:
     """A forward hook: `ValueError` unless a router's result has the form of a `Routing`.
 
-    Ids of experts that do not exist are found on a CPU only: a GPU would be waited for.
+    An id of an expert that does not exist is an error of `check_range`.
 
     Attributes:
         experts: E.

@@ -54,3 +54,7 @@ def test_layer_on_kernels() -> None:
 def test_flattened_loops() -> None:
     pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has none")
     assert "flattened: 8" in interpret("tests.kernels.interpreted_flat")
+
+
+def test_values_offsets_and_experts_at_the_edge() -> None:
+    assert "edges: 6" in interpret("tests.kernels.interpreted_edges")

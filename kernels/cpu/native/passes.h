@@ -82,20 +82,29 @@ PASS(backward_from_slope) {
     return dot;
 }
 
+/* grad . after, with after as it was stored: that is what the forward pass has multiplied by the
+ * last weight */
+static float NAMED(dot_of)(const VALUE *restrict grad, const VALUE *restrict after, int count) {
+    float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+    for (int i = 0; i < count; i++)
+        dot += READ(grad[i]) * READ(after[i]);
+    return dot;
+}
+
 /* after = act(before); dots = grad . after; grad = scale grad act'(before) */
 PASS(backward_plain) {
-    float value[CHUNK], new_grad[CHUNK], dot = 0.0f;
-    VALUE *restrict grad = AT(grad);
+    float value[CHUNK], new_grad[CHUNK];
+    VALUE *restrict grad = AT(grad), *restrict after = AT(after);
     const VALUE *restrict before = AT(before);
-#pragma omp simd reduction(+ : dot)
+#pragma omp simd
     for (int i = 0; i < count; i++) {
-        float g = READ(grad[i]);
         Point point = ACTIVATION(READ(before[i]), EXACT);
-        dot += g * point.value;
         value[i] = point.value;
-        new_grad[i] = scale * g * point.slope;
+        new_grad[i] = scale * READ(grad[i]) * point.slope;
     }
-    WRITE(AT(after), value, count);
+    WRITE(after, value, count);
+    float dot = NAMED(dot_of)(grad, after, count);
     WRITE(grad, new_grad, count);
     return dot;
 }
@@ -103,20 +112,20 @@ PASS(backward_plain) {
 /* after = act(before) up; dots = grad . after; grad_up = scale grad act(before);
  * grad = scale grad up act'(before) */
 PASS(backward_gated) {
-    float value[CHUNK], new_grad[CHUNK], new_grad_up[CHUNK], dot = 0.0f;
-    VALUE *restrict grad = AT(grad);
+    float value[CHUNK], new_grad[CHUNK], new_grad_up[CHUNK];
+    VALUE *restrict grad = AT(grad), *restrict after = AT(after);
     const VALUE *restrict before = AT(before), *restrict up = AT(up);
-#pragma omp simd reduction(+ : dot)
+#pragma omp simd
     for (int i = 0; i < count; i++) {
-        float g = READ(grad[i]), u = READ(up[i]), scaled = scale * g;
+        float u = READ(up[i]), scaled = scale * READ(grad[i]);
         Point point = ACTIVATION(READ(before[i]), EXACT);
-        dot += g * point.value * u;
         value[i] = point.value * u;
         new_grad_up[i] = scaled * point.value;
         new_grad[i] = scaled * u * point.slope;
     }
-    WRITE(AT(after), value, count);
+    WRITE(after, value, count);
     WRITE(AT(grad_up), new_grad_up, count);
+    float dot = NAMED(dot_of)(grad, after, count);
     WRITE(grad, new_grad, count);
     return dot;
 }

@@ -180,3 +180,15 @@ def test_one_rank_compiles_with_rows_on_the_device() -> None:
     want = called(experts, {"dispatch.name": "bounded"})
     forward = torch.compile(experts.forward, backend="eager", fullgraph=True)
     close([called(experts, {"dispatch.name": "bounded"}, by=forward)], [want])
+
+
+@pytest.mark.parametrize("ids", [EXPERTS, EXPERTS + 1, -2])
+def test_an_expert_that_does_not_exist_is_refused(ids: int) -> None:
+    """It would be counted as none, or as another expert."""
+    config = Config()
+    config._experts_implementation = "moe_plugin"
+    experts = MixtralExperts(config)
+    ids_TK = torch.tensor([[0, ids]])
+    with pytest.raises(ValueError, match=rf"ids_TK has experts {min(0, ids)}\.\.{max(0, ids)}: "
+                                         rf"must be in 0\.\.{EXPERTS - 1}, or -1 for no expert"):
+        experts(torch.randn(1, WIDTH), ids_TK, torch.ones(1, 2))
