@@ -31,6 +31,7 @@ from moe_plugin.config.options import (
     canonical,
     hints_of,
     is_section,
+    says_none,
 )
 from moe_plugin.config.tree import unread
 from moe_plugin.messages import short
@@ -181,7 +182,7 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
     """A flag's text as a value of the tree. `none` is None; a mapping is `name=number,...`."""
     if not isinstance(text, str):
         return text
-    if text.lower() == "none" and "none" not in spec.choices:
+    if says_none(text) and "none" not in spec.choices:
         return {} if spec.kind is dict else None
     try:
         if spec.kind is dict:

@@ -173,8 +173,10 @@ def _check_types(section: SettingsSection) -> None:
             if not isinstance(value, hint):
                 raise ValueError(f"{prefix}{name}={short(value)} is a {kind.__name__}; must be "
                                  f"{hint.__name__}(...)")
-        elif not (kind in plain or (kind in numbers and -LARGEST <= value <= LARGEST)):
-            _convert(hint, value, prefix + name)
+        elif not ((kind in plain and not (says_none(value) and type(None) in plain))
+                  or (kind in numbers and -LARGEST <= value <= LARGEST)):
+            value = _convert(hint, value, prefix + name)
+            setattr(section, name, value)
         if choices and value is not None and value not in choices:
             check(False, prefix + name, value, f"one of {', '.join(choices)}",
                   "choose one of these")
@@ -273,6 +275,7 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
             raise ValueError(f"{path}={short(value)} must be a mapping with keys {keys}")
         return build(hint, value, path + ".", base, root)
     if typing.get_origin(hint) is dict:
+        value = {} if says_none(value) else value
         names, numbers = typing.get_args(hint)
         if not isinstance(value, Mapping):
             what, such = (("name to number", "{gshard: 0.01}") if names is str else
@@ -282,11 +285,18 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
                 _scalar(numbers, item, f"{path}.{key}") for key, item in value.items()}
     options = typing.get_args(hint)
     if type(None) in options:
-        return None if value is None else _scalar(options[0], value, path)
+        return None if value is None or says_none(value) else _scalar(options[0], value, path)
     return _scalar(hint, value, path)
 
 
+def says_none(value: Any) -> bool:
+    """Whether a value is the word "none", which the flags and their help use for None."""
+    return isinstance(value, str) and value.lower() == "none"
+
+
 def _scalar(kind: type, value: Any, path: str) -> Any:
+    if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)  # YAML and Hydra read a text such as 4 as a number
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{cut(path)}={short(value)} must be a finite number")

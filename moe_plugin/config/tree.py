@@ -34,6 +34,7 @@ from moe_plugin.config.options import (
     hints_of,
     is_section,
     option,
+    says_none,
     unread_allowed,
 )
 from moe_plugin.config.parallel import ParallelConfig, TunerConfig
@@ -263,7 +264,7 @@ def _read(path: str, trust_imports: bool, apart: Collection[str] = ()) -> dict[s
         raise ValueError(
             f"config file {short(str(path))}: its section megatron is read by python -m "
             "moe_plugin.hosts.megatron.launch alone; start the script by it, or leave it out")
-    if values.get("imports") is not None and not trust_imports:
+    if not trust_imports and not (values.get("imports") is None or says_none(values["imports"])):
         raise ValueError(
             f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
             "so the file is refused; where you know who wrote it and those modules, give "
@@ -280,9 +281,12 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False,
     apart: sections that the host itself has read, and that are left out.
     """
     values = _read(path, trust_imports, apart)
-    with _of_file(path):
-        unread(values)  # its errors name keys, types and bounds
-    return canonical(flatten(values), aliases(MoEConfig))
+    with _of_file(path), unread_allowed():  # errors name keys, types and bounds
+        trees = (with_overrides(MoEConfig(), of_layer(values)),
+                 with_overrides(RunConfig(), of_run(values)))
+    typed = {leaf: value for tree in trees for leaf, value in flatten(to_dict(tree)).items()}
+    return {leaf: typed.get(leaf, value)
+            for leaf, value in canonical(flatten(values), aliases(MoEConfig)).items()}
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import operator
 import re
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import omegaconf
 import pytest
+from omegaconf import OmegaConf
 
 from moe_plugin import MoELayer
 from moe_plugin.config import (
@@ -32,9 +37,11 @@ from moe_plugin.config.flags import (
     add_arguments,
     as_given,
     config_from_flags,
+    parse_value,
     run_from_flags,
     setting_specs,
 )
+from moe_plugin.config.options import hints_of, is_section, unread_allowed
 from moe_plugin.planner.forest.source import find_network
 
 pytestmark = pytest.mark.fast
@@ -356,3 +363,69 @@ def test_sizes_by_step_of_a_file_and_of_a_flag(tmp_path) -> None:
     assert [resize.size_at(step, 1) for step in (1, 99, 100, 199, 200)] == [1, 1, 4, 4, 2]
     with pytest.raises(ValueError, match="expert_parallel_at: the key='x' is a str; must be int"):
         run_from_dict({"resize": {"expert_parallel_at": {"x": 2}}})
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
+    """Path, type and declaration of every setting."""
+    for field in dataclasses.fields(cls):
+        hint = hints_of(cls)[field.name]
+        if is_section(hint):
+            yield from leaves(hint, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, hint, field
+
+
+def documented(hint: Any, field: dataclasses.Field) -> set[str]:
+    """The values of a setting that its declaration and its help name, as a user writes them."""
+    kinds, choices = typing.get_args(hint) or (hint,), set(field.metadata.get("choices", ()))
+    in_help = set(re.findall(r"(?:^|; |\. )(\w+):", field.metadata.get("help", "")))
+    if kinds[0] is not str:
+        in_help = {value for value in in_help if value.isdigit()}
+    empty = {"none"} if type(None) in kinds or typing.get_origin(hint) is dict else set()
+    return (choices or in_help - {"none"}) | empty
+
+
+SETTINGS = [(tree, path, value) for tree in (MoEConfig, RunConfig)
+            for path, hint, field in leaves(tree) for value in sorted(documented(hint, field))]
+
+
+@pytest.mark.parametrize(("tree", "path", "value"), SETTINGS, ids=lambda given: str(given))
+def test_documented_values_by_every_way_in(tmp_path, tree: type, path: str, value: str) -> None:
+    """A file, Hydra's override and a flag give the same setting, of the declared type."""
+    file = tmp_path / "moe.yaml"
+    file.write_text(yaml_of(path, value))
+    found = []
+    hydra = OmegaConf.to_container(OmegaConf.from_dotlist([f"{path}={value}"]))
+    spec = next((spec for spec in setting_specs() if spec.path == path), None)
+    given = [lambda: settings_from_yaml(str(file)), lambda: hydra]
+    if spec is not None:
+        given.append(lambda: {path: parse_value(spec, value)})
+    for way in given:
+        try:
+            with unread_allowed():
+                made = with_overrides(tree(), way())
+            found.append(operator.attrgetter(path)(made))
+        except ValueError as error:
+            assert " is a " not in str(error) and "must be one of" not in str(error), error
+            found.append("does not stand alone")
+    assert all(one == found[0] and type(one) is type(found[0]) for one in found), found
+    assert value == "none" or str(found[0]) in ("does not stand alone", value, f"{value}.0")
+
+
+def yaml_of(path: str, value: str) -> str:
+    """A file with this one setting."""
+    *above, name = path.split(".")
+    lines = [f"{'  ' * depth}{section}:" for depth, section in enumerate(above)]
+    return "\n".join([*lines, f"{'  ' * len(above)}{name}: {value}"]) + "\n"
+
+
+def test_numbers_where_a_text_is_documented(tmp_path) -> None:
+    """A topology of 4 ranks a node, a cache of 0 bytes."""
+    assert from_dict({"comm": {"topology": 4}}).comm.topology == "4"
+    assert ExpertsConfig(store="host", cache=0).cache == "0"
+    file = tmp_path / "moe.yaml"
+    file.write_text("comm: {topology: 4}\nexperts: {store: host, cache: 0}\nlosses: none\n")
+    assert settings_from_yaml(str(file)) == {
+        "comm.topology": "4", "experts.store": "host", "experts.cache": "0", "losses": {}}
+    with pytest.raises(ValueError, match="comm.topology=True is a bool; must be str"):
+        from_dict({"comm": {"topology": True}})
