@@ -10,6 +10,7 @@ in fairseq's `moe` branch).
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -29,6 +30,8 @@ from moe_plugin.hosts.fairseq.options import GateLossFlags
 from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.routing.registry import warn_unbalanced
 from moe_plugin.routing.replay import forget
+
+logger = logging.getLogger(__name__)
 
 
 class GateLoss:
@@ -124,3 +127,6 @@ def check_balance(model: Any, criterion: Any) -> None:
     elif not criterion.flags.moe_gate_loss_wt:
         warn_unbalanced("--moe-gate-loss-wt 0 leaves out the routers' losses (--moe-losses)",
                         "most tokens will visit few experts; use 0.01 or more")
+    elif criterion.flags.moe_gate_loss_wt == GateLossFlags.moe_gate_loss_wt:
+        logger.info("the routers' losses have weight %s, the default of --moe-gate-loss-wt and of "
+                    "fairseq's moe branch; 0.01 is usual", GateLossFlags.moe_gate_loss_wt)

@@ -174,10 +174,6 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
         module.layers[index] = layer
     link(module)
     hand_token_ids(module, "prev_output_tokens", "src_tokens")
-    if stack == "encoder":
-        for layer in module.layers:
-            # the fused path changes the order of axes for all layers together
-            layer.can_use_fastpath = False
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:

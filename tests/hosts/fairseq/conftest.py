@@ -116,9 +116,9 @@ def run(tool: str, arguments: str, ranks: int = 1, cwd: Path | None = None) -> R
     return fork(ranks, run_command, tool, arguments.split(), cwd=cwd)
 
 
-def run_stock(arguments: str) -> Result:
-    """`fairseq-train` where nothing has imported a user directory yet."""
-    return fork(1, run_command, "fairseq-train", arguments.split(), source=stock_server)
+def run_stock(arguments: str, tool: str = "fairseq-train") -> Result:
+    """A command where nothing has imported a user directory yet."""
+    return fork(1, run_command, tool, arguments.split(), source=stock_server)
 
 
 def run_on_its_own_ranks(tool: str, arguments: str) -> Result:

@@ -257,11 +257,34 @@ def test_translations_of_several_processes_are_those_of_one(corpus: Corpus,
                  ):
         log = done.ok().log
         same(hypotheses(log), wanted)
-        [score] = set(re.findall(r"^Generate test.*$", log, re.MULTILINE))
+        [score] = re.findall(r"^Generate test.*$", log, re.MULTILINE)
         assert score in alone and "BLEU4" in score
     part = run("fairseq-generate",
                f"{arguments} --distributed-world-size 2 --distributed-rank 1").ok().log
     assert 0 < len(hypotheses(part)) < len(wanted)
+
+
+@pytest.mark.parametrize("flags", [
+    "", "--decoder-moe-freq 2 --moe-expert-count 4 --moe-capacity-factor none "
+    "--criterion moe_label_smoothed_cross_entropy --moe-gate-loss-wt 0.01"],
+    ids=["dense", "experts in the decoder"])
+def test_an_encoder_without_experts_reads_batches_with_padding(corpus: Corpus, tmp_path: Path,
+                                                               flags: str) -> None:
+    """The same translations and the same loss as sentence by sentence."""
+    criterion = "" if "--criterion" in flags else "--criterion label_smoothed_cross_entropy "
+    train = (f"{corpus.mt} --task translation -s src -t tgt --arch transformer_tiny --dropout 0 "
+             f"--optimizer adam --lr 0.005 --lr-scheduler fixed --batch-size 16 --max-update 2 "
+             f"--user-dir moe_plugin --cpu --num-workers 0 --disable-validation {criterion}{flags} "
+             f"--save-dir {tmp_path}")
+    run("fairseq-train", train).ok()
+    base = f"{corpus.mt} --user-dir moe_plugin --cpu --path {tmp_path / 'checkpoint_last.pt'}"
+    found = [hypotheses(run("fairseq-generate", f"{base} --beam 2 --max-len-b 8 --batch-size "
+                            f"{size}").ok().log) for size in (1, 7)]
+    same(found[1], found[0])
+    losses = [re.findall(r"valid on 'valid' subset.*?\| loss ([\d.]+)", run(
+        "fairseq-validate", f"{base} --task translation --batch-size {size}").ok().log)
+        for size in (1, 7)]
+    assert losses[0] and losses[0] == losses[1]
 
 
 @pytest.mark.slow

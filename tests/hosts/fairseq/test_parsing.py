@@ -13,6 +13,7 @@ from tests.hosts.fairseq.conftest import (
     LANGUAGE_MODEL,
     MOE,
     Corpus,
+    Result,
     run,
     run_stock,
 )
@@ -52,6 +53,20 @@ def test_without_the_user_dir_it_is_named(corpus: Corpus, flags: str, parts: tup
     assert result.code == 2 and result.log.count("\n") == 1, result.log[-3000:]
     assert all(part in result.log for part in parts), result.log
     assert ("--user-dir moe_plugin is missing" in result.log) is missing, result.log
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tool", ["fairseq-interactive", "fairseq-generate --gen-subset test",
+                                  "fairseq-validate", "fairseq-eval-lm"])
+def test_a_checkpoint_of_ours_without_the_user_dir(corpus: Corpus, ep2: tuple[Path, Result],
+                                                   tool: str) -> None:
+    tool, *flags = tool.split()
+    task = "" if tool == "fairseq-eval-lm" else "--task language_modeling"
+    result = run_stock(f"{corpus.lm} {task} --cpu --batch-size 1 --path "
+                       f"{ep2[0] / 'checkpoint_last.pt'} {' '.join(flags)}", tool)
+    assert result.code == 2 and "Traceback" not in result.log, result.log[-3000:]
+    assert re.search(rf"{tool}: error: model '\w+' has experts", result.log)
+    assert "add --user-dir moe_plugin" in result.log
 
 
 def test_keys_of_the_file_are_named_with_the_file(corpus: Corpus, tmp_path: Path) -> None:

@@ -346,6 +346,11 @@ def test_a_criterion_that_leaves_the_gate_loss_out_is_told(corpus: Corpus, tmp_p
     (f"/no/such/data {LANGUAGE_MODEL} {MOE} --max-update 1", ("/no/such/data",)),
     (f"{{data}} {LANGUAGE_MODEL} {MOE} --moe-top-k 9 --max-update 1",
      ("router.top_k", "num_experts=4")),
+    (f"{{data}} {LANGUAGE_MODEL} {MOE} --model-parallel-size 2", (
+        "fairseq-train: error: --model-parallel-size 2 needs fairseq's submodule megatron",
+        "must be 1; train with Megatron-core and its --tensor-model-parallel-size 2")),
+    (f"{{data}} {LANGUAGE_MODEL} {MOE} --log-file /dev/null/x/log", (
+        "fairseq-train: error: --log-file '/dev/null/x/log': its folder cannot be made",)),
 ])
 def test_bad_input_is_named(corpus: Corpus, tmp_path: Path, arguments: str,
                             words: tuple[str, ...]) -> None:

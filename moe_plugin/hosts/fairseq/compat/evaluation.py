@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import gather_objects
-from moe_plugin.hosts.fairseq.compat.launch import started_by_torchrun
+from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line, started_by_torchrun
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
 from moe_plugin.observe.drops import DropWarning
@@ -128,11 +128,17 @@ class Generate(_Command):
             for scorer in scorers:
                 scorer.share()
 
+        def print_once(text: str, **where: Any) -> None:
+            # every rank prints its hypotheses, and the first the score, which is of all ranks
+            if evaluation.rank == 0 or not text.startswith("Generate "):
+                print(text, **where)
+
         return {
             "scoring": Overlay(scoring, build_scorer=build_scorer), "StopwatchMeter": _stopwatch(),
             "progress_bar": _ending_together(self.main, at_end),
             "open": lambda path, *args, **kwargs: open(
                 re_ranked(path, evaluation.rank), *args, **kwargs),
+            "print": print_once,
         }
 
 
@@ -330,5 +336,6 @@ class _Start:
         cfg = convert_namespace_to_omegaconf(args)
         part = any(word.split("=")[0] == "--distributed-rank" for word in sys.argv)
         if part or not (started_by_torchrun() or args.distributed_world_size > 1):
-            return Generate(self.main)(cfg)
+            with errors_of_use_in_one_line(cfg):
+                return Generate(self.main)(cfg)
         return utils.call_main(cfg, self.main)

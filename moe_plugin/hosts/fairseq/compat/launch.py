@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d
 from moe_plugin.comm.job_abort import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.hosts.fairseq.compat.patching import replaces
+from moe_plugin.messages import short
 from moe_plugin.resilience.stopping import STATUS as STATUS_OF_STOP
 from moe_plugin.resilience.stopping import stops_in_one_line
 
@@ -80,6 +82,7 @@ def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[...
     reads, the traceback is logged. In spawned processes it is `distributed_main` that ends so.
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg):
+        _check_common(cfg.common)
         try:
             return original(cfg, main, **kwargs)
         except torch.multiprocessing.ProcessExitedException as error:
@@ -89,6 +92,25 @@ def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[...
 
 
 STATUS_OF_USE = 2
+
+
+def _check_common(common: Any) -> None:
+    """Make the folder of `--log-file`, and refuse what only a fairseq with submodules has."""
+    log_file, size = getattr(common, "log_file", None), getattr(common, "model_parallel_size", 1)
+    if log_file is not None:
+        try:
+            Path(log_file).absolute().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--log-file {short(log_file)}: its folder cannot be made "
+                             f"({error.strerror}); name a file in a folder of yours") from error
+    import fairseq
+
+    submodule = Path(fairseq.__file__).parent / "model_parallel" / "megatron" / "mpu"
+    if size > 1 and not submodule.is_dir():
+        raise ValueError(
+            f"--model-parallel-size {size} needs fairseq's submodule megatron, which no package of "
+            "fairseq contains: must be 1; train with Megatron-core and its "
+            f"--tensor-model-parallel-size {size} instead")
 
 
 @contextmanager

@@ -137,6 +137,19 @@ def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return parsed
 
 
+@replaces("modules.transformer_layer.TransformerEncoderLayerBase.__init__")
+def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *args: Any,
+                                     **kwargs: Any) -> None:
+    """Evaluate encoder layers by fairseq's own code, not by torch's fused operator.
+
+    fairseq 0.12 calls that operator without the type of the mask, which torch >= 1.13 demands
+    wherever a batch has padding. The operator also changes the order of axes for all layers of an
+    encoder together, and layers with experts do not.
+    """
+    original(self, *args, **kwargs)
+    self.can_use_fastpath = False
+
+
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
     """Attributes of an encoder layer that copy parameters for torch's fused inference path.
 

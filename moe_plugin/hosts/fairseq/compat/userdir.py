@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
 NAME = "moe_plugin"
+_FREQUENCIES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
 
 
 @replaces("utils.import_user_module")
@@ -119,3 +121,18 @@ def group_in_hydra() -> None:
 
     add_field(FairseqConfig, "moe", Any, None, "settings of the MoE layers (group moe)")
     register_hydra()
+
+
+@replaces("models.build_model")
+def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
+                           **kwargs: Any) -> Any:
+    """Refuse a model with experts, such as that of a checkpoint, where the user dir is not loaded:
+    fairseq 0.12.2 ends in a KeyError, or in the names of parameters that it misses.
+    """
+    name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""
+    if "moe_plugin.hosts.fairseq.registered" not in sys.modules and (
+            name.startswith("moe_") or any(getattr(cfg, freq, 0) for freq in _FREQUENCIES)):
+        raise ValueError(f"model {short(name)} has experts, which fairseq does not have: must be "
+                         "built with the user directory that brings them; add --user-dir "
+                         "moe_plugin")
+    return original(cfg, *args, **kwargs)
