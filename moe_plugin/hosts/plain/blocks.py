@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from moe_plugin.experts import is_expert
 from moe_plugin.experts.matrices import is_vector, stacked
-from moe_plugin.hosts.plain.masks import TokenMasks, follow_masks
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.output import MoEOutput, weighted_loss
+from moe_plugin.routing.model_masks import TokenMasks, follow_masks
 from moe_plugin.routing.replay import inside_backward
 
 
@@ -92,7 +92,10 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
 def use_model_masks(model: nn.Module) -> None:
     """Let the blocks of a model that was not made for them follow its passes and its masks."""
     follow_passes(model)
-    follow_masks(model, [block for _, block in blocks_in(model)])
+    blocks = [block for _, block in blocks_in(model)]
+    masks = follow_masks(model, blocks)
+    for block in blocks:
+        block.masks = masks
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     become the block's. Every expert begins as a copy of it (Komatsuzaki et al. 2023, Sparse
     Upcycling), so that with top_k > 1 and no dropped tokens the model computes at first what it
     did before; copies of what is frozen are frozen. Padding by the model's own masks
-    (`hosts.plain.masks`) is not routed. Collective over `comm`.
+    (`routing.model_masks`) is not routed. Collective over `comm`.
 
     Args:
         model: is changed. Every rank has the same weights.

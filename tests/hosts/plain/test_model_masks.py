@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_plugin import auxiliary_loss, replace_ffn
 from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
-from moe_plugin.hosts.plain.masks import attended
+from moe_plugin.observe.model_layers import listen_to
+from moe_plugin.routing.model_masks import attended
 from tests.checkpoint.hf_models import ALONE, MODELS, tiny
 from tests.logs import warned
 
@@ -178,6 +179,23 @@ def test_a_block_that_is_recomputed_alone() -> None:
         grad(ours, RIGHT, LEFT)
 
 
+def test_records_of_experts_of_transformers_leave_padding_out() -> None:
+    theirs, ours = one_layer()
+    seen = dict[str, Any]()
+    listen_to(theirs, seen.__setitem__)
+    for checkpointed in (False, True):
+        if checkpointed:
+            theirs.gradient_checkpointing_enable({"use_reentrant": False})
+        for mask_BS in (LEFT, MIXED):
+            ours(IDS, attention_mask=mask_BS.long(), use_cache=False)
+            theirs(IDS, attention_mask=mask_BS.long(), use_cache=False).logits.sum().backward()
+            (stats,), block = seen.values(), next(blocks_in(ours))[1]
+            assert int(stats.tokens) == sum(LENGTHS)
+            assert stats.load_KE.sum(0).tolist() == block.last.stats.load_KE.sum(0).tolist()
+    theirs(IDS)
+    assert int(next(iter(seen.values())).tokens) == 33
+
+
 def test_generation_with_a_cache() -> None:
     """Left padding has no part in a prompt's load; later tokens are all real."""
     theirs, ours = one_layer()
@@ -304,7 +322,7 @@ def test_masks_that_have_no_effect_are_named_once() -> None:
     for model in models:
         replace_ffn(model, num_experts=4)
     known, block = models[0], next(blocks_in(models[0]))[1]
-    with warned("moe_plugin.hosts.plain.masks") as lines:
+    with warned("moe_plugin.routing.model_masks") as lines:
         known(x), known(x, None), known(x, ~MIXED), models[1](x), models[1](x, None)
         assert int(block.last.stats.tokens) == sum(LENGTHS)
         models[1](x, torch.ones(11, 11, dtype=torch.bool))  # of pairs

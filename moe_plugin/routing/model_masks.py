@@ -247,27 +247,23 @@ class _Unknown:
                       f"(known: {REAL}, {', '.join(PADDING)})")
 
 
-def follow_masks(model: nn.Module, blocks: Iterable[Any]) -> None:
-    """From now on, blocks in a model that was not made for them take the masks that its modules are
-    called with. Call it again for blocks that are new.
-
-    blocks: all `MoEBlock`s of the model.
+def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
+    """From now on the result has the masks that modules of a model are called with. The same for
+    the same model. inside: modules that read them; only modules around these are followed.
     """
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     known = [hook.masks for hook in hooks if isinstance(hook, _Hook)]
-    masks, inside = known[0] if known else TokenMasks(), set[int]()
-    for block in blocks:
-        block.masks = masks
-        inside.add(id(block))
-    around = [module for module in model.modules() if id(module) not in inside
-              and any(id(part) in inside for part in module.modules())]
+    masks, readers = known[0] if known else TokenMasks(), {id(module) for module in inside}
+    around = [module for module in model.modules() if id(module) not in readers
+              and any(id(part) in readers for part in module.modules())]
     found = [_hooked(module, masks) for module in around]
     if any(found) or any(isinstance(hook, _Unknown) for hook in hooks):
-        return
+        return masks
     for module in around:
         if names := {name: at for name, at in _places(module).items() if "mask" in name}:
             module.register_forward_pre_hook(_Unknown(names), with_kwargs=True)
-            return
+            break
+    return masks
 
 
 def _places(module: nn.Module) -> dict[str, int]:
