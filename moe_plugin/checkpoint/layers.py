@@ -83,6 +83,8 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
     normalize = "none" if not s.normalize_top_k else "always" if s.top_k == 1 else "before_drop"
     return {"name": name, "top_k": s.top_k, "score": s.router, "scaling": s.router_scale,
             "normalize": normalize,
+            **({"normalize_add": s.normalize_add, "normalize_min": s.normalize_min}
+               if s.normalize_top_k else {}),
             **(groups if s.groups else {})}
 
 
