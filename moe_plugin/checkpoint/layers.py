@@ -131,6 +131,7 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
         mine[ours].copy_(value)
     if stored:
         layer.experts.load_state_dict(stored)
+    layer.ddp_check.begin(layer.experts)
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A check that torch's wrappers for data parallelism leave experts alone."""
+"""A check that wrappers and tools for data parallelism leave experts alone."""
 
 from __future__ import annotations
 
@@ -6,33 +6,75 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.optimizers import refuse_tools, watch_optimizers
+from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
+from moe_plugin.machine import capturing
 
 
 class DDPCheck:
-    """`ValueError` inside the forward pass of a torch DDP or FSDP that takes experts for replicas,
-    and where parameters are new since `reduce_experts`.
+    """`ValueError` inside the forward pass of a torch DDP or FSDP, or of DeepSpeed, that takes
+    experts for replicas; where something else overwrites them (`OverwriteCheck`); and where
+    parameters are new since `reduce_experts`.
 
     Once a wrapper was seen that does not take them, wrappers are not checked any more.
+
+    Args:
+        comm: the expert-parallel group.
+        experts: of this rank.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.passed = ranks == 1
+    def __init__(self, comm: Comm, experts: Experts) -> None:
+        self.passed = self._wrapped = comm.size == 1
+        # experts outside the device are not in their parameters
+        self.overwrites = None
+        if comm.size > 1:
+            watch_optimizers()
+            if not experts.stored:
+                self.overwrites = OverwriteCheck(comm, experts)
 
-    def __call__(self, built: Experts, experts: nn.Module) -> None:
+    def begin(self, experts: nn.Module) -> None:
+        """The experts have got other values on purpose, such as those of a checkpoint. Local."""
+        if self.overwrites is not None:
+            self.overwrites.begin(experts)
+
+    def __call__(self, built: Experts, experts: nn.Module, router: nn.Module) -> None:
         """Check; called in every forward pass.
 
         Args:
             built: of the layer.
             experts: these, or what stands in their place and has them inside.
+            router: of the layer.
         """
         if torch.compiler.is_compiling():
             return
-        if built.reduced and built.training and torch.is_grad_enabled():
+        trains = built.training and torch.is_grad_enabled()
+        if built.reduced and trains:
             _refuse_new(experts)
         if self.passed:
             return
+        if not self._wrapped:
+            self._check_wrappers(experts)
+        watch = self.overwrites
+        if watch is None:
+            self.passed = self._wrapped
+        elif trains:
+            watch.calls += 1
+            if not watch.calls & (watch.calls - 1):  # a power of two
+                self._check_values(watch, built, experts, router)
+
+    def _check_values(self, watch: OverwriteCheck, built: Experts, experts: nn.Module,
+                      router: nn.Module) -> None:
+        if watch.calls == 1:
+            refuse_tools(watch.comm.size)
+        if not capturing(watch.comm.device):
+            # adapters stand in the experts' place, and so may the experts of another layer
+            watch(experts if isinstance(experts, Experts) else built, router)
+        self.passed = self._wrapped and watch.calls >= LAST_CALL
+
+    def _check_wrappers(self, experts: nn.Module) -> None:
         # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters are
         # not left out; looked up directly, since a missing attribute of a module is slow
         if experts.__dict__.get("_is_fsdp_managed_module"):
@@ -41,7 +83,7 @@ class DDPCheck:
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if ddp is not None:
             _refuse_averaged(ddp, experts)
-            self.passed = True
+            self._wrapped = True
 
 
 def _refuse_new(experts: nn.Module) -> None:
@@ -58,7 +100,7 @@ def _refuse_new(experts: nn.Module) -> None:
 
 def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
     mine = {id(parameter) for parameter in experts.parameters()}
-    for name, parameter in ddp.module.named_parameters():
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
         if id(parameter
               ) in mine and parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_experts
+from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.gradients.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.gradients.replicas import (
     BUCKET_BYTES,
@@ -80,9 +83,11 @@ def exclude_experts(model: nn.Module) -> None:
     mark_adapters(model)
     # torch's own function for this overwrites the names that were left out before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    experts = [name for name, parameter in model.named_parameters(remove_duplicate=False)
+               if is_expert(parameter)]  # DDP averages a parameter unless it knows all its names
     own = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
-    model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model), *own]  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = [*ignored, *experts, *own]  # type: ignore[assignment]
 
 
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
@@ -112,14 +117,18 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     for layer in layers_in(model):
         refuse_same_tokens(layer)
         by_group.setdefault(layer.comm.name, []).append(layer)
+    _refuse_tied_groups(by_group)
     reducers = []
     for layers in by_group.values():
-        experts = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
+        # layers may share experts, or some of their parameters
+        experts = list(dict.fromkeys(p for layer in layers for p in layer.experts.parameters()
+                                     if p.requires_grad))
         shared = layers[0].comm.size > 1
         for parameter in experts if shared else []:
             parameter.register_hook(lambda gradient, ranks=layers[0].comm.size: gradient / ranks)
         replicas = replica_comm(layers[0].comm, world)
         if replicas is not None:
+            watch_optimizers()
             _start_alike(experts, replicas)
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
@@ -132,6 +141,18 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             for parameter in layer.experts.parameters():
                 parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
+
+
+def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
+    """Raise `ValueError` if layers of different expert-parallel groups share parameters."""
+    found: dict[nn.Parameter, str] = {}
+    for group, layers in by_group.items():
+        for parameter in (p for layer in layers for p in layer.experts.parameters()):
+            if (other := found.setdefault(parameter, group)) != group:
+                raise ValueError(
+                    f"layers of the expert-parallel groups {other!r} and {group!r} share "
+                    "parameters of experts, whose gradients would be reduced over both groups. "
+                    "Give these layers the same `comm`, or separate experts")
 
 
 def mark_adapters(model: nn.Module) -> None:

@@ -226,6 +226,7 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
             logger.info("router.top_k=1: an expert's output is multiplied by its score, so the "
                         "model does not compute at first what it did before; top_k=2 does")
         _copy(ffn, moe, place.name)
+        moe.ddp_check.begin(moe.experts)
     after = nn.Dropout(ffn.after) if ffn.after else None
     return MoEBlock(moe, after=after).train(place.module.training)
 
