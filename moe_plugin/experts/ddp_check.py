@@ -13,6 +13,8 @@ from moe_plugin.experts.optimizers import refuse_tools, watch_optimizers
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
 from moe_plugin.machine import capturing
 
+_TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+
 
 class DDPCheck:
     """`ValueError` inside the forward pass of a torch DDP or FSDP, or of DeepSpeed, that takes
@@ -40,6 +42,10 @@ class DDPCheck:
         if self.overwrites is not None:
             self.overwrites.begin(experts)
 
+    def expect_wrapper(self) -> None:
+        """A wrapper will be put around the model: check it."""
+        self.passed = self._wrapped = False
+
     def __call__(self, built: Experts, experts: nn.Module, router: nn.Module) -> None:
         """Check; called in every forward pass.
 
@@ -56,7 +62,7 @@ class DDPCheck:
         if self.passed:
             return
         if not self._wrapped:
-            self._check_wrappers(experts)
+            self._check_wrappers(experts, built.reduced)
         watch = self.overwrites
         if watch is None:
             self.passed = self._wrapped
@@ -74,7 +80,7 @@ class DDPCheck:
             watch(experts if isinstance(experts, Experts) else built, router)
         self.passed = self._wrapped and watch.calls >= LAST_CALL
 
-    def _check_wrappers(self, experts: nn.Module) -> None:
+    def _check_wrappers(self, experts: nn.Module, reduced: bool) -> None:
         # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters are
         # not left out; looked up directly, since a missing attribute of a module is slow
         if experts.__dict__.get("_is_fsdp_managed_module"):
@@ -83,6 +89,8 @@ class DDPCheck:
         ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if ddp is not None:
             _refuse_averaged(ddp, experts)
+            if reduced:
+                _refuse_hooks(ddp)
             self._wrapped = True
 
 
@@ -108,6 +116,21 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
                 "must be left out; wrap the model by moe_plugin.ddp_model(model) instead, or call "
                 "moe_plugin.gradients.sync.exclude_experts(model) before wrapping it, and "
                 "sync_gradients after backward")
+
+
+def _refuse_hooks(ddp: DistributedDataParallel) -> None:
+    """Raise `ValueError` for a communication hook that may not divide by the number of ranks."""
+    # private in torch (>= 2.0); where it is missing nothing is checked
+    for hook, _ in getattr(ddp, "_comm_hooks", []):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        known = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
+                 and name not in ("noop_hook", "post_localSGD_hook"))
+        if not known and not getattr(hook, "averages", False):
+            raise ValueError(
+                f"the communication hook {name!r} of DistributedDataParallel is not known to "
+                "average gradients over all ranks, as is done with the experts' gradients. Divide "
+                "by the number of ranks in the hook, and set the attribute averages=True of the "
+                "hook, or leave the hook out")
 
 
 def _refuse_sharded(experts: nn.Module) -> None:

@@ -62,7 +62,8 @@ def run_gradients(ep: int) -> None:
             with torch.no_grad():
                 for name, value in parts(every, comm).items():
                     own[name].copy_(value)
-            wrap(ours)(batch(rank)).square().sum().backward()
+            wrapped = wrap(ours)
+            wrapped(batch(rank)).square().sum().backward()
             for name, parameter in ours.named_parameters(remove_duplicate=False):
                 gradient = parameter.grad
                 gradient = plain(gradient) if is_expert(parameter) else getattr(
