@@ -9,9 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.experts.optimizers import refuse_tools, watch_optimizers
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
-from moe_plugin.machine import capturing
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -32,10 +30,8 @@ class DDPCheck:
         self.passed = self._wrapped = comm.size == 1
         # experts outside the device are not in their parameters
         self.overwrites = None
-        if comm.size > 1:
-            watch_optimizers()
-            if not experts.stored:
-                self.overwrites = OverwriteCheck(comm, experts)
+        if comm.size > 1 and not experts.stored:
+            self.overwrites = OverwriteCheck(comm, experts)
 
     def begin(self, experts: nn.Module) -> None:
         """The experts have got other values on purpose, such as those of a checkpoint. Local."""
@@ -62,36 +58,24 @@ class DDPCheck:
         if self.passed:
             return
         if not self._wrapped:
-            self._check_wrappers(experts, built.reduced)
+            # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters
+            # are not left out; looked up directly: a missing attribute of a module is slow
+            if experts.__dict__.get("_is_fsdp_managed_module"):
+                _refuse_sharded(experts)
+            # private in torch (>= 1.11); where it is missing nothing is checked
+            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+            if ddp is not None:
+                _refuse_averaged(ddp, experts)
+                if built.reduced:
+                    _refuse_hooks(ddp)
+                self._wrapped = True
         watch = self.overwrites
         if watch is None:
             self.passed = self._wrapped
         elif trains:
-            watch.calls += 1
-            if not watch.calls & (watch.calls - 1):  # a power of two
-                self._check_values(watch, built, experts, router)
-
-    def _check_values(self, watch: OverwriteCheck, built: Experts, experts: nn.Module,
-                      router: nn.Module) -> None:
-        if watch.calls == 1:
-            refuse_tools(watch.comm.size)
-        if not capturing(watch.comm.device):
             # adapters stand in the experts' place, and so may the experts of another layer
             watch(experts if isinstance(experts, Experts) else built, router)
-        self.passed = self._wrapped and watch.calls >= LAST_CALL
-
-    def _check_wrappers(self, experts: nn.Module, reduced: bool) -> None:
-        # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters are
-        # not left out; looked up directly, since a missing attribute of a module is slow
-        if experts.__dict__.get("_is_fsdp_managed_module"):
-            _refuse_sharded(experts)
-        # private in torch (>= 1.11); where it is missing nothing is checked
-        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is not None:
-            _refuse_averaged(ddp, experts)
-            if reduced:
-                _refuse_hooks(ddp)
-            self._wrapped = True
+            self.passed = self._wrapped and watch.calls >= LAST_CALL
 
 
 def _refuse_new(experts: nn.Module) -> None:

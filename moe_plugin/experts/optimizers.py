@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,6 +22,8 @@ from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.marks import expert_ranks
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 # Tools that copy or average all parameters of all ranks, by the modules of their code.
 _TOOLS = {
     "torch.distributed.optim.zero_redundancy_optimizer":
@@ -69,20 +73,26 @@ def _refuse(tool: str | None, ranks: int) -> None:
             f"ranks are different parameters and would be overwritten. {INSTEAD}")
 
 
-def mark_discarded(parameters: Iterable[Tensor], by: str, kept: Iterable[Tensor]) -> None:
-    """Mark parameters that are no longer part of a model, so that the first step of an optimizer
-    that still has them logs a warning.
-
-    Args:
-        parameters: of the modules that were replaced.
-        by: the function that replaced them.
-        kept: parameters of the model as it is now.
+def replaces_parameters(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that replaces modules of its first argument, `model`. Parameters that the
+    model no longer has are marked, and the first step of an optimizer that still has them logs a
+    warning.
     """
-    watch_optimizers()
-    inside = {id(parameter) for parameter in kept}
-    for parameter in parameters:
-        if id(parameter) not in inside:
-            parameter.discarded_by = by  # type: ignore[attr-defined]
+    @functools.wraps(function)
+    def marking(*args: P.args, **kwargs: P.kwargs) -> R:
+        watch_optimizers()
+        model = cast(nn.Module, args[0] if args else kwargs["model"])
+        before = [weakref.ref(parameter) for parameter in model.parameters()]  # keeps no memory
+        result = function(*args, **kwargs)
+        after = set(model.parameters())
+        for parameter in after:
+            parameter.__dict__.pop("discarded_by", None)
+        for each in before:
+            if (gone := each()) is not None and gone not in after:
+                gone.discarded_by = function.__name__  # type: ignore[attr-defined]
+        return result
+
+    return marking
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

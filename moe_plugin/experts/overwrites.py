@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.dtensors import is_sharded
-from moe_plugin.experts.optimizers import INSTEAD
+from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
+from moe_plugin.machine import capturing
 
 logger = logging.getLogger(__name__)
 LAST_CALL = 256
@@ -38,6 +39,7 @@ class OverwriteCheck:
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:
+        watch_optimizers()
         self.comm, self.calls = comm, 0
         self.begin(experts)
 
@@ -47,15 +49,25 @@ class OverwriteCheck:
         self._router_N: Tensor | None = None
         self._first = self.calls == 0
 
-    @torch.no_grad()
-    def __call__(self, experts: nn.Module, router: nn.Module) -> None:
-        """Compare; collective over `comm`.
+    def __call__(self, experts: nn.Module, router: nn.Module | None) -> None:
+        """Count a training call, and compare if it is its turn; collective over `comm`.
 
         Raises:
-            ValueError: on all ranks, if experts that were different are equal, or nearly so, or
-                have changed equally.
+            ValueError: a tool that overwrites experts is recognised, or, on all ranks, experts that
+                were different are equal, or nearly so, or have changed equally.
         """
-        now_N, router_N = _sample(experts.parameters()), _sample(router.parameters())
+        self.calls += 1
+        if self.calls & (self.calls - 1) or self.calls > LAST_CALL:
+            return
+        if self.calls == 1:
+            refuse_tools(self.comm.size)
+        if not capturing(self.comm.device):  # a CUDA graph, in which the host cannot wait
+            self._exchange(experts, router)
+
+    @torch.no_grad()
+    def _exchange(self, experts: nn.Module, router: nn.Module | None) -> None:
+        now_N = _sample(experts.parameters())
+        router_N = _sample(() if router is None else router.parameters())
         earlier_N = torch.zeros_like(router_N) if self._router_N is None else self._router_N
         mine_4N = torch.stack([self._before_N, now_N, earlier_N, router_N])
         all_R4N = self.comm.all_gather(mine_4N[None].to(self.comm.device)).cpu()

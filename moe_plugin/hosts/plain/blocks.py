@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
 from moe_plugin.experts import is_expert
 from moe_plugin.experts.matrices import is_vector, stacked
 from moe_plugin.layer import MoELayer, named_layers_in
@@ -50,7 +51,13 @@ class MoEBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to the same shape and dtype."""
-        output: MoEOutput = self.moe(x)
+        output: MoEOutput
+        try:
+            output = self.moe(x)
+        except CommError as error:
+            if self.training:
+                raise
+            raise CommError(f"{error}; {UNEQUAL_TEXTS}") from error
         if torch.compiler.is_compiling() or not inside_backward():  # no recomputation
             self._keep(output)
         y: Tensor = self.after(output.output)

@@ -1,7 +1,5 @@
 """Experts' gradients are divided by the same number as those that a wrapper reduces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,12 +51,12 @@ def test_experts_follow_the_divisor_of_fsdp2(world: int, ep: int) -> None:
     run_gloo(world, run_fsdp, ep)
 
 
-def summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future:
+def summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def averaged(group: Any, bucket: dist.GradBucket) -> torch.futures.Future:
+def averaged(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     bucket.buffer().div_(dist.get_world_size())
     return summed(group, bucket)
 
