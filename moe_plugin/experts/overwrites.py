@@ -69,8 +69,10 @@ class OverwriteCheck:
         now_N = _sample(experts.parameters())
         router_N = _sample(() if router is None else router.parameters())
         earlier_N = torch.zeros_like(router_N) if self._router_N is None else self._router_N
-        mine_4N = torch.stack([self._before_N, now_N, earlier_N, router_N])
-        all_R4N = self.comm.all_gather(mine_4N[None].to(self.comm.device)).cpu()
+        # layers may have moved since, and routers may have no parameters
+        mine_4N = torch.stack([sample_N.to(self.comm.device) for sample_N in
+                               (self._before_N, now_N, earlier_N, router_N)])
+        all_R4N = self.comm.all_gather(mine_4N[None]).cpu()
         first, self._first = self._first, False
         self._before_N, self._router_N = now_N, router_N
         before_RN, now_RN, earlier_RN, router_RN = all_R4N.double().unbind(1)
