@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
 from moe_plugin.experts import is_expert
 from moe_plugin.experts.matrices import is_vector, stacked
 from moe_plugin.layer import MoELayer, named_layers_in
@@ -58,7 +59,13 @@ class MoEBlock(nn.Module):
         """
         if token_mask is None and self.masks is not None:
             token_mask = self.masks.of(x)
-        output: MoEOutput = self.moe(x, token_mask)
+        output: MoEOutput
+        try:
+            output = self.moe(x, token_mask)
+        except CommError as error:
+            if self.training:
+                raise
+            raise CommError(f"{error}; {UNEQUAL_TEXTS}") from error
         if torch.compiler.is_compiling() or not inside_backward():  # no recomputation
             self._keep(output)
         y: Tensor = self.after(output.output)

@@ -35,6 +35,7 @@ from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.experts.lora import ADAPTER_AXIS
+from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
@@ -76,6 +77,7 @@ class SwappedBlock(MoEBlock):
         return super().train(mode)
 
 
+@replaces_parameters
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
     """Put our layer, with the same weights, in place of every MoE block of a model.
@@ -300,6 +302,7 @@ def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
             if isinstance(module, SwappedBlock))
 
 
+@replaces_parameters
 def restore_moe_blocks(model: nn.Module) -> None:
     """Put the model's own MoE blocks back, with the weights that our layers have now, in their
     dtype, on their device, and frozen where they are: `model` is one of `transformers` again, for
