@@ -18,9 +18,10 @@ from torch import Tensor
 
 from moe_plugin.kernels.derivatives import wants_graph
 from moe_plugin.kernels.registry import op
-from moe_plugin.kernels.scores import SOFTMAX, ScoreFunction, at_least_eps
+from moe_plugin.kernels.scores import ADDED, SOFTMAX, ScoreFunction, divisor
 
 FEW = 8  # up to here k passes over the scores beat one sort
+_LITTLE = 2e-7
 TINY = 512  # scores up to which launching operations takes longer than they do
 
 
@@ -82,7 +83,8 @@ class Rule:
 
     Attributes:
         k: choices per token.
-        normalize: weights are divided by their sum over the choices.
+        normalize: weights are divided by their sum over the choices, that is, by
+            max(sum + add, least).
         score: what makes scores of logits.
         groups: equal groups of consecutive experts, of which `take` may be chosen from, those with
             the largest sum of their `best` largest scores; 0: any expert may be chosen.
@@ -96,6 +98,8 @@ class Rule:
     take: int = 1
     best: int = 1
     z: bool = True
+    add: float = ADDED
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
         ids_TK, weights_TK = chosen_TK, s_TE.gather(1, chosen_TK)
     if rule.normalize:
         total_T1 = weights_TK.sum(1, keepdim=True)
-        weights_TK = weights_TK / (total_T1 if sure else at_least_eps(total_T1))
+        weights_TK = weights_TK / (
+            total_T1 if sure else divisor(total_T1, rule.add, rule.least))
     detached_TE = p_TE.detach()
     log_TE = detached_TE * detached_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()
     lse_T = torch.logsumexp(logits_TE, 1) if rule.z else None
@@ -168,8 +173,10 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
 
 
 def _sure(chosen_TK: Tensor | None, bias_E: Tensor | None, rule: Rule) -> bool:
-    # the largest of a softmax sum to 1 / E at least
-    return chosen_TK is None and bias_E is None and rule.score.is_softmax and not rule.groups
+    # the largest of a softmax sum to 1 / E at least, to which so little adds nothing
+    little = rule.add <= ADDED and rule.least <= _LITTLE
+    return (chosen_TK is None and bias_E is None and rule.score.is_softmax and not rule.groups
+            and little)
 
 
 @op
@@ -186,8 +193,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
 
     Args:
         lse_T: not read without grad_z.
-        sure: the chosen scores of a token do not sum to less than eps, so that normalisation
-            divided by their sum.
+        sure: the chosen scores of a token sum to so much that normalisation divided by their sum.
     """
     s_TE = rule.score.scores(logits_TE)
     if grad_importance_E is None:
@@ -228,10 +234,12 @@ def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: 
         return pull_TK.addcmul_(weights_TK, total_T1, value=-1), None
     else:
         chosen_TK = s_TE.gather(1, ids_TK)
-        # a sum that was raised to eps is a constant
-        fixed_T1 = chosen_TK.sum(1, keepdim=True) <= torch.finfo(s_TE.dtype).eps
+        raised_T1 = chosen_TK.sum(1, keepdim=True) + rule.add
+        # a sum that was raised to `least` is a constant
+        fixed_T1 = raised_T1 < rule.least
         pull_TK.addcmul_(weights_TK, total_T1.masked_fill(fixed_T1, 0), value=-1)
-        outside_T1 = total_T1 * fixed_T1
+        # the part of the divisor that no score has
+        outside_T1 = total_T1 * torch.where(fixed_T1, 1.0, rule.add / raised_T1)
     return rule.score.slope_(pull_TK, chosen_TK), outside_T1 if rule.score.is_softmax else None
 
 

@@ -17,6 +17,7 @@ from moe_plugin.kernels.derivatives import transformed, wants_graph
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.registry import Registry
 
+ADDED = 1e-20  # to a sum of scores before it divides them, as in Megatron and DeepSeek-V3
 _FEW = 16  # 32-bit numbers in a register of AVX-512
 _MANY = 64  # tokens whose scores take longer than the launch of four operations
 
@@ -93,14 +94,20 @@ class Sigmoid(ScoreFunction):
 SOFTMAX = Softmax()
 
 
-def at_least_eps(total_T1: Tensor) -> Tensor:
-    """A divisor that is not 0."""
-    return total_T1.clamp(min=torch.finfo(total_T1.dtype).eps)
+def divisor(total_T1: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
+    """max(total + add, least): what scores are divided by where their sum is `total`."""
+    total_T1 = total_T1 + add
+    return total_T1.clamp(min=least) if least else total_T1
 
 
-def shares(scores_TE: Tensor) -> Tensor:
-    """Non-negative scores [T, E] (or [T, K]) divided by their sum over axis 1."""
-    return scores_TE / at_least_eps(scores_TE.sum(1, keepdim=True))
+def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
+    """Non-negative scores [T, E] (or [T, K]) divided by the `divisor` of their sum over axis 1."""
+    return scores_TE / divisor(scores_TE.sum(1, keepdim=True), add, least)
+
+
+def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
+    """As `shares`, of what is left of a token's weights; zeros where nothing is."""
+    return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):

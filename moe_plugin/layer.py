@@ -69,7 +69,7 @@ class MoELayer(LayerState):
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
-        self.ddp_check = DDPCheck(self.comm.size)
+        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts)
         self.follow_from_now_on()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
@@ -92,7 +92,7 @@ class MoELayer(LayerState):
         """
         built = self.layouts.experts  # another module may stand in their place (adapters)
         if built.reduced or not self.ddp_check.passed:
-            self.ddp_check(built, self.experts)
+            self.ddp_check(built, self.experts, self.router)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self.follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None

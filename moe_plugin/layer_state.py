@@ -11,6 +11,7 @@ from moe_plugin.comm import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import distributed_state, is_expert
+from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.records import Placement, Routing
@@ -42,6 +43,7 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
     tokens: TokenEntry
     experts: nn.Module
     layouts: LayoutSelector
+    ddp_check: DDPCheck
     route: Callable[..., Routing]
     link: Any = None
     reordered: int = 0
@@ -60,7 +62,7 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
         """Parameters may be new: copies, those that left the meta device, assigned ones, and those
         of what stands in the experts' place.
         """
-        mark_experts(self.experts)
+        mark_experts(self.experts, self.comm.size)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     @property
@@ -112,3 +114,4 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
 
 def _loaded(layer: LayerState, incompatible: object) -> None:
     layer.follow_parameters()
+    layer.ddp_check.begin(layer.experts)

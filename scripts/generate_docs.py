@@ -218,9 +218,36 @@ def families_page() -> str:
             "no other format here has. *+ bias*: for the choice alone; *sum 1*: the weights of the "
             "chosen; *groups (2)*: by their two best scores. A setting in place of a number is the "
             "model's."),
-        "", "| family | routing | experts | whole models |", "|---|---|---|---|", *rows, "", _prose(
+        "", "| family | routing | experts | whole models |", "|---|---|---|---|", *rows, "",
+        _prose(
             f"Dense, for upcycling: {dense}. A family is an entry of 3 to 12 lines in "
             "`moe_plugin/checkpoint/formats/huggingface/families.py`.")])
+
+
+def divisors_page() -> str:
+    """The end of docs/balance.md: what each family and host divides weights by, families with the
+    same formula in one row.
+    """
+    found = dict[tuple[str, str], list[str]]()
+    for name, family in FAMILIES.items():
+        block = family.block
+        if block is None or block.normalize is False or block.scores == "sparsemixer":
+            continue
+        formula = f"max(sum, `{block.normalize_min}`)" if block.normalize_min else "sum"
+        if block.normalize_add:
+            formula += f" + {block.normalize_add:g}"
+        if block.scores == "softmax" and not block.expert_bias and not block.group_scores:
+            formula = "sum, at least 1 / E"
+        found.setdefault((formula, block.scores), []).append(f"`{name}`")
+    return _with_end("balance.md", "checkpoint/formats/huggingface/families.py", [
+        "## What weights are divided by", "", _prose(
+            "By max(sum + `router.normalize_add`, `router.normalize_min`), in float32: where "
+            "scores are small, the numbers matter. `swap_moe_blocks` and the hosts set them."), "",
+        "| divisor | scores | in the routers of |", "|---|---|---|",
+        *(f"| {formula} | {scores} | {', '.join(names)} |"
+          for (formula, scores), names in found.items()),
+        "| sum + 1e-20 | any | ours by default; Megatron, in its balance losses, too |",
+        "| max(sum, 2^-23) | softmax | fairseq's `moe` branch; Tutel |"])
 
 
 def _routing_of(block: Block) -> str:
@@ -272,6 +299,7 @@ NAMES_ON = {
 }
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page, "megatron_layouts.md": fields_page, "huggingface.md": families_page,
+    "balance.md": divisors_page,
     **{name: functools.partial(section_page, name) for name in SECTION_PAGES}, **PICTURES}
 
 

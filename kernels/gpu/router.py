@@ -18,14 +18,14 @@ from moe_plugin.kernels.gpu.tilings import (
     router_tokens,
 )
 from moe_plugin.kernels.router import Rule
-
-EPS = torch.finfo(torch.float32).eps
+from moe_plugin.kernels.scores import ADDED
 
 
 @triton.jit
-def at_least(x, EPS: tl.constexpr):
-    """max(x, EPS); NaN stays NaN, as in torch.clamp."""
-    return tl.where(x < EPS, EPS, x)
+def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
+    """max(total + ADD, LEAST); NaN stays NaN, as in torch.clamp."""
+    raised = total + ADD
+    return tl.where(raised < LEAST, LEAST, raised)
 
 
 @triton.jit
@@ -61,7 +61,8 @@ def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, B
 def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens, experts,
                  K: tl.constexpr, MASKED: tl.constexpr, GIVEN: tl.constexpr,
                  BIASED: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-                 GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr, EPS: tl.constexpr,
+                 GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr, ADD: tl.constexpr,
+                 LEAST: tl.constexpr, SHARE: tl.constexpr,
                  BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
     """sums: [programs, E + 2], partial sums: importance, z, p log p.
 
@@ -80,7 +81,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
     lse = top + tl.log(total)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
-        p = score / at_least(tl.sum(score, 1), EPS)[:, None]
+        p = score / divisor(tl.sum(score, 1), SHARE, 0.0)[:, None]
     else:
         score = grown / total[:, None]
         p = score
@@ -121,7 +122,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
     if NORMALIZE:
         for j in range(K):
             value = tl.sum(tl.where(order == j, score, 0.0), 1)
-            tl.store(weights + t * K + j, value / at_least(chosen_sum, EPS), mask=t < tokens)
+            tl.store(weights + t * K + j, value / divisor(chosen_sum, ADD, LEAST), mask=t < tokens)
 
 
 @triton.jit
@@ -129,7 +130,8 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
                           out, tokens, experts, K: tl.constexpr, MASKED: tl.constexpr,
                           OF_WEIGHTS: tl.constexpr, OF_IMPORTANCE: tl.constexpr,
                           OF_Z: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-                          EPS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr):
+                          ADD: tl.constexpr, LEAST: tl.constexpr, SHARE: tl.constexpr,
+                          BT: tl.constexpr, BE: tl.constexpr):
     """See route_top_k_backward."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
@@ -148,7 +150,7 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
     if OF_IMPORTANCE:
         p = score
         if SIGMOID:
-            p = score / at_least(tl.sum(score, 1), EPS)[:, None]
+            p = score / divisor(tl.sum(score, 1), SHARE, 0.0)[:, None]
         pull = p * tl.load(grad_importance + e, mask=e < experts, other=0.0)[None, :]
         g += real[:, None] * (pull - p * tl.sum(pull, 1)[:, None])
         if SIGMOID:
@@ -164,8 +166,9 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
         shared = tl.zeros([BT], tl.float32)  # what a sum that is a divisor takes back
         outside = pulled  # what a softmax takes back from all logits
         if NORMALIZE:
-            shared = tl.where(total > EPS, pulled, 0.0)
-            outside = tl.where(total > EPS, 0.0, pulled)
+            raised = total + ADD
+            shared = tl.where(raised < LEAST, 0.0, pulled)
+            outside = tl.where(raised < LEAST, pulled, pulled * (ADD / raised))
         for j in range(K):
             best = tl.load(ids + t * K + j, mask=t < tokens, other=0).to(tl.int32)
             gw = tl.load(grad_weights + t * K + j, mask=t < tokens, other=0.0)
@@ -202,7 +205,8 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
             logits_TE.contiguous(), _pointer(mask_T, logits_TE), _pointer(chosen_TK, ids_TK),
             _pointer(bias_E, logits_TE), ids_TK, weights_TK, lse_T, sums_PS, tokens, experts, k,
             mask_T is not None, chosen_TK is not None, bias_E is not None, rule.normalize,
-            not rule.score.is_softmax, rule.groups, rule.take, best, EPS, bt, be,
+            not rule.score.is_softmax, rule.groups, rule.take, best,
+            rule.add, rule.least, ADDED, bt, be,
             triton.next_power_of_2(max(1, rule.groups)))
     importance_E, z, p_log_p = sums_PS.sum(0).split([experts, 1, 1])
     return ids_TK, weights_TK, lse_T, importance_E, z[0], p_log_p[0]
@@ -224,7 +228,8 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
             logits_TE.contiguous(), _pointer(mask_T, logits_TE), ids_TK.contiguous(),
             weights_TK.contiguous(), lse_T, *(_pointer(g, logits_TE) for g in grads), out_TE,
             tokens, experts, k, mask_T is not None, *(g is not None for g in grads),
-            rule.normalize, not rule.score.is_softmax, EPS, bt, be, **bound)
+            rule.normalize, not rule.score.is_softmax, rule.add, rule.least, ADDED, bt,
+            be, **bound)
     return out_TE
 
 

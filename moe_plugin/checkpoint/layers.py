@@ -16,6 +16,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     part_of,
 )
+from moe_plugin.comm.group import advice
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
 from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.layer import MoELayer
@@ -83,6 +84,8 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
     normalize = "none" if not s.normalize_top_k else "always" if s.top_k == 1 else "before_drop"
     return {"name": name, "top_k": s.top_k, "score": s.router, "scaling": s.router_scale,
             "normalize": normalize,
+            **({"normalize_add": s.normalize_add, "normalize_min": s.normalize_min}
+               if s.normalize_top_k else {}),
             **(groups if s.groups else {})}
 
 
@@ -131,6 +134,7 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
         mine[ours].copy_(value)
     if stored:
         layer.experts.load_state_dict(stored)
+    layer.ddp_check.begin(layer.experts)
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
@@ -147,7 +151,10 @@ def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[st
     parts: list[dict[str, Tensor]] = [{} for _ in range(place.comm.size)]
     for name, value in state.items():
         if name.startswith("experts."):
-            gathered = place.comm.all_gather(value.contiguous())
+            with advice(f"each of the {place.comm.size} ranks holds a part of the experts, so that "
+                        "all of them must gather together: call save_pretrained, "
+                        "restore_moe_blocks or full_state on every rank, not on rank 0 alone"):
+                gathered = place.comm.all_gather(value.contiguous())
             for rank, part in enumerate(gathered.chunk(place.comm.size)):
                 parts[rank][name] = part
     origin = {"num_experts": place.experts, "shards": place.shards}

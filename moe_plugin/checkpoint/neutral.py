@@ -99,7 +99,8 @@ class DecoderSettings:
         embed_scale: embeddings (not positions) are multiplied by it; see `without_embed_scale`.
         top_k: experts per token; 0 without MoE layers.
         router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings;
-            `normalize_top_k`: the chosen ones sum to 1, then times `router_scale`.
+            `normalize_top_k`: the chosen ones are divided by max(sum + `normalize_add`,
+            `normalize_min`), then times `router_scale`.
         groups, group_top_k, group_scores: as `router.groups`, ... of our settings; 0 groups: none.
         rotary_scaling: how rotary positions are stretched, as `rope_scaling` of Hugging Face with
             "rope_type"; empty: not at all.
@@ -128,6 +129,8 @@ class DecoderSettings:
     top_k: int = 0
     router: str = "softmax"
     normalize_top_k: bool = False
+    normalize_add: float = 1e-20
+    normalize_min: float = 0.0
     router_scale: float = 1.0
     mixer_eps: float = 0.01
     groups: int = 0

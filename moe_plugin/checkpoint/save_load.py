@@ -31,6 +31,7 @@ from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
 from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.dtensors import is_sharded, sharded_as
+from moe_plugin.experts import Experts
 from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.messages import short
 from moe_plugin.regular_files import move_into_place, write_remedy
@@ -109,7 +110,7 @@ def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():
-        if comm.size > 1 and layer.experts is not layer.layouts.experts:
+        if comm.size > 1 and not isinstance(layer.experts, Experts):  # not of another layer either
             raise ValueError(
                 f"{type(layer.experts).__name__} stands in the place of the experts of layer "
                 f"{name!r}, which are spread over {comm.size} ranks: must be merged into them "

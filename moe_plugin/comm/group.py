@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,10 @@ from moe_plugin.comm.state import Counters, GroupState
 from moe_plugin.comm.topology import Topology
 
 _NUMBERS = itertools.count()
+UNEQUAL_TEXTS = (
+    "in evaluation the usual cause is that another rank makes fewer calls, because its texts or "
+    "data ended earlier: call model.generate(..., synced_gpus=True) on all ranks, and give every "
+    "rank as many batches as the others")
 # Keys stand for objects of this process, which keeps none of them alive.
 _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
@@ -35,6 +40,15 @@ def owner_of(key: str) -> Any:
 
 class CommError(RuntimeError):
     """A collective failed or cannot run. The message names rank, collective and sizes."""
+
+
+@contextmanager
+def advice(text: str) -> Iterator[None]:
+    """Add to a `CommError` raised inside what its usual cause here is and how to avoid it."""
+    try:
+        yield
+    except CommError as error:
+        raise CommError(f"{error}; {text}") from error
 
 
 class RankGroup(ABC):

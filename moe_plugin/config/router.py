@@ -223,6 +223,11 @@ class RouterConfig(SettingsSection):
         "one expert, too, whose weight then is 1 and teaches the router nothing",
         choices=("auto", "none", "before_drop", "after_drop", "always"), flag="router-normalize",
     )
+    normalize_add: float = option(
+        1e-20, "normalize divides by max(sum + normalize_add, normalize_min); families of models "
+        "have numbers of their own (docs/balance.md)", flag="router-normalize-add")
+    normalize_min: float = option(
+        0.0, "the least number by which normalize divides; 0: none", flag="router-normalize-min")
     bias: bool = option(
         False, "a learned bias on the logits of linear routers, zero at first (gpt-oss)",
         flag="router-logit-bias")
@@ -298,6 +303,9 @@ class RouterConfig(SettingsSection):
         self.require("top_k", self.top_k >= 1, ">= 1", "use 1 (Switch) or 2 (GShard)")
         self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
         self.require("input_jitter", 0 <= self.input_jitter < 1, "in [0, 1)", "use 0 for none")
+        for name in ("normalize_add", "normalize_min"):
+            if not 0 <= getattr(self, name) <= 1:
+                self.require(name, False, "in [0, 1]", "leave it out")
         self.require("scaling", self.scaling > 0, "> 0", "use 1")
         two = self.second_expert_policy == "all" or self.top_k == 2
         self.require("second_expert_policy", two, "'all' unless router.top_k=2",
@@ -323,6 +331,9 @@ class RouterConfig(SettingsSection):
         self.require("force", self.force == "none" or self.second_expert_policy == "all",
                      "none unless router.second_expert_policy=all, as other policies drop some of "
                      "the choices", "use all")
+        if self.normalize == "none":
+            self.read_where(False, "where router.normalize=none", "use before_drop",
+                            "normalize_add", "normalize_min")
         self.read_where(self.groups > 0, "where router.groups=0", "use router.groups",
                         "group_scores")
         self.check_read()

@@ -1,4 +1,4 @@
-"""A check that torch's wrappers for data parallelism leave experts alone."""
+"""A check that wrappers and tools for data parallelism leave experts alone."""
 
 from __future__ import annotations
 
@@ -6,42 +6,76 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
+
+_TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DDPCheck:
-    """`ValueError` inside the forward pass of a torch DDP or FSDP that takes experts for replicas,
-    and where parameters are new since `reduce_experts`.
+    """`ValueError` inside the forward pass of a torch DDP or FSDP, or of DeepSpeed, that takes
+    experts for replicas; where something else overwrites them (`OverwriteCheck`); and where
+    parameters are new since `reduce_experts`.
 
     Once a wrapper was seen that does not take them, wrappers are not checked any more.
+
+    Args:
+        comm: the expert-parallel group.
+        experts: of this rank.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.passed = ranks == 1
+    def __init__(self, comm: Comm, experts: Experts) -> None:
+        self.passed = self._wrapped = comm.size == 1
+        # experts outside the device are not in their parameters
+        self.overwrites = None
+        if comm.size > 1 and not experts.stored:
+            self.overwrites = OverwriteCheck(comm, experts)
 
-    def __call__(self, built: Experts, experts: nn.Module) -> None:
+    def begin(self, experts: nn.Module) -> None:
+        """The experts have got other values on purpose, such as those of a checkpoint. Local."""
+        if self.overwrites is not None:
+            self.overwrites.begin(experts)
+
+    def expect_wrapper(self) -> None:
+        """A wrapper will be put around the model: check it."""
+        self.passed = self._wrapped = False
+
+    def __call__(self, built: Experts, experts: nn.Module, router: nn.Module) -> None:
         """Check; called in every forward pass.
 
         Args:
             built: of the layer.
             experts: these, or what stands in their place and has them inside.
+            router: of the layer.
         """
         if torch.compiler.is_compiling():
             return
-        if built.reduced and built.training and torch.is_grad_enabled():
+        trains = built.training and torch.is_grad_enabled()
+        if built.reduced and trains:
             _refuse_new(experts)
         if self.passed:
             return
-        # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters are
-        # not left out; looked up directly, since a missing attribute of a module is slow
-        if experts.__dict__.get("_is_fsdp_managed_module"):
-            _refuse_sharded(experts)
-        # private in torch (>= 1.11); where it is missing nothing is checked
-        ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if ddp is not None:
-            _refuse_averaged(ddp, experts)
-            self.passed = True
+        if not self._wrapped:
+            # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters
+            # are not left out; looked up directly: a missing attribute of a module is slow
+            if experts.__dict__.get("_is_fsdp_managed_module"):
+                _refuse_sharded(experts)
+            # private in torch (>= 1.11); where it is missing nothing is checked
+            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+            if ddp is not None:
+                _refuse_averaged(ddp, experts)
+                if built.reduced:
+                    _refuse_hooks(ddp)
+                self._wrapped = True
+        watch = self.overwrites
+        if watch is None:
+            self.passed = self._wrapped
+        elif trains:
+            # adapters stand in the experts' place, and so may the experts of another layer
+            watch(experts if isinstance(experts, Experts) else built, router)
+            self.passed = self._wrapped and watch.calls >= LAST_CALL
 
 
 def _refuse_new(experts: nn.Module) -> None:
@@ -58,7 +92,7 @@ def _refuse_new(experts: nn.Module) -> None:
 
 def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
     mine = {id(parameter) for parameter in experts.parameters()}
-    for name, parameter in ddp.module.named_parameters():
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
         if id(parameter
               ) in mine and parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(
@@ -66,6 +100,21 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
                 "must be left out; wrap the model by moe_plugin.ddp_model(model) instead, or call "
                 "moe_plugin.gradients.sync.exclude_experts(model) before wrapping it, and "
                 "sync_gradients after backward")
+
+
+def _refuse_hooks(ddp: DistributedDataParallel) -> None:
+    """Raise `ValueError` for a communication hook that may not divide by the number of ranks."""
+    # private in torch (>= 2.0); where it is missing nothing is checked
+    for hook, _ in getattr(ddp, "_comm_hooks", []):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        known = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
+                 and name not in ("noop_hook", "post_localSGD_hook"))
+        if not known and not getattr(hook, "averages", False):
+            raise ValueError(
+                f"the communication hook {name!r} of DistributedDataParallel is not known to "
+                "average gradients over all ranks, as is done with the experts' gradients. Divide "
+                "by the number of ranks in the hook, and set the attribute averages=True of the "
+                "hook, or leave the hook out")
 
 
 def _refuse_sharded(experts: nn.Module) -> None:

@@ -11,12 +11,21 @@ def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def mark_experts(module: nn.Module) -> None:
+def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
     """Mark every parameter of experts, or of what stands in their place and has them inside: an
     adapter of a rank's experts is of that rank, as they are.
+
+    ranks: size of the expert-parallel group. Optional: the mark of an earlier call stays.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
+        if ranks is not None:
+            parameter.expert_ranks = ranks  # type: ignore[attr-defined]
+
+
+def expert_ranks(parameter: Tensor) -> int:
+    """Size of the expert-parallel group of an expert's parameter; 1 for all other parameters."""
+    return getattr(parameter, "expert_ranks", 1)
 
 
 def is_expert(parameter: Tensor) -> bool:

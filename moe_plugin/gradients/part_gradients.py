@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.dtensors import is_sharded
-
-_watched: list[object] = []  # the hook of all optimizers, once
+from moe_plugin.experts.optimizers import watch_optimizers
 
 
 class PartGradient(Tensor):
@@ -62,26 +59,10 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """From now on, the gradients of these parameters are `PartGradient`s over `comm`, and
     `torch.optim.LBFGS`, which takes products over all parameters, refuses to step them.
     """
-    if not _watched:
-        _watched.append(register_optimizer_step_pre_hook(_refuse_products))
+    watch_optimizers()
     for parameter in parameters:
         parameter.part_comm = comm  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(mark_gradient)
-
-
-def _refuse_products(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """`ValueError` for an optimizer that would step what all ranks hold differently on each."""
-    if not isinstance(optimizer, LBFGS):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            comm = getattr(parameter, "part_comm", None)
-            if comm is not None and comm.size > 1:
-                raise ValueError(
-                    f"torch.optim.LBFGS takes products over all parameters, and this rank has the "
-                    f"experts of one of {comm.size} ranks: must be an optimizer that steps each "
-                    "element, such as torch.optim.AdamW, or experts on every rank, "
-                    "MoELayer(..., comm=LocalComm())")
 
 
 def mark_gradient(parameter: Tensor) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_experts
+from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.gradients.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.gradients.replicas import (
     BUCKET_BYTES,
@@ -21,6 +24,8 @@ from moe_plugin.gradients.replicas import (
 from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.routing import RouterModule
 from moe_plugin.tuning.collectives import prepare_replicas
+
+DivisorOf = Callable[[MoELayer], float | None]
 
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
@@ -80,13 +85,16 @@ def exclude_experts(model: nn.Module) -> None:
     mark_adapters(model)
     # torch's own function for this overwrites the names that were left out before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    experts = [name for name, parameter in model.named_parameters(remove_duplicate=False)
+               if is_expert(parameter)]  # DDP averages a parameter unless it knows all its names
     own = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
-    model._ddp_params_and_buffers_to_ignore = [*ignored, *expert_parameters(model), *own]  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = [*ignored, *experts, *own]  # type: ignore[assignment]
 
 
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
-                   bucket_bytes: int = BUCKET_BYTES) -> list[ReplicaReducer]:
+                   bucket_bytes: int = BUCKET_BYTES, divisor_of: DivisorOf | None = None
+                   ) -> list[ReplicaReducer]:
     """From now on, experts' gradients are those of the mean over ranks of the ranks' losses when
     `backward` returns.
 
@@ -98,6 +106,9 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         model: with `MoELayer`s; before its first backward pass.
         world: all data-parallel ranks; None: those of the default group.
         bucket_bytes: of gradients in one all-reduce between replicas.
+        divisor_of: called in backward with a layer, returns the number by which the sum over ranks
+            of the other gradients of this layer is divided. None stands for the number of ranks,
+            as does a missing function.
     Returns: what reduces the replicas' gradients, one for each group of layers that share theirs.
     Raises:
         ValueError: the expert-parallel groups do not make up the world, ranks of such a group
@@ -112,14 +123,17 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     for layer in layers_in(model):
         refuse_same_tokens(layer)
         by_group.setdefault(layer.comm.name, []).append(layer)
+    _refuse_tied_groups(by_group)
     reducers = []
     for layers in by_group.values():
-        experts = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
+        # layers may share experts, or some of their parameters
+        experts = list(dict.fromkeys(p for layer in layers for p in layer.experts.parameters()
+                                     if p.requires_grad))
         shared = layers[0].comm.size > 1
-        for parameter in experts if shared else []:
-            parameter.register_hook(lambda gradient, ranks=layers[0].comm.size: gradient / ranks)
+        _divide_gradients(layers, world.size, divisor_of)
         replicas = replica_comm(layers[0].comm, world)
         if replicas is not None:
+            watch_optimizers()
             _start_alike(experts, replicas)
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
@@ -129,9 +143,40 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         for layer in layers:
             layer.layouts.experts.seed_comm = world
             layer.layouts.experts.reduced = replicas is not None or shared
+            layer.ddp_check.expect_wrapper()
             for parameter in layer.experts.parameters():
                 parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
     return reducers
+
+
+def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf | None) -> None:
+    """Let the gradients of experts, once they are averaged over replicas, be those of the mean over
+    `world` ranks, or of the sum over another divisor.
+    """
+    ranks = layers[0].comm.size
+    hooked = set[nn.Parameter]()
+
+    def divided(gradient: Tensor, layer: MoELayer) -> Tensor:
+        divisor = None if divisor_of is None else divisor_of(layer)
+        return gradient / (ranks if divisor is None else divisor * ranks / world)
+
+    for layer in layers if ranks > 1 or divisor_of is not None else []:
+        for parameter in layer.experts.parameters():
+            if parameter.requires_grad and parameter not in hooked:
+                hooked.add(parameter)
+                parameter.register_hook(lambda gradient, layer=layer: divided(gradient, layer))
+
+
+def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
+    """Raise `ValueError` if layers of different expert-parallel groups share parameters."""
+    found: dict[nn.Parameter, str] = {}
+    for group, layers in by_group.items():
+        for parameter in (p for layer in layers for p in layer.experts.parameters()):
+            if (other := found.setdefault(parameter, group)) != group:
+                raise ValueError(
+                    f"layers of the expert-parallel groups {other!r} and {group!r} share "
+                    "parameters of experts, whose gradients would be reduced over both groups. "
+                    "Give these layers the same `comm`, or separate experts")
 
 
 def mark_adapters(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.routing.model_masks import TokenMasks, follow_masks
 from moe_plugin.routing.replay import inside_backward
 
 Take = Callable[[str, LayerStats], None]
@@ -22,8 +23,8 @@ def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
 
     Layers: our own, wherever they are in the model, under the name of the block that holds one
     alone; and the modules of experts of `transformers`, whoever computes them, of which the choices
-    are known, and neither the router's distribution (`entropy` is NaN) nor its losses. A pass that
-    is recomputed counts once.
+    are known, and neither the router's distribution (`entropy` is NaN) nor its losses; padding by
+    the model's own mask does not count. A pass that is recomputed counts once.
 
     Returns: them by name.
     Raises:
@@ -34,12 +35,14 @@ def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
         raise ValueError(f"{type(model).__name__} has no MoE layer whose statistics could be "
                          "taken: must have a MoELayer, or experts of transformers; call "
                          "replace_ffn(model) or swap_moe_blocks(model) first")
+    foreign = [module for module in found.values() if not isinstance(module, MoELayer)]
+    masks = follow_masks(model, foreign) if foreign else TokenMasks()
     for name, module in found.items():
         if isinstance(module, MoELayer):
             module.register_forward_hook(partial(_of_layer, take, name))
         else:
             experts = module.down_proj.shape[0]  # of all ranks: a DTensor's
-            module.register_forward_hook(partial(_of_experts, take, name, experts),
+            module.register_forward_hook(partial(_of_experts, take, name, experts, masks),
                                          with_kwargs=True)
     return found
 
@@ -57,18 +60,24 @@ def _of_layer(take: Take, name: str, layer: nn.Module, _: Any, out: MoEOutput) -
         take(name, out.stats)
 
 
-def _of_experts(take: Take, name: str, experts: int, module: nn.Module, args: tuple[Any, ...],
-                kwargs: dict[str, Any], _: Any) -> None:
+def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: nn.Module,
+                args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
     if module.training and not inside_backward():
-        take(name, _stats(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1], experts))
+        ids_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        take(name, _stats(ids_TK, experts, masks.of(ids_TK)))
 
 
-def _stats(ids_TK: Tensor, experts: int) -> LayerStats:
-    """Of a call of `transformers`' experts. ids_TK: int [T, K]; others than 0..E-1: no expert."""
+def _stats(ids_TK: Tensor, experts: int, real_T: Tensor | None = None) -> LayerStats:
+    """Of a call of `transformers`' experts. ids_TK: int [T, K]; others than 0..E-1: no expert.
+    real_T: bool; None: all tokens are real.
+    """
     ids_KT = ids_TK.detach().t()
     here_KT = (ids_KT >= 0) & (ids_KT < experts)
+    if real_T is not None:
+        here_KT = here_KT & real_T
     load_KE = torch.zeros(len(ids_KT), experts, dtype=torch.long, device=ids_TK.device)
     load_KE.scatter_add_(1, ids_KT.clamp(0, experts - 1).long(), here_KT.long())
     unknown = torch.full((), torch.nan, device=ids_TK.device)
-    tokens = torch.full((), ids_TK.shape[0], device=ids_TK.device)
+    tokens = (torch.full((), ids_TK.shape[0], device=ids_TK.device) if real_T is None
+              else real_T.sum())
     return LayerStats(load_KE, load_KE, unknown, tokens, {})

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import expert_load, route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
-from moe_plugin.kernels.scores import ScoreFunction, shares
+from moe_plugin.kernels.scores import ADDED, ScoreFunction, shares_of_rest
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing.replay import inside_backward
 
@@ -27,7 +27,8 @@ class RoutingCall:
         info: what else is known of the tokens.
         noise: standard deviation of the logits' noise (already divided by E), 0 without noise.
         score: what makes scores of logits.
-        divides: weights are divided by their sum over the choices.
+        divides: weights are divided by their sum over the choices, that is, by
+            max(sum + added, least).
         one_pass: choice, weights and sums come from one kernel; False: step by step.
         reads_z: a loss reads the logits' logsumexp.
         leaves_none: no choice of a real token is -1; False: perhaps some are.
@@ -53,6 +54,8 @@ class RoutingCall:
     noise: float = 0.0
     score: ScoreFunction = None  # of every call of a router
     divides: bool = False
+    added: float = ADDED
+    least: float = 0.0
     one_pass: bool = False
     reads_z: bool = True
     leaves_none: bool = False
@@ -84,8 +87,8 @@ class RoutingCall:
             bias_E: added to the scores for the choice alone.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
         """
-        rule = Rule(self.k, self.divides and self.k > 1, self.score, groups, take, best,
-                    self.reads_z)
+        rule = Rule(self.k, self.divides, self.score, groups, take, best, self.reads_z, self.added,
+                    self.least)
         if self.one_pass:
             self.routed = route(self.logits_TE, self.mask_T, rule, chosen_TK, bias_E)
         else:
@@ -113,7 +116,7 @@ class RoutingCall:
         self.choose(ids_TK.clamp(min=0))
         self.divides = divides
         weights_TK = self.routed.weights_TK * (ids_TK >= 0)
-        return shares(weights_TK) if divides and self.k > 1 else weights_TK
+        return shares_of_rest(weights_TK, self.added, self.least) if divides else weights_TK
 
     @property
     def experts(self) -> int:

@@ -28,6 +28,7 @@ from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.comm.group import owner_of
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
+from moe_plugin.kernels.scores import shares_of_rest
 from moe_plugin.machine import exporting
 from moe_plugin.records import KeptRouting, Routing
 
@@ -51,6 +52,7 @@ class CapacityLimit:
         self.makes_slots, self.alone, self.own = makes_slots, LocalComm(), own
         self.prioritized = config.router.batch_prioritized
         self.normalize = config.router.normalize == "after_drop"
+        self.added, self.least = config.router.normalize_add, config.router.normalize_min
         self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
@@ -63,7 +65,7 @@ class CapacityLimit:
             routing = self._checked(routing, training)
         slots_TK = None if made is None else slots(routing, self.experts, self.prioritized)
         kept = drop(routing, slots_TK, self._limit(routing, made, asked, training),
-                    self.normalize)
+                    self.normalize, self.added, self.least)
         rule = _Rule.of(self.dispatch, training)
         any_load = rule.factor == 0 and _load_unknown(rule, routing, asked)
         return KeptRouting(kept, slots_TK, made, routing, any_load)
@@ -269,15 +271,16 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 
 def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
-         normalize_after: bool) -> Routing:
+         normalize_after: bool, added: float = 0.0, least: float | None = None) -> Routing:
     """Remove the choices whose slot is beyond the capacity.
 
     Args:
         routing: before dropping.
         slots_TK: int64, see `slots`; not read without a limit.
         limit: slots per expert and source rank, a number or an int64 scalar; None: no limit.
-        normalize_after: divide the remaining weights by their sum, or by the dtype's epsilon where
-            they are less: a token whose router is sure of one expert is lost with it (top_k > 1).
+        normalize_after: divide the remaining weights by their sum, that is, by max(sum + added,
+            least) (top_k > 1). least: None: as in fairseq the dtype's epsilon, with which a token
+            whose router is sure of one expert is lost with it.
     """
     if limit is None and not normalize_after:
         return routing
@@ -286,6 +289,6 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
         keep_TK = keep_TK & (slots_TK < limit)
     weights_TK = routing.weights_TK * keep_TK
     if normalize_after and weights_TK.shape[1] > 1:
-        tiny = torch.finfo(weights_TK.dtype).eps
-        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True).clamp(min=tiny)
+        least = torch.finfo(weights_TK.dtype).eps if least is None else least
+        weights_TK = shares_of_rest(weights_TK, added, least)
     return routing.with_kept(keep_TK, weights_TK)

@@ -162,6 +162,9 @@ def _values(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
         yield torch.rand(3, p.source_R.numel(), generator=g), p.position_TK
 
 
+DIVISORS = ((1e-20, 0.0), (0.0, 1e-12), (1e-6, 0.0), (0.0, 2.0**-23))
+
+
 def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
          g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     mask_T = torch.rand(s.tokens, generator=g) < 0.8
@@ -187,6 +190,12 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
             [torch.randperm(s.experts, generator=g)[:s.top_k] for _ in range(s.tokens)])
         yield logits_TE, mask_T, given, None, Rule(s.top_k, True, SOFTMAX)
         yield logits_TE, None, given, None, Rule(s.top_k, True, Sigmoid())
+    for add, least in DIVISORS:  # scores whose sums are as small as these
+        rule = Rule(s.top_k, True, Sigmoid(), add=add, least=least)
+        yield logits_TE - 18, mask_T, None, bias_E, rule
+        yield logits_TE - 45, None, None, None, rule
+        yield 3 * logits_TE, None, None, -8 * logits_TE[:1].mean(0), dataclasses.replace(
+            rule, score=SOFTMAX)
 
 
 def _top_backward(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],

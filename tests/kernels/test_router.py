@@ -37,6 +37,35 @@ def test_gradcheck(tokens: int, experts: int, k: int, normalize: bool, score: st
     assert torch.autograd.gradcheck(outputs, logits)
 
 
+@given(st.sampled_from(["softmax", "sigmoid"]), st.floats(-60, 20), st.floats(0, 30),
+       st.sampled_from([(1e-20, 0.0), (0.0, 0.0), (0.0, 1e-12), (1e-6, 0.0), (1e-20, 2.0**-23)]),
+       st.integers(1, 5), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_weights_of_small_scores(score: str, level: float, spread: float,
+                                 numbers: tuple[float, float], k: int, seed: int) -> None:
+    """Score over max(sum + add, least), with its gradient, by hand in float64."""
+    g = torch.Generator().manual_seed(seed)
+    add, least = numbers
+    logits_TE = level + spread * torch.randn(7, 5, generator=g)
+    bias_E, pull_TK = 10 * torch.randn(5, generator=g), torch.randn(7, k, generator=g)
+    rule = Rule(k, True, score_functions.get(score)(), add=add, least=least)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x_TE = logits_TE.to(dtype).requires_grad_()
+        routed = route(x_TE, None, rule, bias_E=bias_E)
+        found.append((routed.weights_TK, torch.autograd.grad(
+            (routed.weights_TK * pull_TK).sum(), x_TE)[0], routed.ids_TK))
+    x_TE = logits_TE.double().requires_grad_()
+    s_TE = x_TE.softmax(1) if score == "softmax" else x_TE.sigmoid()
+    for (got, grad, ids_TK), tolerance in zip(found, (2e-5, 1e-9), strict=True):
+        s_TK = s_TE.gather(1, ids_TK)
+        total_T1 = s_TK.sum(1, keepdim=True) + add
+        want = s_TK / torch.where(total_T1 < least, least, total_T1)
+        right = torch.autograd.grad((want * pull_TK).sum(), x_TE, retain_graph=True)[0]
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(grad.double(), right, rtol=tolerance, atol=10 * tolerance)
+
+
 @pytest.mark.parametrize("experts", [2, 8, 15, 16, 40])
 def test_scores_of_few_experts_and_many_tokens(experts: int) -> None:
     g = torch.Generator().manual_seed(experts)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import DispatchConfig, from_dict
 from moe_plugin.kernels import slot_index
@@ -358,6 +359,30 @@ def test_one_pass_gives_what_single_steps_give(case: str, masked: bool) -> None:
                       *([router.load_E] if case.startswith("sigmoid_bias") else [])])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", [-18.0, -30.0, -46.0])
+@pytest.mark.parametrize("normalize,k", [("before_drop", 2), ("after_drop", 2), ("always", 1)])
+def test_small_scores_are_divided_by_their_sum(normalize: str, k: int, level: float) -> None:
+    """A layer's weights and balance loss, by hand in float64: sums of 1e-20 are divided, too."""
+    config = from_dict({"model_dim": 8, "num_experts": 4, "losses": {"switch": 1.0}, "experts": {
+        "hidden_dim": 8}, "router": {"score": "sigmoid", "normalize": normalize, "top_k": k}})
+    layer = MoELayer(config)
+    with torch.no_grad():
+        layer.router.weight_ED.normal_(0, 0.1)[:, 0] = level
+    x_TD = torch.cat([torch.ones(6, 1), torch.randn(6, 7)], 1)
+    routing = layer.route(layer.tokens.enter(x_TD, None, None, torch.float32), None)
+    kept = routing if layer.capacity.never else layer.capacity(routing, True).routing
+    s_TE = (x_TD.double() @ layer.router.weight_ED.double().t()).sigmoid()
+    s_TK = s_TE.gather(1, kept.ids_TK)
+    want = s_TK / (s_TK.sum(1, keepdim=True) + 1e-20)
+    torch.testing.assert_close(kept.weights_TK.double(), want, rtol=1e-4, atol=1e-6)
+    share_E = (s_TE / (s_TE.sum(1, keepdim=True) + 1e-20)).mean(0)
+    loss = (kept.ids_TK.flatten().bincount(minlength=4) / (6 * k) * share_E).sum() * 4
+    torch.testing.assert_close(routing.losses["switch"].double(), loss, rtol=1e-4, atol=1e-6)
+    grad, right = (torch.autograd.grad(y[:, 0].sum(), layer.router.weight_ED, retain_graph=True)[0]
+                   for y in (kept.weights_TK, want))
+    torch.testing.assert_close(grad, right, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -92,7 +92,10 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
             with CountingDevice():
                 call = CellCall(cell, config, LocalComm() if group is None else CountingComm(group),
                              register())
-                call.forward()  # what a first call agrees on is not counted
+                # not counted: what a first call agrees on, and that ranks compare samples of their
+                # experts in training calls 1, 2, 4, 8, ..., 256
+                call.forward()
+                call.forward()
                 with _looks() as looks:
                     call.run(seen)
             with compiled(False):  # it rounds where the device's operations do

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
 from moe_plugin.experts import is_expert
 from moe_plugin.experts.matrices import is_vector, stacked
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.output import MoEOutput, weighted_loss
+from moe_plugin.routing.model_masks import TokenMasks, follow_masks
 from moe_plugin.routing.replay import inside_backward
 
 
@@ -34,6 +36,7 @@ class MoEBlock(nn.Module):
         last: what its last call returned, for losses and statistics; None before the first call and
             in copies of the block.
         after: what follows the experts.
+        masks: token masks of the model around it (`use_model_masks`); None: callers give them.
     """
 
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
@@ -46,11 +49,23 @@ class MoEBlock(nn.Module):
         self.moe = moe if isinstance(moe, MoELayer) else MoELayer(moe, *args, **settings)
         self.after = nn.Identity() if after is None else after
         self.last: MoEOutput | None = None
+        self.masks: TokenMasks | None = None
         self._begin_pass(None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to the same shape and dtype."""
-        output: MoEOutput = self.moe(x)
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """[..., D] to the same shape and dtype.
+
+        token_mask: [...] bool, True = real token; None: as the model around the block says.
+        """
+        if token_mask is None and self.masks is not None:
+            token_mask = self.masks.of(x)
+        output: MoEOutput
+        try:
+            output = self.moe(x, token_mask)
+        except CommError as error:
+            if self.training:
+                raise
+            raise CommError(f"{error}; {UNEQUAL_TEXTS}") from error
         if torch.compiler.is_compiling() or not inside_backward():  # no recomputation
             self._keep(output)
         y: Tensor = self.after(output.output)
@@ -79,6 +94,15 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
     """Names and modules of a model's blocks, in the model's order."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, MoEBlock))
+
+
+def use_model_masks(model: nn.Module) -> None:
+    """Let the blocks of a model that was not made for them follow its passes and its masks."""
+    follow_passes(model)
+    blocks = [block for _, block in blocks_in(model)]
+    masks = follow_masks(model, blocks)
+    for block in blocks:
+        block.masks = masks
 
 
 @dataclass(frozen=True)

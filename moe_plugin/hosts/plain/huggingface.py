@@ -35,7 +35,8 @@ from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, View
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.experts.lora import ADAPTER_AXIS
-from moe_plugin.hosts.plain.blocks import MoEBlock, follow_passes
+from moe_plugin.experts.optimizers import replaces_parameters
+from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import HostContext
 from moe_plugin.routing.registry import check_balance
@@ -76,6 +77,7 @@ class SwappedBlock(MoEBlock):
         return super().train(mode)
 
 
+@replaces_parameters
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
     """Put our layer, with the same weights, in place of every MoE block of a model.
@@ -83,8 +85,9 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     What the model computes stays the same up to rounding, what is frozen stays frozen, and routers
     that `transformers` keeps in float32 stay there (`router.fp32`). Each rank of `comm` keeps its
     share of the experts. Collective. `save_pretrained` (collective, too) writes the model's own
-    format with all experts, and `load_state_dict` takes what it wrote. Until `restore_moe_blocks`,
-    calls with `output_router_logits=True` are a `ValueError`.
+    format with all experts, and `load_state_dict` takes what it wrote. Padding by the model's
+    `attention_mask` is not routed and gets zeros from the blocks. Until `restore_moe_blocks`, calls
+    with `output_router_logits=True` are a `ValueError`.
 
     Args:
         model: a decoder of `transformers` of a known family (docs/huggingface.md), with or
@@ -122,7 +125,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         swapped.append(f"{start}layers.{index}.{child}")
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
-    follow_passes(model)
+    use_model_masks(model)
     model.register_forward_pre_hook(_refuse_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_load_theirs)
     if hasattr(model, "save_pretrained"):
@@ -299,6 +302,7 @@ def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
             if isinstance(module, SwappedBlock))
 
 
+@replaces_parameters
 def restore_moe_blocks(model: nn.Module) -> None:
     """Put the model's own MoE blocks back, with the weights that our layers have now, in their
     dtype, on their device, and frozen where they are: `model` is one of `transformers` again, for

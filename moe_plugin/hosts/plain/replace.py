@@ -20,7 +20,8 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.named import overrides, refuse_timeout
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, follow_passes
+from moe_plugin.experts.optimizers import replaces_parameters
+from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, use_model_masks
 from moe_plugin.hosts.plain.feed_forward import FeedForward, read_feed_forward
 from moe_plugin.layer import MoELayer
 from moe_plugin.messages import short
@@ -42,6 +43,7 @@ class _Place:
     put: Callable[[MoEBlock], None]
 
 
+@replaces_parameters
 def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
                 match: Match | None = None, upcycle: bool = True, comm: Comm | None = None,
                 **settings: Any) -> list[str]:
@@ -53,7 +55,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     `nn.TransformerDecoderLayer`, too. Its width, inner width, activation, biases and dropouts
     become the block's. Every expert begins as a copy of it (Komatsuzaki et al. 2023, Sparse
     Upcycling), so that with top_k > 1 and no dropped tokens the model computes at first what it
-    did before; copies of what is frozen are frozen. Collective over `comm`.
+    did before; copies of what is frozen are frozen. Padding by the model's own masks
+    (`routing.model_masks`) is not routed. Collective over `comm`.
 
     Args:
         model: is changed. Every rank has the same weights.
@@ -90,7 +93,7 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(blocks_in(module)):
             module.use_nested_tensor = False  # blocks take tensors that are not nested
-    follow_passes(model)
+    use_model_masks(model)
     if comm.size == 1:
         _leave_out_of_files(model)
     return [place.name for place in places]
@@ -226,6 +229,7 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
             logger.info("router.top_k=1: an expert's output is multiplied by its score, so the "
                         "model does not compute at first what it did before; top_k=2 does")
         _copy(ffn, moe, place.name)
+        moe.ddp_check.begin(moe.experts)
     after = nn.Dropout(ffn.after) if ffn.after else None
     return MoEBlock(moe, after=after).train(place.module.training)
 

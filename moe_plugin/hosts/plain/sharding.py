@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     gradients are averaged in buckets behind backward. When `backward` returns, every gradient is
     that of the mean over ranks of the ranks' losses: no other call is needed. Clip with
     `moe_plugin.gradients.norm.clip_grad_norm_`, or with torch's own function (`part_gradients`).
+    Experts follow `set_gradient_divide_factor` of the innermost unit around their layer.
     Collective.
 
     Args:
@@ -53,7 +54,7 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device
         mesh = init_device_mesh("cpu" if device == "meta" else device, (dist.get_world_size(),))
     world = _world_of(mesh)
-    reduce_experts(model, world)
+    reduce_experts(model, world, divisor_of=_divisor_in([*units, model]))
     for layer in layers_in(model):
         if layer.comm.size == 1:
             # whole gradients, but torch mixes them with no DTensors
@@ -72,7 +73,9 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """`DistributedDataParallel` for a model with experts.
 
     When `backward` returns, every gradient is that of the mean over ranks of the ranks' losses,
-    see `fully_shard_model`. Collective.
+    see `fully_shard_model`. A communication hook that is not one of torch's must average, too, and
+    have the attribute `averages = True`; the first training call raises `ValueError` otherwise.
+    Collective.
 
     Args:
         model: on its device.
@@ -100,6 +103,26 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from blocks_of(child)
+
+
+def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
+    """Look up what `set_gradient_divide_factor` has set for the innermost unit around a layer."""
+    around = dict[MoELayer, list[Any]]()
+    for unit in units:
+        for layer in layers_in(unit):
+            around.setdefault(layer, []).append(unit)
+
+    def divisor_of(layer: MoELayer) -> float | None:
+        for unit in around[layer]:
+            state = unit._get_fsdp_state()
+            # the list's name since torch 2.10; before, a unit had one group at most
+            one = getattr(state, "_fsdp_param_group", None)
+            groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
+            if groups:
+                return getattr(groups[0], "gradient_divide_factor", None)
+        return None
+
+    return divisor_of
 
 
 def _world_of(mesh: DeviceMesh) -> TorchComm:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.functional import gather
+from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.options import aliases, canonical
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch.token_entry import split_tokens
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.matrices import of_transformers
+from moe_plugin.experts.overwrites import OverwriteCheck
 from moe_plugin.hosts.transformers.compat import (
     ALL_EXPERTS_FUNCTIONS,
     EPImplementation,
@@ -161,11 +163,22 @@ class PluginEP(EPImplementation):
         self.comm, self.sharing = (TorchComm(mesh.get_group(), config.comm.timeout_s)
                                    for mesh in (ep_mesh, tp_mesh))
         setattr(experts, _OVER_RANKS, True)
+        self.overwrites: OverwriteCheck | None = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor,
                  top_k_weights: Tensor) -> Tensor:
         """[T, D] of the tokens [T, D] that this rank holds."""
+        try:
+            return self._through(hidden_states, top_k_index, top_k_weights)
+        except CommError as error:
+            if self.experts[0].training:
+                raise
+            raise CommError(f"{error}; {UNEQUAL_TEXTS}") from error
+
+    def _through(self, hidden_states: Tensor, top_k_index: Tensor,
+                 top_k_weights: Tensor) -> Tensor:
         module, routed = self.experts[0], self.routed
+        self._check(module)
         if routed is None:
             experts = self.num_local_experts * self.comm.size
             routed = self.routed = _routed(module, self.settings, self.comm, experts,
@@ -176,6 +189,17 @@ class PluginEP(EPImplementation):
         tokens = hidden_states.shape[0]
         part = _part(hidden_states, top_k_index, top_k_weights, self.sharing)
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
+
+    def _check(self, module: nn.Module) -> None:
+        """Compare the experts of all ranks in some training calls, see `OverwriteCheck`."""
+        if torch.compiler.is_compiling() or self.comm.size == 1 or not (
+                module.training and torch.is_grad_enabled()):
+            return
+        if self.overwrites is None:
+            self.overwrites = OverwriteCheck(self.comm, module)
+            for parameter in module.parameters():
+                parameter.expert_ranks = self.comm.size  # type: ignore[attr-defined]
+        self.overwrites(module, None)
 
 
 def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,

@@ -28,7 +28,7 @@ from moe_plugin.routing.token_ids import check_integers, check_range
 # settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
 # weigh by a score function, and may drop a second expert
 SCORED = frozenset({"noise", "input_jitter", "batch_prioritized"})
-SEVERAL = SCORED | {"normalize=after_drop"}
+SEVERAL = SCORED | {"normalize=after_drop", "normalize_add", "normalize_min"}
 BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
 LINEAR = frozenset({"bias"})  # whose logits are `Router.scores`
 FORCED = frozenset({"force"})  # whose choice may be replaced by another of as many experts
@@ -194,10 +194,13 @@ class Router(BuffersKeepDtype, RouterModule):
             ValueError: top_k outside 1..E, or other than the router's fixed number; a part of
                 `needs` is missing or does not fit.
         """
+        k = self.top_k if top_k is None else self._checked(top_k)
         call = RoutingCall(
-            mask_T=mask_T, k=self.top_k if top_k is None else self._checked(top_k),
+            mask_T=mask_T, k=k,
             info=info or TokenInfo(), noise=self.noise if self.training else 0.0,
-            score=self.score, divides=self.divides, one_pass=self.one_pass(),
+            score=self.score, divides=self.divides and (k > 1 or self.divides_one),
+            added=self.config.normalize_add, least=self.config.normalize_min,
+            one_pass=self.one_pass(),
             reads_z="z" in self.losses, leaves_none=self.leaves_none,
             replays_whole=type(self).leaves_none,
             comm=self.host.loss_comm, penalty_E=self.penalty_E)
@@ -264,9 +267,7 @@ class Router(BuffersKeepDtype, RouterModule):
         """Hook: the weights [T, K] of chosen experts, differentiable. Here: their scores, divided
         by their sum as `router.normalize` says.
         """
-        weights_TK = call.weights_of(ids_TK)
-        # a weight over itself, with its gradient
-        return weights_TK * 0 + 1 if self.divides_one and call.k == 1 else weights_TK
+        return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Hook: what follows from a choice (`call.ids_TK`), such as counting it, and the choices

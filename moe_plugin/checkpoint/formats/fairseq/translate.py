@@ -43,6 +43,8 @@ BRANCH_PATHS: dict[str, tuple[Any, str]] = {
     "moe_batch_prioritized_routing": (False, "router.batch_prioritized"),
     "moe_eval_capacity_token_fraction": (0.25, "dispatch.eval_token_fraction"),
 }
+# the branch divides weights by their sum, or by torch.finfo(torch.float32).eps where that is more
+BRANCH_DIVISOR = 2.0**-23
 DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_factor",
                   "moe_eval_token_fraction")
 
@@ -104,6 +106,9 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
     read = only_read(base, names, chosen_k)  # the branch's defaults are for its own gates
     base = {path: value for path, value in base.items()
             if (path in read and path not in in_file) or path in changed}
+    if chosen_k > 1 and _branch_gates(names, flags, in_file) \
+            and "router.normalize_min" not in in_file:
+        base["router.normalize_min"] = BRANCH_DIVISOR
     _refuse_contradictions(args, flags, base, changed)
     return config_from_flags(flags, {**base, "model_dim": model_dim})
 
@@ -131,6 +136,15 @@ def _activation(name: str) -> str:
             f"{', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
+
+
+def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> bool:
+    """Whether a run has the branch's gates, whose weights are divided."""
+    def given(name: str) -> Any:
+        return flags.get(f"moe_router_{name}") or in_file.get(f"router.{name}")
+
+    return (set(names) <= {"topk", "gshard"} and given("score") in (None, "softmax")
+            and given("normalize") != "none")
 
 
 def _changed_branch_paths(args: Any) -> dict[str, str]:

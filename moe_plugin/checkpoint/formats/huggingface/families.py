@@ -72,6 +72,7 @@ _ALL = (
                       **shared_names("shared_experts")},
                files={"router.expert_bias": "moe_statics.e_score_correction_bias"},
                bias_row=True, shared="plain", expert_bias=True, normalize=True, float32=("gate.",),
+               normalize_add=0.0, normalize_min="moe_norm_min",
                keys={"top_k": "moe_k", "experts": "moe_num_experts"}),
            alone="rotary positions that pair neighbours"),
     Family(model_type="exaone_moe", architecture="ExaoneMoeForCausalLM",
@@ -143,7 +144,7 @@ _ALL = (
     Family(model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", title="LFM2-MoE (Liquid AI)",
            block=Block(module="feed_forward", names={**GATE, "router.expert_bias": "expert_bias"},
                        parts=("w1", "w3", "w2"), scores="sigmoid", expert_bias=True, scales=True,
-                       settings={"activation": "silu"}),
+                       normalize_add=1e-6, settings={"activation": "silu"}),
            alone="convolutions in most layers"),
     Family(model_type="llama", architecture="LlamaForCausalLM", title="Llama 2 and 3 (Meta); dense",
            decoder=Decoder(dense="any", biases=("none", "all"), mlp_bias=True)),
@@ -168,7 +169,7 @@ _ALL = (
            title="MiniMax-M2 (MiniMax)",
            block=replace(
                MIXTRAL, names={**GATE, "router.expert_bias": "e_score_correction_bias"},
-               scores="sigmoid", expert_bias=True),
+               scores="sigmoid", expert_bias=True, normalize_add=0.0),
            alone="norms of all queries and keys together with rotary positions of a part of "
                  "each head"),
     Family(model_type="mistral", architecture="MistralForCausalLM",

@@ -46,6 +46,9 @@ class Block:
         scores: "softmax", "sigmoid", or "sparsemixer", a router of its own.
         expert_bias: one is added for the choice.
         normalize: `normalize_top_k` that it can have; None: the configuration says it.
+        normalize_add: what is added to the sum of the weights of the chosen before it divides them.
+            (A softmax whose largest scores are chosen sums to so much that it has no effect.)
+        normalize_min: key of `config.json` of the least number that divides them; "": none.
         scales: has a factor on the weights.
         methods: values of `topk_method` in `config.json`; the first where it has none.
         group_scores: with groups, how many scores make a group's; None: no groups.
@@ -71,6 +74,8 @@ class Block:
     scores: str = "softmax"
     expert_bias: bool = False
     normalize: bool | None = None
+    normalize_add: float = 1e-20
+    normalize_min: str = ""
     scales: bool = False
     methods: tuple[str, ...] = ()
     group_scores: int | None = None

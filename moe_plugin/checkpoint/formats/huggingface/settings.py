@@ -20,7 +20,7 @@ _LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank",
                  "plain_dim": "qk_nope_head_dim", "rotary_dim": "qk_rope_head_dim",
                  "value_dim": "v_head_dim"}
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
-           "max_position_embeddings": 2048, "rope_theta": 10000.0}
+           "max_position_embeddings": 2048, "rope_theta": 10000.0, "moe_norm_min": 1e-12}
 # settings that do not change what the model computes
 INERT = frozenset((
     "_name_or_path", "architectures", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype",
@@ -119,6 +119,8 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
     groups, chosen = (get(block.key(name)) or 1 for name in ("groups", "group_top_k"))
     limited = block.group_scores is not None and method != "greedy" and groups > 1
     return {"top_k": top_k, "router": block.scores, "normalize_top_k": normalize,
+            "normalize_add": block.normalize_add,
+            "normalize_min": float(get(block.normalize_min)) if block.normalize_min else 0.0,
             "router_scale": float(get(block.key("router_scale"))) if block.scales else 1.0,
             "gate_clamp": float(get(block.key("gate_clamp")) or 0.0),
             **({"groups": groups, "group_top_k": chosen, "group_scores": block.group_scores}

@@ -1,0 +1,184 @@
+"""What torch's optimizers may not do with experts, checked in the first step of each optimizer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from moe_plugin.dtensors import is_sharded
+from moe_plugin.experts.marks import expert_ranks
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+# Tools that copy or average all parameters of all ranks, by the modules of their code.
+_TOOLS = {
+    "torch.distributed.optim.zero_redundancy_optimizer":
+        "torch.distributed.optim.ZeroRedundancyOptimizer",
+    "torch.distributed.optim.post_localSGD_optimizer":
+        "torch.distributed.optim.PostLocalSGDOptimizer",
+    "deepspeed.runtime.engine": "deepspeed.initialize",
+}
+INSTEAD = (
+    "Wrap the model by moe_plugin.fully_shard_model(model), which shards all other parameters and "
+    "their optimizer states, or by moe_plugin.ddp_model(model), and use an optimizer of "
+    "torch.optim. If every rank should hold all experts, use MoELayer(..., comm=LocalComm())")
+_watched: list[object] = []  # the hooks of all optimizers, registered once
+# by optimizer: whether its steps need groups without a mix of sharded and whole parameters
+_SEEN: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+_WHOLE_GROUPS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+
+
+def watch_optimizers() -> None:
+    """Check the first step of every optimizer of torch from now on. Later steps of an optimizer
+    cost one lookup.
+
+    The first step raises `ValueError` for an optimizer or tool that treats the experts of several
+    ranks as copies of each other, and for a step inside backward of experts whose gradients are
+    averaged afterwards. It logs a warning for parameters that were replaced in their model.
+    """
+    if not _watched:
+        _watched.append(register_optimizer_step_pre_hook(_before_step))
+        _watched.append(register_optimizer_step_post_hook(_after_step))
+
+
+def refuse_tools(ranks: int) -> None:
+    """Raise `ValueError` if the caller runs inside a tool that copies or averages all parameters.
+
+    ranks: how many ranks hold different experts.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        _refuse(_TOOLS.get(frame.f_globals.get("__name__", "")), ranks)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _refuse(tool: str | None, ranks: int) -> None:
+    if tool is not None:
+        raise ValueError(
+            f"{tool} copies or averages all parameters over the ranks, but the experts of {ranks} "
+            f"ranks are different parameters and would be overwritten. {INSTEAD}")
+
+
+def replaces_parameters(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that replaces modules of its first argument, `model`. Parameters that the
+    model no longer has are marked, and the first step of an optimizer that still has them logs a
+    warning.
+    """
+    @functools.wraps(function)
+    def marking(*args: P.args, **kwargs: P.kwargs) -> R:
+        watch_optimizers()
+        model = cast(nn.Module, args[0] if args else kwargs["model"])
+        before = [weakref.ref(parameter) for parameter in model.parameters()]  # keeps no memory
+        result = function(*args, **kwargs)
+        after = set(model.parameters())
+        for parameter in after:
+            parameter.__dict__.pop("discarded_by", None)
+        for each in before:
+            if (gone := each()) is not None and gone not in after:
+                gone.discarded_by = function.__name__  # type: ignore[attr-defined]
+        return result
+
+    return marking
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    mixed = _SEEN.get(optimizer)
+    if mixed is None:
+        parameters = list(_parameters(optimizer))
+        _refuse_products(optimizer, parameters)
+        _refuse_copies(optimizer, parameters)
+        _refuse_early(parameters)
+        _warn_discarded(parameters)
+        mixed = any(_is_mixed(group) for group in optimizer.param_groups)
+        _SEEN[optimizer] = mixed
+    if mixed:
+        _WHOLE_GROUPS[optimizer] = optimizer.param_groups
+        optimizer.param_groups = [part for group in optimizer.param_groups
+                                  for part in _parts(group)]
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    groups = _WHOLE_GROUPS.pop(optimizer, None)
+    if groups is not None:
+        optimizer.param_groups = groups
+
+
+def _is_mixed(group: dict[str, Any]) -> bool:
+    """Whether torch's `foreach` and `fused` functions would fail: they do not take sharded and
+    whole parameters together.
+    """
+    return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
+
+
+def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group of an optimizer, apart for sharded and for whole parameters."""
+    sharded = [is_sharded(parameter) for parameter in group["params"]]
+    if all(sharded) or not any(sharded):
+        return [group]
+    return [{**group, "params": [parameter for parameter, is_shard in
+                                 zip(group["params"], sharded, strict=True) if is_shard is kind]}
+            for kind in (True, False)]
+
+
+def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Raise `ValueError` for an optimizer whose step of shared parameters would differ by rank."""
+    if not isinstance(optimizer, LBFGS):
+        return
+    for parameter in parameters:
+        comm = getattr(parameter, "part_comm", None)
+        if comm is not None and comm.size > 1:
+            raise ValueError(
+                f"torch.optim.LBFGS takes products over all parameters, and this rank has the "
+                f"experts of one of {comm.size} ranks: must be an optimizer that steps each "
+                "element, such as torch.optim.AdamW, or experts on every rank, "
+                "MoELayer(..., comm=LocalComm())")
+
+
+def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    ranks = max(map(expert_ranks, parameters), default=1)
+    if ranks > 1:
+        for kind in type(optimizer).__mro__:
+            _refuse(_TOOLS.get(kind.__module__), ranks)
+        refuse_tools(ranks)
+
+
+def _refuse_early(parameters: list[Tensor]) -> None:
+    """Raise `ValueError` for a step before the gradients of replicas are averaged."""
+    if torch._C._current_graph_task_id() == -1:
+        return
+    for parameter in parameters:
+        if (ranks := getattr(parameter, "expert_replicas", 1)) > 1:
+            raise ValueError(
+                f"an optimizer steps inside backward, but {ranks} ranks store the same experts and "
+                "average their gradients at the end of backward, so that each would step by its "
+                "own gradient. Call optimizer.step() after backward, at least for the parameters "
+                "with is_expert(parameter) of moe_plugin.experts, or store each expert on one "
+                "rank, with an expert-parallel group of all data-parallel ranks")
+
+
+def _warn_discarded(parameters: list[Tensor]) -> None:
+    names = [name for parameter in parameters if (name := getattr(parameter, "discarded_by", ""))]
+    if names:
+        logger.warning(
+            "the optimizer was built before %s replaced modules of the model: %d of its %d "
+            "parameters are no longer in the model, and the parameters in their place, those of "
+            "the experts and routers, do not train. Build the optimizer after %s",
+            names[0], len(names), len(parameters), names[0])
