@@ -113,8 +113,15 @@ def _replicas(settings: RunConfig, host: HostSeams) -> RunFeature | None:
 def _records(settings: RunConfig, host: HostSeams) -> LayerRecords | None:
     if host.records is None or not settings.observe.writes:
         return None
-    return LayerRecords(settings.observe, host.layers, host.records, host=host.host, rank=host.rank,
+    # the report names what trains
+    is_theirs = host.host == "pytorch" and any(map(_is_of_transformers, host.models))
+    return LayerRecords(settings.observe, host.layers, host.records,
+                        host="transformers" if is_theirs else host.host, rank=host.rank,
                         has_log=host.has_log)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
 def _votes(settings: RunConfig, host: HostSeams) -> StepVotes | None:

@@ -16,6 +16,7 @@ from moe_plugin.config import ObserveConfig
 from moe_plugin.observe.choices import ChoiceLog
 from moe_plugin.observe.drops import RULE
 from moe_plugin.observe.history.fairseq_log import skipped_step
+from moe_plugin.observe.history.records import OWN_LOOPS
 from moe_plugin.observe.progress import first_step
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.timeline import StepTimeline
@@ -63,13 +64,14 @@ class LayerRecords(RunFeature):
                  rank: int | None = None, has_log: bool = True) -> None:
         self.config, self.has_log = config, has_log
         # a loop of one's own, or a host without its own log, does not say what training dropped
-        warned = [RULE] if has_log and host != "pytorch" else []
+        own_loop = host in OWN_LOOPS
+        warned = [RULE] if has_log and not own_loop else []
         self.recorder = StatsRecorder(config, comm, warned, host=host)
         self.choices = ChoiceLog(config.choices, layers, comm) if config.choices else None
         self.trace = trace_of(config, layers, comm.rank if rank is None else rank)
         self.timeline = StepTimeline(config, layers, comm, rank or 0, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
-        if host == "pytorch":  # hosts write what their user gave
+        if own_loop:  # hosts write what their user gave
             self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:

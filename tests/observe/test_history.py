@@ -17,6 +17,7 @@ from moe_plugin.observe.given import OFF, ON, chosen
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run, read_runs
 from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
+from moe_plugin.observe.history.records import comparable
 
 pytestmark = pytest.mark.fast
 
@@ -132,6 +133,43 @@ def test_statistics_say_which_host_wrote_them(tmp_path: Path) -> None:
     assert found == ["fairseq", "pytorch", "unknown", "pytorch"]
     write(tmp_path / "a" / "logs", train_log='| train_inner | {"loss": "2", "num_updates": "7"}\n')
     assert read_run(tmp_path / "a").last_step == 7  # one run, whose log is in another folder
+
+
+def test_the_state_of_a_trainer_of_transformers(tmp_path: Path) -> None:
+    """The last checkpoint has all steps; its statistics of layers name the same host."""
+    state = pytest.importorskip("transformers").TrainerState
+    for step in (9, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        history = [{"loss": 4.0 / n, "grad_norm": 1.5, "learning_rate": 1e-3, "epoch": 0.1 * n,
+                    "step": n} for n in range(1, step + 1)]
+        state(global_step=step, log_history=[
+            *history, {"eval_loss": 0.5, "eval_runtime": 1.0, "step": step}]).save_to_json(
+            str(folder / "trainer_state.json"))
+    run = read_run(tmp_path)
+    assert run.host == "transformers" and run.last_step == 10 and len(run.steps) == 10
+    assert [r.loss for r in run.steps] == [4.0 / n for n in range(1, 11)]
+    assert (run.steps[-1].valid_loss, run.steps[-1].learning_rate) == (0.5, 1e-3)
+    write(tmp_path, stats_jsonl=layer_row(1, host="transformers"),
+          notes_json='{"trainer": "state"}\n')
+    assert read_run(tmp_path).host == "transformers"
+
+
+def test_losses_without_label_smoothing_are_compared() -> None:
+    """Both criteria log the loss without label smoothing; one also logs the loss with it."""
+    dense = parse_step('| train_inner | {"loss": "3.5", "nll_loss": "2.5", "num_updates": "7"}')
+    experts = parse_step('| train_inner | {"inner_loss": "3.6", "loss": "3.7", "nll_loss": "2.6", '
+                         '"num_updates": "7"}')
+    assert dense is not None and experts is not None
+    assert dense[1].loss == pytest.approx(2.5 * math.log(2))
+    assert experts[1].loss == pytest.approx(2.6 * math.log(2))
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("True", "on"), ("false", "off"), ("[0.003]", "3e-3"), ("none", "None"), ("1e-3", "0.001"),
+    ("(0.9, 0.98)", "[0.9, 0.98]")])
+def test_settings_that_mean_the_same_are_equal(one: str, other: str) -> None:
+    assert comparable(one) == comparable(other) != comparable("other")
 
 
 @pytest.mark.parametrize(("steps", "covered"), [

@@ -352,7 +352,7 @@ def test_settings_that_differ_come_first_and_all_are_folded_away() -> None:
     run.changed = {"lr": ("1e-1", "0.25")}
     text = render(run)
     folded = {attrs.get("id"): "open" in attrs for attrs in Page(text).of("details")}
-    assert folded["changed"] and not folded["settings"]
+    assert not folded["changed"] and not folded["settings"], "the curves come first"
     block = re.search(r'<details id="changed".*?</details>', text, re.DOTALL)[0]
     assert Page(block).text["td"] == ["1e-1", "0.25"] and "seed" not in block
 

@@ -94,11 +94,17 @@ class GateLoss:
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)
         inner = sum(log.get("inner_loss", 0) for log in logging_outputs)
         metrics.log_scalar("inner_loss", inner / sample_size / math.log(2), sample_size, round=3)
+        named = logging_outputs
         if not issubclass(cls, LabelSmoothedCrossEntropyCriterion):
             # named before fairseq's own, which would include the gate loss
             metrics.log_derived("ppl",
                                 lambda meters: utils.get_perplexity(meters["inner_loss"].avg))
-        super().reduce_metrics(logging_outputs)
+            tokens = sum(log.get("ntokens", 0) for log in logging_outputs)
+            if tokens != sample_size:
+                metrics.log_scalar("nll_loss", inner / tokens / math.log(2), tokens, round=3)
+            # then fairseq names none
+            named = [{**log, "ntokens": log.get("sample_size", 0)} for log in logging_outputs]
+        super().reduce_metrics(named)
         gate = sum(log.get("moe_loss", 0) for log in logging_outputs)
         metrics.log_scalar("moe_gate_loss", gate / sample_size, sample_size, round=4)
         for key in METRICS:

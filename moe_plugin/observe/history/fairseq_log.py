@@ -92,8 +92,9 @@ def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
     if "num_updates" not in numbers:
         return None
     step = step_number(numbers["num_updates"], "num_updates")
+    # without label smoothing and gate loss where the line has that, so that runs can be compared
     loss = next((numbers[name] * LN2
-                 for name in ("inner_loss", "nll_loss", "loss") if name in numbers), None)
+                 for name in ("nll_loss", "inner_loss", "loss") if name in numbers), None)
     if kind == "valid":
         return StepRecord(step=step, valid_loss=loss, extra={
             f"valid {name}": numbers[name] for name in (*ERRORS, *DROPS) if name in numbers},

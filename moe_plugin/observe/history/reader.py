@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log
+from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log, trainer_state
 from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.predictions import PredictionRecord, prediction_record
 from moe_plugin.observe.history.records import (
     COPIES,
+    OWN_LOOPS,
     CopyRecord,
     LayerRecord,
     RunRecord,
@@ -33,10 +34,11 @@ GIVE_UP = 100_000  # lines without a record after which a file is not read furth
 SCRIPT_BYTES = 1 << 20
 LINE_BYTES = 1 << 24  # of one line; what is beyond counts as another
 NATIVE = "native"  # a record of Megatron's own log
-INNER = ("train_inner", "iteration", NATIVE, "training")  # kinds of records within an epoch
+# kinds of records within an epoch
+INNER = ("train_inner", "iteration", NATIVE, "training", trainer_state.KIND)
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
-          "(--log-file), what Megatron itself prints, or fairseq's log (its standard output, or "
-          "--log-file)")
+          "(--log-file), what Megatron itself prints, fairseq's log (its standard output, or "
+          "--log-file), or trainer_state.json of a Trainer of transformers")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class _Source:
     def host(self) -> str | None:
         """The host that wrote this training log; None if it is not a host's."""
         kinds = {kind for kind, _ in self.steps} - {"training"}
+        if trainer_state.KIND in kinds:
+            return "transformers"
         megatron = kinds <= {"iteration", NATIVE}
         return None if not kinds else "megatron" if megatron else "fairseq"
 
@@ -141,7 +145,7 @@ def _sources(folder: Path) -> list[_Source]:
     """The files that say something of a run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
-    sources = [source for path in candidates(folder)
+    sources = [source for path in trainer_state.latest(candidates(folder))
                if (source := _read(path)).any or source.settings or source.predictions]
     if not any(source.any for source in _without_copies(sources)):
         raise ValueError(
@@ -202,6 +206,10 @@ def _read(path: Path) -> _Source:
             if b"\0" in stream.read(4096):
                 return source
             stream.seek(0)
+            if path.name == trainer_state.FILE:
+                source.steps = trainer_state.parse(stream.read(LINE_BYTES))
+                source.writer = "transformers"
+                return source
             tail, error = b"\n", None
             for number, raw in enumerate(iter(lambda: stream.readline(LINE_BYTES), b""), 1):
                 tail = raw
@@ -263,7 +271,8 @@ def _json_line(source: _Source, text: str) -> None:
         source.resizes.append(resize_record(row))
     elif "training" in row and "step" in row:  # of `StatsRecorder.training`
         source.steps.append(("training", json_lines.training_record(row)))
-        source.writer = "pytorch"  # hosts have logs of their own
+        if source.writer not in OWN_LOOPS:  # hosts have logs of their own
+            source.writer = "pytorch"
     elif "iteration" in row and ("lm_loss" in row or "valid_loss" in row):  # Megatron's
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))

@@ -267,15 +267,25 @@ class RunRecord:
         return max((len(r.load) for r in self.layer_records), default=0)
 
 
+OWN_LOOPS = ("pytorch", "transformers")  # hosts whose records are those of a user's own loop
+_WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False,
+          "none": None}
+
+
 def comparable(value: Any) -> Any:
-    """Equal where two settings are: numbers and None also as text, sequences of any kind. Can be a
-    key.
+    """Return a hashable value that is equal for two settings that mean the same.
+
+    Numbers, booleans and None may be written as text (`3e-3`, `on`, `none`). Sequences of any type
+    are equal if their entries are, and a sequence of one entry equals that entry: fairseq keeps
+    `--lr 0.003` as `[0.003]`.
     """
     if isinstance(value, str):
+        if value.lower() in _WORDS:
+            return _WORDS[value.lower()]
         try:
             value = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return value
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(comparable(one) for one in value)
+        return comparable(value[0]) if len(value) == 1 else tuple(map(comparable, value))
     return value if value.__hash__ else str(value)

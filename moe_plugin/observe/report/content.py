@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
-from moe_plugin.observe.history.records import DROPS
+from moe_plugin.observe.history.records import DROPS, OWN_LOOPS
 from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figure_records import (
     Band,
@@ -412,7 +412,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _steps(run: RunRecord) -> str:
-    if run.host == "pytorch":  # counts as its loop does; hosts count from 1
+    if run.host in OWN_LOOPS:  # counts as its loop does; hosts count from 1
         first, last = run.steps_covered
         return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
     total = run.total_steps

@@ -19,7 +19,7 @@ from moe_plugin.observe.report.compare import comparison, history, named_apart
 from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw_svg import drawing, top_of
 from moe_plugin.observe.report.figure_records import HeatMap, ReportSection, Table
-from moe_plugin.observe.report.text import number
+from moe_plugin.observe.report.text import HOSTS, number
 from moe_plugin.regular_files import write_regular
 
 HERE = Path(__file__).parent
@@ -52,8 +52,11 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
 def render(run: RunRecord, place: Path | None = None) -> str:
     """The page as text. place: the folder for it, from which it links to the run's files."""
     found = sections(run)
-    return _page([run], run.name, "Report of a training run", found, place, run=run,
-                 summary=summary(run),
+    facts = summary(run)
+    kind = f"Training run with {HOSTS.get(run.host, 'an unknown host')}"
+    steps = dict(facts).get("Steps")
+    return _page([run], run.name, f"{kind}, steps: {steps}" if steps else kind, found, place,
+                 run=run, summary=facts,
                  changed=[(name, *both) for name, both in (run.changed or {}).items()],
                  findings=list(_with_plots(findings(run), found)))
 
@@ -101,7 +104,7 @@ def _page(runs: Sequence[RunRecord], title: str, kind: str, found: list[ReportSe
     data = {id: one.data for id, one in drawn.items() if one.data is not None}
     notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     return TEMPLATES.get_template("report.html").render(
-        title=f"{title}: run report", heading=title, kind=kind, notes=notes, sections=found,
+        title=f"{title}: {kind}", heading=title, kind=kind, notes=notes, sections=found,
         drawn=drawn, top=number(top),
         files=[file for run in runs for file in _files(run, place)], version=__version__,
         data=_embedded(data), policy=POLICY, style=_style(), scripts=_scripts(), **more)

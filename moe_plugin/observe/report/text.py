@@ -6,7 +6,8 @@ import math
 
 from moe_plugin.planner.units import show_size, show_time
 
-HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain PyTorch"}
+HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain PyTorch",
+         "transformers": "transformers"}
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -1,0 +1,64 @@
+"""`trainer_state.json`, which a `Trainer` of transformers writes into its folder and into each
+of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_plugin.observe.history.json_lines import step_number
+from moe_plugin.observe.history.records import StepRecord
+
+FILE = "trainer_state.json"
+KIND = "trainer"
+_KNOWN = {"loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch"}
+
+
+def latest(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the paths without the states that a later checkpoint of the same run repeats."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if path.name != FILE:
+            yield path
+            continue
+        in_checkpoint = path.parent.name.startswith("checkpoint-")
+        run = path.parent.parent if in_checkpoint else path.parent
+        found[run] = max(path, found.get(run, path), key=_step_of)
+    yield from found.values()
+
+
+def _step_of(path: Path) -> float:
+    number = path.parent.name.removeprefix("checkpoint-")
+    return int(number) if number.isdigit() else math.inf  # the one of the whole run
+
+
+def parse(text: bytes) -> list[tuple[str, StepRecord]]:
+    """Return the training and validation records of a state, with their kinds.
+
+    Raises:
+        ValueError: the text is not such a state.
+    """
+    state = json.loads(text)
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise ValueError("it has no log_history, which a Trainer of transformers writes")
+    found = []
+    for row in state["log_history"]:
+        step = step_number(row.get("step"), "step")
+        if "eval_loss" in row:
+            found.append(("valid", StepRecord(step=step, valid_loss=_number(row["eval_loss"]))))
+        elif "loss" in row:
+            extra = {name: value for name in row if name not in _KNOWN
+                     and (value := _number(row[name])) is not None}
+            found.append((KIND, StepRecord(
+                step=step, loss=_number(row["loss"]), extra=extra,
+                learning_rate=_number(row.get("learning_rate")),
+                grad_norm=_number(row.get("grad_norm")))))
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
