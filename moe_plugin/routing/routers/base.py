@@ -325,10 +325,10 @@ class Router(BuffersKeepDtype, RouterModule):
             return all_E
         if inside_backward():
             raise RuntimeError(
-                f"loss global_batch of {type(self).__name__}: a recomputation does not know the "
-                "load of its first pass, of which nothing was recorded; must run by "
-                "torch.utils.checkpoint.checkpoint, or by a torch.autograd.Function whose `ctx` is "
-                "the first argument of forward and backward")
+                f"loss global_batch of {type(self).__name__}: this recomputation cannot repeat the "
+                "load of its first pass, which was not recorded; checkpoint by "
+                "torch.utils.checkpoint.checkpoint, and with torch.compile inside the compiled "
+                "function: torch.compile(lambda x: checkpoint(block, x))")
         self.step_load_E = self.step_load_E + all_E
         return self.step_load_E
 
