@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.activations.auto import manage
+from moe_plugin.memory.passes import BlockPasses
 from moe_plugin.output import weighted_loss
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, routers
-from moe_plugin.routing.replay import checkpoint
+from moe_plugin.routing.replay import checkpoint, inside_backward, replaying
 
 pytestmark = pytest.mark.fast
 
@@ -72,6 +74,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "global batch gshard": {"router": {"name": "gshard"}, "losses": {"global_batch": 1.0}},
     "capacity": {"router": {"name": "gshard", "batch_prioritized": True},
                  "dispatch": {"capacity_factor": 0.7}},
+    "bounded": {"router": {"name": "gshard"},
+                "dispatch": {"name": "bounded", "max_rows_factor": 1.5}},
 }
 
 
@@ -196,6 +200,61 @@ class Failing(torch.autograd.Function):
 @pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0)])
 def test_backward_passes_in_any_order(order: tuple[int, ...], name: str, kind: str) -> None:
     check(step(ROUTERS[name], KINDS[kind], order=order), expected(name, order=order))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_is_counted_once_whether_it_counts_first_passes_or_gradients(kind: str) -> None:
+    blocks, counted = blocks_of(ROUTERS["topk"]), Counter()
+
+    def count(*_: Any) -> None:
+        counted["first"] += not inside_backward()
+        counted["with gradients"] += torch.is_grad_enabled() and not replaying()
+
+    blocks[0].moe.register_forward_hook(count)
+    for loss in [forward(blocks, KINDS[kind], x) for x in inputs(7, 9)]:
+        loss.backward()
+    assert counted == {"first": 2, "with gradients": 2}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_blocks_whose_weights_stream(name: str) -> None:
+    """All micro-batches pass a block before the next one, and its backward pass computes it again
+    outside of torch's.
+    """
+    @contextmanager
+    def randomness(micro_batch: int, block: int) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(10 * micro_batch + block)
+            yield
+
+    def loss(y_TD: Tensor, weight: float) -> Tensor:
+        return weight * y_TD.square().mean()
+
+    found: list[dict[str, Tensor]] = []
+    for streamed in (False, True):
+        blocks = nn.ModuleList([*blocks_of(ROUTERS[name]), *blocks_of(ROUTERS[name])])
+        batches = list(zip(inputs(11, 8), (1.0, 2.0), strict=True))
+        if streamed:
+            passes = BlockPasses(blocks, loss, randomness)
+            passes.begin(batches)
+            for number in range(3):
+                passes.forward(number, True)
+            for number in (3, 2, 1, 0):
+                passes.backward(number)
+        else:
+            ys, own = [x for x, _ in batches], torch.zeros((), dtype=torch.float64)
+            for number, block in enumerate(blocks):
+                for m, y in enumerate(ys):
+                    with randomness(m, number):
+                        ys[m], more = block(y)
+                    own = own + more
+            (own + sum(loss(y, weight) for y, (_, weight) in zip(ys, batches, strict=True))
+             ).backward()
+        found.append(seen(blocks, [], []))
+    for key, wanted in found[0].items():
+        assert (found[1][key] is None) == (wanted is None), key
+        if wanted is not None:
+            torch.testing.assert_close(found[1][key], wanted, rtol=1e-11, atol=1e-12, msg=key)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ours", "plain in plain"])
