@@ -222,8 +222,8 @@ class _Replay:
             return None
         if inside_backward():
             raise RuntimeError(
-                "a recomputation found no recorded routing: with observe.replay use "
-                "moe_plugin.routing.replay.checkpoint in place of torch's")
+                "a recomputation found no recorded routing: with observe.replay recompute by "
+                "torch.utils.checkpoint.checkpoint")
         step = self._records
         if self.passes == len(step):
             raise self._differs("more")
