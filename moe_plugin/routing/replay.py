@@ -148,18 +148,20 @@ def _function_context(frame: FrameType) -> Any:
 
 def _new_frame(frame: FrameType) -> Any:
     """The frame object that a non-reentrant checkpoint has made for its first pass."""
-    code = frame.f_code
-    if "gen" in code.co_varnames:  # torch's
-        generator = frame.f_locals.get("gen")
-        inner = getattr(generator, "gi_frame", None)
-        return None if inner is None else inner.f_locals.get("new_frame")
-    # Transformer Engine's
-    return frame.f_locals.get("new_frame") if "new_frame" in code.co_varnames else None
+    if "gen" in frame.f_code.co_varnames:  # torch's, which makes it in a generator
+        frame = getattr(frame.f_locals.get("gen"), "gi_frame", None) or frame
+    return _frame_object(frame, "new_frame")  # Transformer Engine makes it in the function itself
 
 
 def _recomputed_frame(frame: FrameType) -> Any:
     """The frame object whose first pass a non-reentrant checkpoint repeats."""
-    return frame.f_locals.get("frame") if "frame" in frame.f_code.co_freevars else None
+    return _frame_object(frame, "frame")
+
+
+def _frame_object(frame: FrameType, name: str) -> Any:
+    code = frame.f_code
+    found = frame.f_locals.get(name) if name in code.co_varnames + code.co_freevars else None
+    return found if hasattr(found, "recompute_fn") else None
 
 
 # by the name of a function in which a checkpointed call runs: what finds the object that stands for
