@@ -18,12 +18,11 @@ from moe_plugin.records import Placement, Routing
 from moe_plugin.routing import HasFinishStep
 from moe_plugin.routing.contract import FLOAT32, float32_state
 from moe_plugin.routing.registry import Unlinked
-from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.tuning.layout_selector import LayoutSelector
 
 
-class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
-    """Base of `MoELayer`: it is saved, loaded, copied, moved; its steps end, its recordings go.
+class LayerState(HasFinishStep, nn.Module):
+    """Base of `MoELayer`: it is saved, loaded, copied, moved; its steps end.
 
     Attributes:
         given, config: the settings as passed, and with what they leave open decided.
@@ -102,14 +101,15 @@ class LayerState(OwnsReplayLogs, HasFinishStep, nn.Module):
         """See `moe_plugin.routing.finish_step`, which calls it."""
         self.layouts.finish_step()
 
-    def forget_recordings(self) -> None:
-        """See `moe_plugin.routing.replay.forget`."""
+    def forget(self) -> None:
+        """Drop what a failed step left for a backward pass that never came. A host that goes on
+        after such a step (out of memory) calls it when no backward pass is pending.
+        """
         if self.link is not None:
             self.link.forget()
         later: LaterGrads | None = self.experts.later
         if later is not None:
             later.forget()
-        self.layouts.forget_recordings()
 
 
 def _loaded(layer: LayerState, incompatible: object) -> None:

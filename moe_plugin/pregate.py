@@ -32,7 +32,7 @@ from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
 from moe_plugin.routing.registry import Unlinked
-from moe_plugin.routing.replay import ReplayLog
+from moe_plugin.routing.replay import replayed
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class RoutingMailbox:
             raise ValueError(
                 f"no pre-gate has decided for these {tokens} tokens: each forward pass must call "
                 "the blocks in the order in which moe_plugin.pregate.link joined them, and "
-                "a recomputation must be recorded (moe_plugin.routing.replay.checkpoint, or "
-                "HostContext(replay=True)); call all of them, or set router.pre_gate=0")
+                "a recomputation must be one of torch.utils.checkpoint.checkpoint; call all of "
+                "them, or set router.pre_gate=0")
         count = pending.routing.ids_TK.shape[0]
         if count != tokens:
             raise ValueError(
@@ -109,14 +109,11 @@ class NextBlockRouting:
         following: the next block; its `router` is the pre-gate, or predicts; None: there is none.
         inbox: the block before puts the decision here; None: the layer's own gate decides.
         outbox: this block puts the next one's decision here; None: it decides for none.
-        received, sent: recordings for recomputations.
     """
 
     def __init__(self, layer: MoELayer, following: MoELayer | None, inbox: RoutingMailbox | None,
                  outbox: RoutingMailbox | None) -> None:
         self.layer, self.following, self.inbox, self.outbox = layer, following, inbox, outbox
-        replay = layer.layouts.host.replay
-        self.received, self.sent = ReplayLog(replay), ReplayLog(replay)
         self._decided: _Decided | None = None  # in the call under way
         self._hooks: list[Any] = []
 
@@ -158,8 +155,8 @@ class NextBlockRouting:
     def _received(self, inbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> Routing:
         """The decision of the block before."""
         count = tokens.x_TD.shape[0]
-        pending = self.received.replayed(lambda: inbox.take(count), self.layer.training,
-                                         values=False)
+        pending = replayed(self, lambda: inbox.take(count), self.layer.training,
+                           what="received decision", values=False)
         routing = pending.routing
         if top_k not in (None, routing.ids_TK.shape[1]):
             raise ValueError(
@@ -183,7 +180,7 @@ class NextBlockRouting:
             made.append(PendingRouting())
             return made[0]
 
-        pending = self.sent.replayed(new, self.layer.training, values=False)
+        pending = replayed(self, new, self.layer.training, what="sent decision", values=False)
         values = _values(routing)
         if made:  # in a recomputation the next block has it already
             decided = _with_values(routing, [x.detach() for x in values])
@@ -209,9 +206,7 @@ class NextBlockRouting:
         return (replace(args[0], started=lambda: after.experts.prefetch(ids_TK)),)
 
     def forget(self) -> None:
-        """Drop recordings, and a decision that was not taken."""
-        self.received.forget()
-        self.sent.forget()
+        """Drop a decision that was not taken."""
         if self.outbox is not None:
             self.outbox.clear()
 

@@ -62,8 +62,6 @@ class HostContext:
         layer_number: number of this MoE layer in its model, from 0; None: unknown.
         numbered_later: the host tells the number after it has built the layer
             (`moe_plugin.experts.base.Experts.use_layer`).
-        replay: the host recomputes activations with reentrant checkpointing, so that a choice
-            made in the first pass must be repeated in the second (`moe_plugin.routing.replay`).
         loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
             computed; None: this rank alone.
         batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: the
@@ -82,7 +80,6 @@ class HostContext:
 
     layer_number: int | None = None
     numbered_later: bool = False
-    replay: bool = False
     loss_comm: Comm | None = None
     batch_comm: Comm | None = None
     split_loss_comm: Comm | None = None

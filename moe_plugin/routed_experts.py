@@ -17,7 +17,6 @@ from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import Experts
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
-from moe_plugin.routing.replay import inside_backward
 from moe_plugin.routing.token_ids import check_range
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import through_experts
@@ -98,9 +97,7 @@ class RoutedExperts:
         routing = Routing(ids_TK, weights_TK.to(wide), None, {}, none, none.long())
         kept = KeptRouting(routing, None, None, routing)
         tuner, traced = self.layouts.tuner, torch.compiler.is_compiling()
-        # a recomputation repeats the latest call: it neither chooses again nor is timed
-        again = tuner is not None and not traced and inside_backward()
-        layout = self.layouts.select(kept, self.layouts.current if again else None, training)
+        layout = self.layouts.select(kept, None, training)
         if tuner is not None and not traced:
             tuner.pop_decisions()  # which logs them
         return through_experts(self.experts, layout, x_TD, kept)[0]

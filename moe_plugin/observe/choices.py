@@ -25,7 +25,7 @@ from moe_plugin.planner.order_files import dump_choices
 from moe_plugin.records import Routing
 from moe_plugin.regular_files import check_output, make_folder
 from moe_plugin.routing.contract import expert_groups_of
-from moe_plugin.routing.replay import inside_backward, replaying
+from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class _LayerChoices:
             self.recent.clear()
 
     def _add(self, router: nn.Module, args: Any, routing: Routing) -> None:
-        if not router.training or torch.compiler.is_compiling() or inside_backward() or replaying():
+        if not router.training or torch.compiler.is_compiling() or inside_backward():
             return
         self._follow()
         ids_TK, experts = routing.ids_TK.detach(), self.experts

@@ -33,7 +33,7 @@ from moe_plugin.regular_files import check_input, check_output, make_folder
 from moe_plugin.routing import Router
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.forced import check_replaceable
-from moe_plugin.routing.replay import inside_backward, replaying
+from moe_plugin.routing.replay import inside_backward
 
 Key = tuple[str, int | None, int]  # block, mtp_idx, layer
 
@@ -130,8 +130,7 @@ class RoutingTrace:
 
     def _hook(self, key: Key) -> Callable[[nn.Module, Any, Routing], None]:
         def hook(router: nn.Module, args: Any, routing: Routing) -> None:
-            counts = router.training and not (inside_backward() or replaying()
-                                              or torch.compiler.is_compiling())
+            counts = router.training and not (inside_backward() or torch.compiler.is_compiling())
             if counts and (not self.steps or self.ended < self.steps):
                 self.records.append((key, routing.ids_TK.detach()))
         return hook
@@ -222,8 +221,8 @@ class _Replay:
             return None
         if inside_backward():
             raise RuntimeError(
-                "a recomputation found no recorded routing: with observe.replay use "
-                "moe_plugin.routing.replay.checkpoint in place of torch's")
+                "a recomputation found no recorded routing: with observe.replay recompute by "
+                "torch.utils.checkpoint.checkpoint")
         step = self._records
         if self.passes == len(step):
             raise self._differs("more")

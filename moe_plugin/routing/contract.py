@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.records import HostContext, Routing, TokenInfo
-from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
+from moe_plugin.routing.replay import replayed
 
 
 def keep_init(parameter: nn.Parameter) -> nn.Parameter:
@@ -71,7 +71,7 @@ def float32_state(module: nn.Module) -> list[str]:
     return found
 
 
-class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
+class RouterModule(HasFinishStep, nn.Module):
     """Base of all routers, with what a router declares and what it does once per step.
 
     A router that shares nothing with the provided ones derives from this class; most derive from
@@ -115,7 +115,6 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
     def __init__(self, host: HostContext = HostContext()) -> None:
         super().__init__()
         self.host = host
-        self.recordings = ReplayLog(host.replay)
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
@@ -131,8 +130,10 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
 
     def replayed(self, choose: Callable[[], T], what: str = "choice",
                  shape: tuple[int, ...] | None = None) -> T:
-        """`choose()`, or in a recomputation what it returned in the first pass; see `ReplayLog`."""
-        return self.recordings.replayed(choose, self.training, what=what, shape=shape)
+        """`choose()`, or in a recomputation what it returned in the first pass; see
+        `moe_plugin.routing.replay.replayed`.
+        """
+        return replayed(self, choose, self.training, what=what, shape=shape)
 
     def step_sums(self) -> list[Tensor]:
         """Sums over what a rank has routed since the last step, by which `finish_step` moves the
@@ -140,9 +141,6 @@ class RouterModule(OwnsReplayLogs, HasFinishStep, nn.Module):
         stay the same. None: nothing of the kind moves it.
         """
         return []
-
-    def forget_recordings(self) -> None:
-        self.recordings.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         # copies are trained by what is told again; a process group cannot be pickled

@@ -138,11 +138,6 @@ class LayoutSelector:
             store=self.experts.taken_counts() if self.experts.stored else {},
             collectives=None if comm.size == 1 or traced else comm.collectives.active(comm))
 
-    def forget_recordings(self) -> None:
-        """See `moe_plugin.routing.replay.forget`."""
-        if self.tuner is not None:
-            self.tuner.forget_recordings()
-
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks."""
         if self.available.replicas is not None:
@@ -191,5 +186,5 @@ class LayoutSelector:
         if mode == "predicted":
             return PredictedLayout(self.config, self.available, probe)
         if mode == "auto":
-            return LayoutTuner(self.config, self.available, probe, replay=host.replay)
+            return LayoutTuner(self.config, self.available, probe)
         return None

@@ -28,7 +28,7 @@ from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.planner.once import Visits
 from moe_plugin.records import Routing
-from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
+from moe_plugin.routing.replay import replayed
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
 from moe_plugin.tuning.default_hardware import (
     Calibration,
@@ -75,13 +75,13 @@ class _Run:
     disturbances: int
 
 
-class LayoutTuner(OwnsReplayLogs):
+class LayoutTuner:
     """Chooses the layout of one layer's calls. Make one per layer; all ranks alike.
 
     Args:
         config: the layer's. layouts: what may be chosen. probe: one of its parameters, which gives
             device and dtype.
-        measure: what times a call (for tests). replay: see `HostContext`.
+        measure: what times a call (for tests).
 
     Attributes:
         settled: whether no call is to be asked any more: never.
@@ -90,8 +90,7 @@ class LayoutTuner(OwnsReplayLogs):
     settled = False
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor,
-                 measure: Callable[[torch.device], CallTimer] = CallTimer, *,
-                 replay: bool = False) -> None:
+                 measure: Callable[[torch.device], CallTimer] = CallTimer) -> None:
         if layouts.traits.single_layout:
             raise ValueError(
                 f"parallel.mode='auto' does not fit dispatch.name={config.dispatch.name!r}, which "
@@ -115,7 +114,6 @@ class LayoutTuner(OwnsReplayLogs):
         self.costs: deque[float] = deque(maxlen=LOOKS)
         self.due = True  # whether the next call agrees on its load in any case
         self.timer: CallTimer | None = None
-        self.recordings = ReplayLog(replay)
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, CallTimer | None]:
         """(layout of this call, timer where its time is wanted). In training a collective call now
@@ -123,17 +121,13 @@ class LayoutTuner(OwnsReplayLogs):
         """
         self.timer, choice = None, self.current
         if training:
-            choice = self.recordings.replayed(lambda: self._choose(routing), training,
-                                              what="layout")
+            choice = replayed(self, lambda: self._choose(routing), training, what="layout")
         return self.layouts.at(choice), self.timer
 
     @property
     def exploring(self) -> bool:
         """Whether trials of the current load are still to come."""
         return self.tuner.exploring(self.bucket)
-
-    def forget_recordings(self) -> None:
-        self.recordings.forget()
 
     def _choose(self, routing: Routing) -> LayoutChoice:
         self.since += 1

@@ -28,7 +28,6 @@ from moe_plugin.planner.once import Visits, rows_of_token
 from moe_plugin.planner.prefill import CUTS, PIECES
 from moe_plugin.planner.units import show_time
 from moe_plugin.records import Routing
-from moe_plugin.routing.replay import OwnsReplayLogs
 from moe_plugin.tuning.default_hardware import (
     as_visits,
     count_visits,
@@ -48,7 +47,7 @@ SKEW = 1.1  # rows of the fullest rank over the mean: usual while training, with
 MEMORY_SHARE = 0.02
 
 
-class PredictedLayout(OwnsReplayLogs):
+class PredictedLayout:
     """The layout of one layer: configured, from its first call in training on the best predicted.
 
     All ranks alike: the first call in training is collective, by one all-reduce of a number.
@@ -79,9 +78,6 @@ class PredictedLayout(OwnsReplayLogs):
         if training and not self.settled and not torch.compiler.is_compiling():
             self._settle(routing)
         return self.layouts.at(self.current), None
-
-    def forget_recordings(self) -> None:
-        """Nothing is recorded: a recomputation finds the layout of its first pass."""
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
         """The decision, once."""

@@ -22,7 +22,7 @@ from moe_plugin.output import weighted_loss
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import routers
-from moe_plugin.routing.replay import checkpoint, forget, record_routing, replay_routing
+from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.exactness.harness import NAMES, config_of, load_experts, slice_of
 from tests.exactness.test_routers import give_parameters, token_ids
 from tests.oracle import Case, expert, losses, make_inputs, make_parameters, objective, route
@@ -33,8 +33,9 @@ pytestmark = pytest.mark.fast
 
 BLOCKS = 3
 RUNS: dict[str, Callable[..., Any] | None] = {
-    "plain": None,
-    "recorded": checkpoint,
+    "kept": None,
+    "ours": checkpoint,
+    "plain": lambda block, *args: torch_checkpoint(block, *args, use_reentrant=False),
     "reentrant": lambda block, *args: torch_checkpoint(block, *args, use_reentrant=True),
 }
 
@@ -57,13 +58,12 @@ def case_of(world: int, block: int = 0, **changes: Any) -> Case:
         :world], "seed": 10 * block, **changes})
 
 
-def build(case: Case, comm: Any = None, pre_gate: int = 1, replay: bool = False,
-          blocks: int = BLOCKS) -> nn.ModuleList:
+def build(case: Case, comm: Any = None, pre_gate: int = 1, blocks: int = BLOCKS) -> nn.ModuleList:
     made = []
     for n in range(blocks):
         of_block = case_of(case.world, n, top_k=case.top_k)
         layer = MoELayer(config_of(case, router__pre_gate=pre_gate), comm,
-                         host=HostContext(layer_number=n, replay=replay), dtype=torch.float64)
+                         host=HostContext(layer_number=n), dtype=torch.float64)
         p = make_parameters(of_block)
         load_experts(layer, p, of_block)
         with torch.no_grad():
@@ -123,7 +123,7 @@ def test_equals_a_dense_computation(world: int, name: str) -> None:
     case = case_of(world)
 
     def rank(comm: Any) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-        model = build(case, comm, replay=name == "reentrant")
+        model = build(case, comm)
         xs, masks = make_inputs(case)
         x = xs[comm.rank].requires_grad_()
         y, loss = run(model, x, masks[comm.rank], RUNS[name])
@@ -170,7 +170,7 @@ def test_sizes_are_exchanged_one_block_early(name: str, choice: LayoutChoice | N
     counted, case = CountedSizes(monkeypatch), case_of(2)
 
     def rank(comm: Any) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        model = build(case, comm, replay=name == "reentrant")
+        model = build(case, comm)
         if choice is not None:
             forward = model[1].moe.forward
             model[1].moe.forward = lambda *args: forward(*args, choice=choice)
@@ -180,7 +180,7 @@ def test_sizes_are_exchanged_one_block_early(name: str, choice: LayoutChoice | N
         return y.detach(), gradients(model)
 
     seen = run_simulated(2, rank)
-    passes = 1 if name == "plain" else 2
+    passes = 1 if name == "kept" else 2
     assert counted.early == [BLOCKS - 1] * 2
     assert counted.late == [passes * (1 if choice is None else 2)] * 2
     outputs, _, grads = dense(case)
@@ -228,7 +228,7 @@ def test_micro_batches_of_other_sizes_in_flight(name: str) -> None:
     case = case_of(1)
     xs = [torch.randn(n, case.width, dtype=torch.float64,
                       generator=torch.Generator().manual_seed(n)) for n in (6, 3, 0, 5)]
-    apart, together = (build(case, replay=name == "reentrant") for _ in range(2))
+    apart, together = (build(case) for _ in range(2))
 
     def forward(model: nn.ModuleList, x: Tensor) -> Tensor:
         y, loss = run(model, x.clone().requires_grad_(), None, RUNS[name])
@@ -306,7 +306,8 @@ def test_a_pass_that_ended_early_is_forgotten() -> None:
     model[0](torch.randn(2, case.width, dtype=torch.float64))
     assert torch.equal(run(model, x)[0], want)
     model[0](x)
-    forget(model)
+    for block in model:
+        block.moe.forget()
     with pytest.raises(ValueError, match="no pre-gate has decided for these 7 tokens.*the order"):
         model[1](x)
 
@@ -331,7 +332,3 @@ def test_what_does_not_fit_is_named() -> None:
     model[0](x)
     with pytest.raises(ValueError, match="top_k=1 does not fit the pre-gate's 2"):
         model[1].moe(x, top_k=1)
-    y, loss = run(model, x.clone().requires_grad_(), None,
-                  lambda block, *args: torch_checkpoint(block, *args, use_reentrant=False))
-    with pytest.raises(ValueError, match="a recomputation must be recorded"):
-        (y.sum() + loss).backward()

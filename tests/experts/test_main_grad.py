@@ -17,7 +17,7 @@ from moe_plugin.experts import strategies
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.routing.replay import checkpoint, forget
+from moe_plugin.routing.replay import checkpoint
 from tests.exactness.spills import planned, random_planner
 from tests.experts.problems import Largest, make_layer
 
@@ -32,7 +32,7 @@ def test_what_a_failed_step_left_for_later_is_forgotten() -> None:
     layer.experts.later = LaterGrads()
     for _ in range(2):
         layer.experts.later.add(lambda: {"w_in_LDF": torch.ones_like(weight)})
-        forget(layer)
+        layer.forget()
     layer.experts.later.compute({"w_in_LDF": weight})
     assert weight.grad is None
     layer.experts.later.add(lambda: {"w_in_LDF": torch.ones_like(weight)})

@@ -12,7 +12,6 @@ from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.records import HostContext, Routing, TokenInfo
 from moe_plugin.routing import RouterModule, finish_step, needs_of, routers
-from moe_plugin.routing.replay import forget
 
 pytestmark = pytest.mark.fast
 
@@ -61,7 +60,7 @@ def test_a_plain_module_gets_all_four_arguments_and_needs_nothing() -> None:
     assert torch.equal(info.token_ids_T, torch.arange(10))
     assert needs_of(layer.router) == frozenset()
     finish_step(layer)
-    forget(layer)
+    layer.forget()
 
 
 class Given(nn.Module):
@@ -144,8 +143,8 @@ def test_a_router_declares_what_it_needs_and_hears_of_steps() -> None:
     assert layer.router.steps == 1
 
 
-def test_forgotten_recordings_are_not_taken_by_the_next_recomputation() -> None:
-    router = ByTokenId(HostContext(replay=True))
+def test_a_recomputation_takes_the_choice_of_its_own_first_pass() -> None:
+    router = ByTokenId(HostContext(layer_number=3))
     layer = MoELayer(from_dict(LAYER), router=router)
     x, ids = torch.randn(3, 6, requires_grad=True), [torch.tensor(i) for i in ([0, 1, 2], [3] * 3)]
 
@@ -156,14 +155,8 @@ def test_forgotten_recordings_are_not_taken_by_the_next_recomputation() -> None:
         return torch.utils.checkpoint.checkpoint(run, x, token_ids, use_reentrant=True)
 
     step(ids[0])  # its backward pass never comes
-    forget(layer)
     step(ids[1]).sum().backward()
-    assert router.chosen == 2 and not router.recordings.records
-    step(ids[0])
-    with pytest.raises(RuntimeError, match="found no recorded routing.*HostContext"):
-        late = step(ids[1]).sum()
-        forget(layer)
-        late.backward()
+    assert router.chosen == 2
 
 
 @pytest.mark.parametrize("name", routers.names())

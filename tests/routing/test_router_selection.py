@@ -148,7 +148,7 @@ def test_a_custom_rule(own_rule: None) -> None:
 
 
 def test_a_recomputation_takes_the_router_of_its_first_pass() -> None:
-    layer = make(rule="cycle", host=HostContext(replay=True))
+    layer = make(rule="cycle")
     x = torch.randn(8, 6, requires_grad=True)
     seen: list[str] = []
 

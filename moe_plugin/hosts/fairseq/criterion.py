@@ -27,9 +27,9 @@ from moe_plugin.hosts.fairseq.compat.names import (
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
 from moe_plugin.hosts.fairseq.options import GateLossFlags
+from moe_plugin.layer import layers_in
 from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.routing.registry import warn_unbalanced
-from moe_plugin.routing.replay import forget
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class GateLoss:
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         """(loss, sample size, values to log). A model without MoE layers gives the inner loss."""
-        forget(model)  # fairseq goes on after a step that ran out of memory
+        for moe in layers_in(model):
+            moe.forget()  # fairseq goes on after a step that ran out of memory
         inner, sample_size, logged = super().forward(model, sample, reduce=reduce)
         layers = moe_layers(model)
         if not layers:

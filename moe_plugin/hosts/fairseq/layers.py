@@ -39,7 +39,6 @@ class LayerSettings:
 
     Attributes:
         gradient_factor: see `translate.gradient_factor`.
-        replay: activations are recomputed, so routing must be repeated.
         layer_number: of this MoE layer in its stack, from 0.
         evaluation: set in models that only evaluate.
         run: what the trainer reads.
@@ -49,7 +48,6 @@ class LayerSettings:
     groups: FairseqGroups
     mask_padding: bool
     gradient_factor: float
-    replay: bool
     layer_number: int | None = None
     evaluation: Evaluation | None = None
     run: RunConfig = field(default_factory=RunConfig)
@@ -63,8 +61,8 @@ class LayerSettings:
         elif self.groups.world > 1 and (self.groups.replicas > 1
                                         or self.run.resize.expert_parallel_at):
             batch_comm = default_comm(self.config.comm.timeout_s)
-        return HostContext(layer_number=self.layer_number, replay=self.replay,
-                           batch_comm=batch_comm, own_capacity=self.evaluation is not None,
+        return HostContext(layer_number=self.layer_number, batch_comm=batch_comm,
+                           own_capacity=self.evaluation is not None,
                            training=self.evaluation is None, agreed=flatten(to_dict(self.run)))
 
 

@@ -118,7 +118,6 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         groups = groups or _groups(args, config, evaluation)
         settings = LayerSettings(config, groups, masks_padding(args, config),
                                  gradient_factor(args, groups.world),
-                                 replay=bool(module.cfg.checkpoint_activations),
                                  evaluation=evaluation, run=run)
         _exchange_layers(module, stack, freq, settings)
     if dist.is_initialized() and evaluation is None:

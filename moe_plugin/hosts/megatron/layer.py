@@ -28,7 +28,6 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
-from moe_plugin.hosts.megatron.recordings import Recordings
 from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
 from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
 from moe_plugin.hosts.megatron.translate import (
@@ -134,7 +133,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if setting(config, "delay_wgrad_compute"):
             stages.delay(self)
         watch_store(moe, lambda: f"layer{self.layer_number}")
-        self._clock, self._recordings = StepClock(), Recordings(moe, config)
+        self._clock = StepClock()
         self.run_ends_steps = False
         self._given_number: int | None = None
         self.continues = False  # a slice of a micro-batch whose first slice has passed
@@ -172,7 +171,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         number = None if self.layer_number is None else layer_numbers.moe_layers_before(
             config, self.layer_number)
         host = HostContext(layer_number=number, numbered_later=number is None,
-                           replay=config.recompute_granularity is not None,
                            agreed=flatten(to_dict(plan.run)),
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
         if native:
@@ -283,15 +281,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 "after which nothing takes its weights' gradients: must be False without the "
                 "schedule of overlap_moe_expert_parallel_comm=True; leave it out")
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
-        if self.passes > 1 and self.training and not inside_backward():
-            with self._recordings.of_next(self.passes):
-                return self._checkpointed(hidden_states, real_SB), None
-        return self._checkpointed(hidden_states, real_SB), None
-
-    def _checkpointed(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         if self.recompute and self.training:
-            return recomputed(self._run, self.config, self.tp_group, x_SBD, real_SB)
-        return self._run(x_SBD, real_SB)
+            return recomputed(self._run, self.config, self.tp_group, hidden_states, real_SB), None
+        return self._run(hidden_states, real_SB), None
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         self._check_store()

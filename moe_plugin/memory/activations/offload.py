@@ -30,7 +30,7 @@ from moe_plugin.memory.activations.swap import Ledger, Saved, Swapper
 from moe_plugin.memory.copier import OnDevice
 from moe_plugin.memory.passes import unchanged_buffers
 from moe_plugin.messages import short
-from moe_plugin.routing.replay import inside_backward, routing_replay
+from moe_plugin.routing.replay import inside_backward
 from moe_plugin.run import RunFeature, StepFacts
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Activations(RunFeature):
                  swapper: Swapper, contexts: Sequence[Contexts] = ()) -> None:
         _check_blocks(blocks)
         self.blocks, self.names, self.swapper = list(blocks), tuple(names), swapper
-        self.contexts = (routing_replay, *contexts)
+        self.contexts = tuple(contexts)
         self.sizes: dict[int, BlockSizes] = {}
         self.tell: Probe = no_probe
         self.use(policies)

@@ -22,7 +22,7 @@ from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
 from moe_plugin.routing.forced import balanced
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.replay import active_tape, inside_backward
+from moe_plugin.routing.replay import inside_backward, runs_once
 from moe_plugin.routing.token_ids import check_integers, check_range
 
 # settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
@@ -220,11 +220,10 @@ class Router(BuffersKeepDtype, RouterModule):
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
-        if torch.compiler.is_compiling() or not (self.recordings.enabled or active_tape()):
+        if torch.compiler.is_compiling() or runs_once(self.training):
             call.ids_TK = select(call)
         else:
-            call.ids_TK = self.recordings.replayed(lambda: select(call), self.training,
-                                                   shape=(x_TD.shape[0], choices))
+            call.ids_TK = self.replayed(lambda: select(call), shape=(x_TD.shape[0], choices))
         weights_TK = self.weigh(call, call.ids_TK)
         # recorded, because a recomputation must see the same load
         if "global_batch" in self.losses:
@@ -325,10 +324,14 @@ class Router(BuffersKeepDtype, RouterModule):
         all_E = self.batch_comm.all_reduce(mine_E)
         if not self.training:
             return all_E
-        total_E = self.step_load_E + all_E
-        if not inside_backward():
-            self.step_load_E = total_E
-        return total_E
+        if inside_backward():
+            raise RuntimeError(
+                f"loss global_batch of {type(self).__name__}: this recomputation cannot repeat the "
+                "load of its first pass, which was not recorded; checkpoint by "
+                "torch.utils.checkpoint.checkpoint, and with torch.compile inside the compiled "
+                "function: torch.compile(lambda x: checkpoint(block, x))")
+        self.step_load_E = self.step_load_E + all_E
+        return self.step_load_E
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
         """Padding goes nowhere, weights are scaled, losses and entropy computed.

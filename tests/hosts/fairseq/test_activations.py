@@ -10,7 +10,9 @@ from moe_plugin.observe.history import read_run
 from moe_plugin.planner.offload.profile import load_profile
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 
-KEEP = f"{LANGUAGE_MODEL} {MOE} {DROPLESS} --dropout 0.1 --max-update 5 --no-save"
+# a second expert is drawn, as by default
+KEEP = (f"{LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-second-expert-policy sampling --dropout 0.1 "
+        "--max-update 5 --no-save")
 
 
 @pytest.mark.distributed

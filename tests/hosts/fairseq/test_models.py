@@ -215,8 +215,7 @@ def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], w
     config = from_dict({"model_dim": 8, "num_experts": 4, **settings})
     with pytest.raises(ValueError, match=words):
         run_simulated(
-            2, lambda comm: ExpertFFN(LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0,
-                                                    False)))
+            2, lambda comm: ExpertFFN(LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0)))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])

@@ -138,8 +138,8 @@ def begun(world: int, argv: list[str], folder: Path,
           count: int = 3) -> tuple[list[str], list[float]]:
     """Arguments that go on from one step of a run, and that run's losses of the next steps."""
     more = ["--train-iters", str(count + 1)]
-    [found] = on_ranks(world, _losses, [*argv, *more, "--save", str(folder), "--save-interval",
-                                        "1"])
+    found, *_ = on_ranks(world, _losses, [*argv, *more, "--save", str(folder), "--save-interval",
+                                          "1"])
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
     return [*argv, *more, "--load", str(folder)], found[1:]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import schedules
+from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SlicePart
 from moe_plugin.hosts.megatron.pipeline.base import refuse
 from moe_plugin.hosts.megatron.pipeline.cutting import (
@@ -27,7 +28,6 @@ from moe_plugin.hosts.megatron.pipeline.cutting import (
     weighed,
 )
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
-from moe_plugin.hosts.megatron.recordings import Recordings, recomputes
 from moe_plugin.layer import layers_in
 from moe_plugin.machine import wait_for_device
 
@@ -56,7 +56,6 @@ class SliceStep(Step):
         self.output_grads: list[Tensor] = []
         self.timed = timed
         self.seconds: Seconds = defaultdict(list)
-        self._recordings = Recordings(bare, config)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
         """See `Step`; gradients come in reverse order of a micro-batch's slices."""
@@ -91,7 +90,7 @@ class SliceStep(Step):
         if self.again is not None and number == 0:
             self.again.next_batch()
         part, began = self._begin(batch, number), self._now()
-        with weighed(part), self._recordings.of_forward(number, len(self.slices)):
+        with weighed(part):
             output = self._output(batch, number, taken)
         self._took("forward", part, began)
         self.graphs[batch, number] = taken, output
@@ -172,7 +171,8 @@ def check_slices(passes: dict[str, Any], config: Any) -> None:
 
 def _checked(model: Any, config: Any) -> torch.nn.Module:
     bare = check_model(model, config)
-    for layer in layers_in(bare) if recomputes(config) else []:
+    recomputes = setting(config, "recompute_granularity") is not None
+    for layer in layers_in(bare) if recomputes else []:
         router = layer.config.router
         for name, value in (("router.pre_gate", router.pre_gate),
                             ("router.predict", router.predict)):
