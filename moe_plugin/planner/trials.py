@@ -328,7 +328,7 @@ class Steady:
 
     within: float = 0.1
     least: int = 2
-    most: int = 8
+    most: int = 4
     steps: list[Mapping[Hashable, float]] = field(default_factory=list)
 
     def add(self, numbers: Mapping[Hashable, float]) -> None:
@@ -340,8 +340,9 @@ class Steady:
         """Whether no further step is needed."""
         if len(self.steps) < self.least:
             return False
-        one, two = sorted(sum(step.values()) for step in self.steps)[:2]
-        return len(self.steps) >= self.most or two <= (1 + self.within) * one
+        one, *others = sorted(sum(step.values()) for step in self.steps)
+        return (len(self.steps) >= self.most or not others
+                or others[0] <= (1 + self.within) * one)
 
     def best(self) -> dict[Hashable, float]:
         """The smallest of each number: what disturbs a step adds to its times."""
