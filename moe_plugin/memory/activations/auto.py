@@ -238,6 +238,8 @@ class AutoActivations(Activations):
 
     def _wait_for_blocks(self) -> None:
         """A step in which not all blocks ran is made again."""
+        if not self._measured.complete(len(self.blocks)):
+            self._measured.steady.steps.pop()
         self._steps -= 1
         self._waited += 1
         if self._waited == MEASURING_AGAIN:

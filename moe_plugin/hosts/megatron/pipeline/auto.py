@@ -102,6 +102,8 @@ class AutoSchedule(PipelineSchedule):
                         "measured, so that they are measured again")
             self.chosen, self._run, self._steady = None, self.native, Steady()
         self._steady.add(numbers)
+        if self.settings.slices is None:
+            choose(profile)  # where nothing fits the memory, no further step is needed to say so
         if not self._steady.enough:
             return logged
         self._checks.changed()
