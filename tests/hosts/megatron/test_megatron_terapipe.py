@@ -305,7 +305,7 @@ def _automatic(argv: list[str], forced: str) -> tuple[str, tuple[int, ...], Any]
     """
     from moe_plugin.hosts.megatron.pipeline import auto, base
 
-    auto.Steady = partial(Steady, least=1)
+    auto.Steady = partial(Steady, least=1, within=1e9)
     second, made = base.gradient_group, []
     base.gradient_group = lambda group: made.append(group) or second(group)
     auto.choose = lambda profile: next(
