@@ -17,8 +17,9 @@ from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.network import part_of
 from moe_plugin.planner.forest.source import find_network
+from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import RULES, bucket_of, trial, turn
 from moe_plugin.tuning.prepare_group import log_once
 

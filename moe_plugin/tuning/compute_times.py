@@ -24,7 +24,8 @@ import torch
 from moe_plugin.machine import record_event, user_cache
 from moe_plugin.messages import warn_once
 from moe_plugin.planner.trials import ContestRules
-from moe_plugin.tuning.engine import Kept, Tuner, TunerSettings
+from moe_plugin.tuning.decisions import Kept, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 
 log = logging.getLogger(__name__)
 # two rounds warm up with few rows (`SMALL`), and keep out what is far behind

@@ -11,103 +11,33 @@ ranks before they come here.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from moe_plugin.planner.trials import Checks, Contest, ContestRules, Decision
+from moe_plugin.planner.trials import Checks, Contest, Decision
 from moe_plugin.planner.units import show_time
+from moe_plugin.tuning.decisions import (
+    Bucket,
+    Kept,
+    Memory,
+    TunerDecision,
+    TunerSettings,
+    filled,
+    new_fields,
+    plain,
+    text_of,
+)
 
-Bucket = TypeVar("Bucket", bound=Hashable)
 Choice = TypeVar("Choice", bound=Hashable)
 STATE_VERSION = 1
 LOG_LENGTH = 256
 PAUSE = 8  # calls, for each round before
 DISTURBED = 0.3  # spread, above which the machine is busy with something else
 RETRIED = 0.01  # of a bucket's time, within which candidates far behind are tried again
-
-
-@dataclass(frozen=True, kw_only=True)
-class TunerSettings:
-    """Rules of a tuner.
-
-    Attributes:
-        tries: candidates timed in a new bucket, the best predicted first; None: all.
-        within: candidates predicted slower than this factor times the best are not tried.
-        contest: how candidates are told apart.
-        drift: relative change of the watched time that counts as drift, `patience` times in a
-            row.
-        watch: a settled bucket is timed once per so many calls.
-        allowance, budget: calls that may be spent on trials: allowance, or budget * calls if more.
-        each: these are of each bucket; False: of all buckets together.
-    """
-
-    tries: int | None = 4
-    within: float = 2.0
-    contest: ContestRules = ContestRules(least=2)
-    drift: float = 0.3
-    patience: int = 3
-    watch: float = 8
-    allowance: float = 36
-    budget: float = 0.02
-    each: bool = False
-
-
-@dataclass(frozen=True)
-class TunerDecision:
-    """One entry of the log: what was decided at which call for which bucket, and why.
-
-    event: predict, explore, settle, keep or restore. Times in seconds, None: unknown.
-    """
-
-    call: int
-    bucket: Any
-    choice: Any
-    event: str
-    why: str
-    predicted_s: float | None = None
-    measured_s: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON lines and reports."""
-        return {**asdict(self), "choice": str(self.choice), "bucket": _plain(self.bucket)}
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A decision that outlives the process.
-
-    Attributes:
-        name, why: the candidate's, and why it was chosen.
-        spread: of the times that chose it, see `Contest.spread`.
-        seconds: of the candidates by name.
-        behind: by name those that were far behind, with the factor.
-        made: when, in seconds since 1970.
-    """
-
-    name: str
-    why: str
-    spread: float = 0.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    behind: Mapping[str, float] = field(default_factory=dict)
-    made: float = 0.0
-
-
-class Memory(Protocol[Bucket]):
-    """Decisions that outlive the process, by bucket."""
-
-    def get(self, bucket: Bucket) -> Kept | None:
-        """None: nothing is known."""
-
-    def put(self, bucket: Bucket, kept: Kept) -> None:
-        """Keep a decision."""
-
-    def forget(self, bucket: Bucket) -> None:
-        """Keep none any more."""
 
 
 @dataclass
@@ -435,9 +365,9 @@ class Tuner(Generic[Bucket, Choice]):
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint. Buckets with too few trials are explored again."""
         buckets = [{
-            "bucket": _plain(bucket), "settled": _plain(entry.settled),
+            "bucket": plain(bucket), "settled": plain(entry.settled),
             "known": entry.known,
-            "measured": [[_plain(choice), seconds] for choice, seconds in entry.measured.items()],
+            "measured": [[plain(choice), seconds] for choice, seconds in entry.measured.items()],
         } for bucket, entry in self.entries.items()]
         return {
             "version": STATE_VERSION, "calls": self.calls, "explored": self.explored,
@@ -462,13 +392,13 @@ class Tuner(Generic[Bucket, Choice]):
             bucket = saved["bucket"]
             bucket = tuple(bucket) if isinstance(bucket, list) else bucket
             predicted = dict(self.candidates(bucket))
-            choices = {_text(_plain(choice)): choice for choice in predicted}
-            new = _new_fields(saved["settled"], choices.values())
-            settled = choices.get(_text(_filled(saved["settled"], new)))
+            choices = {text_of(plain(choice)): choice for choice in predicted}
+            new = new_fields(saved["settled"], choices.values())
+            settled = choices.get(text_of(filled(saved["settled"], new)))
             if settled is None:
-                again.append(f"{_text(saved['settled'])} is not possible here any more")
+                again.append(f"{text_of(saved['settled'])} is not possible here any more")
                 continue
-            measured = [(choices.get(_text(_filled(c, new))), float(s))
+            measured = [(choices.get(text_of(filled(c, new))), float(s))
                         for c, s in saved["measured"]]
             more = [name for name in new if len({getattr(c, name) for c in predicted}) > 1]
             again += [f"{', '.join(more)} was not known when it was saved"] * bool(more)
@@ -477,26 +407,3 @@ class Tuner(Generic[Bucket, Choice]):
                 measured={c: s for c, s in measured if c is not None})
             self._note(bucket, entry, "restore", "from a checkpoint")
         return again
-
-
-def _new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Fields with a default that these choices have and a saved one has not, with the default."""
-    kind = next(iter(choices), None)
-    if not is_dataclass(kind) or not isinstance(saved, Mapping):
-        return {}
-    return {f.name: f.default for f in fields(kind)
-            if f.default is not MISSING and f.name not in saved}
-
-
-def _filled(saved: Any, new: Mapping[str, Any]) -> Any:
-    return {**new, **saved} if isinstance(saved, Mapping) else saved
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return asdict(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

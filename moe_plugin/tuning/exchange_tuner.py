@@ -19,8 +19,9 @@ from moe_plugin.comm.exchange import Exchange
 from moe_plugin.machine import capturing, wait_for_device
 from moe_plugin.planner.all_to_all_cost import COSTS, predict
 from moe_plugin.planner.trials import ContestRules
+from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 
 log = logging.getLogger(__name__)
 # the smallest time would favour a candidate whose times scatter

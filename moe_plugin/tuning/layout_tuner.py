@@ -31,6 +31,7 @@ from moe_plugin.planner.trials import ContestRules
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import OwnsReplayLogs, ReplayLog
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
+from moe_plugin.tuning.decisions import TunerDecision, TunerSettings
 from moe_plugin.tuning.default_hardware import (
     Calibration,
     as_visits,
@@ -39,7 +40,7 @@ from moe_plugin.tuning.default_hardware import (
     default_device,
     layer_shape,
 )
-from moe_plugin.tuning.engine import Tuner, TunerDecision, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.timer import CallTimer

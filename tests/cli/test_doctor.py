@@ -22,7 +22,7 @@ from moe_plugin.kernels import Op
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.registry import KINDS
 from moe_plugin.tuning.compute_times import ChoiceFiles
-from moe_plugin.tuning.engine import Kept
+from moe_plugin.tuning.decisions import Kept
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

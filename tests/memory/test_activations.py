@@ -29,7 +29,8 @@ from tests.seeds import seeded
 @pytest.fixture(autouse=True)
 def one_step_is_enough(monkeypatch):
     """Whether two steps agree is not up to this machine's clock."""
-    monkeypatch.setattr("moe_plugin.memory.activations.auto.Steady", partial(Steady, least=1, within=1e9))
+    monkeypatch.setattr("moe_plugin.memory.activations.auto.Steady",
+                        partial(Steady, least=1, within=1e9))
 
 DIM, TOKENS = 16, 24
 

@@ -34,7 +34,7 @@ from moe_plugin.tuning.compute_tuner import (
     candidates,
     why_unmeasured,
 )
-from moe_plugin.tuning.engine import Kept
+from moe_plugin.tuning.decisions import Kept
 from tests.experts.problems import parameters, problem
 
 pytestmark = pytest.mark.fast

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.trials import ContestRules
-from moe_plugin.tuning.engine import Kept, Tuner, TunerSettings
+from moe_plugin.tuning.decisions import Kept, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 
 CHOICES = list(legal_choices(2, 8, degrees=(1, 2, 4), algorithms=("linear", "2dh")))
 

@@ -24,7 +24,8 @@ from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.tuning import compute_times
 from moe_plugin.tuning.collectives import Choices
 from moe_plugin.tuning.compute_times import MeasuredChoices
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.decisions import TunerSettings
+from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import RULES
 
 pytestmark = pytest.mark.fast
@@ -200,5 +201,5 @@ def test_whoever_reads_a_clock_is_driven_above_or_chooses_nothing() -> None:
             clocks.add(name)
         if "moe_plugin.planner.trials import" in path.read_text(encoding="utf-8"):
             users.add(name)
-    assert users - {"tuning.engine"} <= {*DRIVERS}
+    assert users - {"tuning.engine", "tuning.decisions"} <= {*DRIVERS}
     assert clocks <= {*DRIVERS, *NO_CHOICE}, clocks - {*DRIVERS, *NO_CHOICE}
