@@ -152,15 +152,25 @@ def memory_bytes(device: torch.device) -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def cache_home() -> Path:
+    """Where all that outlives a run lies: `XDG_CACHE_HOME`, if it is an absolute path, else
+    `~/.cache`, and below it `moe-plugin`.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
+
+
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """A folder of this user that outlives the process, created if missing.
+    """A folder of this user that outlives the process, created if missing; every cache is in it.
 
-    Below the temporary folder if the home is not writable.
+    Below the temporary folder if it cannot be made.
 
-    purpose: what errors say is impossible without it.
+    Args:
+        purpose: what errors say is impossible without it.
+        folder: None: `cache_home`.
     Raises: ValueError: not writable.
     """
-    folder = folder or Path.home() / ".cache" / "moe-plugin"
+    folder = folder or cache_home()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

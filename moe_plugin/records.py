@@ -73,6 +73,7 @@ class HostContext:
             backward adds there (`moe_plugin.kernels.weight_grads`).
         own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
             the largest number of any rank that holds the experts.
+        tokens: of a call of this rank, the same on all ranks; None: not known.
         training: the layer may be trained; False: it warns of nothing that only training needs.
         agreed: what else all ranks of the layer must have alike, by name, such as settings of the
             run.
@@ -86,6 +87,7 @@ class HostContext:
     split_batch_comm: Comm | None = None
     adds_to_main_grad: bool = False
     own_capacity: bool = False
+    tokens: int | None = None
     training: bool = True
     agreed: Mapping[str, Any] = field(default_factory=dict)
 

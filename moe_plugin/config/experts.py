@@ -48,8 +48,8 @@ class ExpertsConfig(SettingsSection):
                           flag="expert-compute")
     compute_selection: str = option(
         "measured",
-        "how compute=auto chooses: measured (candidates are timed once per load and the result is "
-        "kept), or rule (nothing is timed)", choices=("measured", "rule"),
+        "how compute=auto chooses: measured (candidates are timed for each load, the result is "
+        "kept and checked now and then), or rule (nothing is timed)", choices=("measured", "rule"),
         flag="expert-compute-selection")
     recompute_activation: bool = option(
         False,

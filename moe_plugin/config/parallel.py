@@ -70,7 +70,7 @@ class ParallelConfig(SettingsSection):
     schedule: str = option(
         "auto",
         "with replicas: s1 splits tokens before the router, s2 the slots after it (needs a "
-        "capacity); auto: by the cost model",
+        "capacity); auto: the faster one by the cost model",
         choices=("auto", "s1", "s2"), flag="replicas-schedule")
     spill: str | None = option(
         None,
@@ -154,7 +154,8 @@ class TunerConfig(SettingsSection):
                         flag="overlap-max")
     tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
                         flag="parallel-tries")
-    samples: int = option(2, "auto: timed calls per layout", flag="parallel-samples")
+    samples: int = option(2, "auto: rounds of timed calls, at least, before layouts are compared",
+                         flag="parallel-samples")
     drift: float = option(
         0.3, "auto: relative change of a layer's time after which it is tuned again",
         flag="parallel-drift")

@@ -14,7 +14,7 @@ of their creation on all ranks, so all ranks post in the same order.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -207,9 +207,9 @@ class SentPieces(Sent):
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
 
-    def returned(self) -> list[Tensor]:
-        """The rows of every piece where they came from, [N, D] each; waits for them."""
-        return [self.back.take(number, token) for number, token in enumerate(self.results)]
+    def returned(self) -> Iterator[Tensor]:
+        """The rows of every piece where they came from, [N, D] each; waits for each in turn."""
+        return (self.back.take(number, token) for number, token in enumerate(self.results))
 
 
 class ExchangeDispatcher(Dispatcher):

@@ -96,6 +96,30 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
     return sum(times.values())
 
 
+def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
+    """Seconds of the exchanges of one forward pass as layers run them, of `s1` or `s2`.
+
+    In `pieces`, each with messages of its own. S2's gather of a piece runs beside the all-to-all of
+    the next one where it has links of its own: inside nodes of a cluster of several.
+    """
+    world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
+    volume = shape.bytes_rows * shape.shards / shape.replicas
+    step = all_to_all_s(cluster, world, "linear", volume / pieces)
+    if schedule == "s1":
+        return 2 * pieces * step + all_gather_s(cluster, mp, shape.bytes_in / shape.replicas)
+    gather = all_gather_s(cluster, mp, shape.bytes_rows / shape.replicas / pieces)
+    if cluster.nodes == 1 or shape.replicas > cluster.ranks_per_node:
+        return 2 * pieces * step + pieces * gather
+    return pieces * step + step + (pieces - 1) * max(step, gather) + gather
+
+
 def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
-    """The faster of `s1` and `s2` by the model; if equal s1, which also splits the gate's work."""
+    """The faster of `s1` and `s2` by the closed form; if equal s1, which also splits the gate's
+    work.
+    """
     return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
+
+
+def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
+    """The faster of `s1` and `s2` as layers run them (`run_s`); if equal s1."""
+    return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

@@ -17,9 +17,10 @@ from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.network import part_of
 from moe_plugin.planner.forest.source import find_network
+from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
-from moe_plugin.tuning.engine import Tuner, TunerSettings
-from moe_plugin.tuning.exchange_tuner import RULES, bucket_of, trial
+from moe_plugin.tuning.engine import Tuner
+from moe_plugin.tuning.exchange_tuner import RULES, bucket_of, trial, turn
 from moe_plugin.tuning.prepare_group import log_once
 
 LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
@@ -126,8 +127,8 @@ def _cluster(comm: Comm) -> Cluster:
 class AutoCollectives(Collectives):
     """The faster of native and forest for each collective and size, predicted or measured.
 
-    Trials are as those of the all-to-all (`tuning.exchange_tuner`): seven calls each, round robin,
-    the median of the slowest rank. cluster: by which it predicts; None: it measures.
+    Trials are as those of the all-to-all (`tuning.exchange_tuner`). cluster: by which it predicts;
+    None: it measures.
     """
 
     forest: Forest
@@ -161,10 +162,10 @@ class AutoCollectives(Collectives):
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
         """See `Collectives`. A measured trial is complete on return."""
-        chosen = self.chosen(comm, "all_reduce", x.nbytes)
-        if chosen is not None:
-            return chosen.start_all_reduce(comm, x)
-        total = self.all_reduce(comm, x)
+        name, trial_of = self._turn(comm, "all_reduce", x, x.nbytes)
+        if trial_of is None:
+            return self._named(name).start_all_reduce(comm, x)
+        total = self._trial(comm, trial_of, name, x)
         return lambda: total
 
     def part(self, ranks: Sequence[int]) -> Collectives:
@@ -189,7 +190,8 @@ class AutoCollectives(Collectives):
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
-        """What runs for a collective of `size` bytes of the whole; None: trials are not over."""
+        """What runs for a collective of `size` bytes of the whole; None: too few trials were made.
+        """
         if self.cluster is not None:
             known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
             if key not in known:
@@ -209,21 +211,33 @@ class AutoCollectives(Collectives):
                 "forest": self.forest.seconds(comm, kind, size)}
 
     def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Seconds of native and forest, where trials are over: medians of the slowest rank."""
+        """Seconds of native and forest, where trials were made: medians of the slowest rank."""
         return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
 
     def _named(self, name: str) -> Collectives:
         return self.forest if name == "forest" else NATIVE
 
-    def _run(self, comm: Comm, kind: str, x: Tensor, size: int) -> Tensor:
-        chosen = self.chosen(comm, kind, size)
-        if chosen is not None:
-            return getattr(chosen, kind)(comm, x)
-        self.forest.trees(comm)  # planned outside of what is measured
+    def _turn(self, comm: Comm, kind: str, x: Tensor,
+              size: int) -> tuple[str, tuple[str, int] | None]:
+        """(what runs, the bucket of its trial; None: it is none)."""
+        if self.cluster is not None:
+            return self.chosen(comm, kind, size).name, None
         bucket = kind, bucket_of(size)
-        return trial(Choices.of(comm).tuner, bucket, comm, x,
-                     lambda name: getattr(self._named(name), kind)(comm, x),
-                     f"collectives auto over {comm.name}, {kind} of about {2 ** bucket[1]} bytes")
+        name, timed = turn(Choices.of(comm).tuner, bucket, x)
+        return name, bucket if timed else None
+
+    def _run(self, comm: Comm, kind: str, x: Tensor, size: int) -> Tensor:
+        name, bucket = self._turn(comm, kind, x, size)
+        if bucket is None:
+            return getattr(self._named(name), kind)(comm, x)
+        return self._trial(comm, bucket, name, x)
+
+    def _trial(self, comm: Comm, bucket: tuple[str, int], name: str, x: Tensor) -> Tensor:
+        kind, size = bucket
+        self.forest.trees(comm)  # planned outside of what is measured
+        return trial(Choices.of(comm).tuner, bucket, name, comm, x,
+                     lambda one: getattr(self._named(one), kind)(comm, x),
+                     f"collectives auto over {comm.name}, {kind} of about {2 ** size} bytes")
 
 
 @dataclass

@@ -1,9 +1,10 @@
-"""Measured choices of expert compute: timed once without waiting for a device, kept by a module and
-in the user's cache, where other modules and runs find them.
+"""Measured choices of expert compute: timed without waiting for a device, kept by a process and in
+the user's cache, where other runs find and check them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,19 +13,28 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from moe_plugin.machine import record_event, user_cache
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.messages import warn_once
+from moe_plugin.planner.trials import ContestRules
+from moe_plugin.tuning.decisions import Kept, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 
 log = logging.getLogger(__name__)
-RULES = TunerSettings(tries=None, warm_up=1, samples=3, slow_warm_up_s=1.0, hysteresis=0.05,
-                      allowance=math.inf)
+# two rounds warm up with few rows (`SMALL`), and keep out what is far behind
+RULES = TunerSettings(tries=None, watch=math.inf, each=True,
+                      contest=ContestRules(warm_up=2, gain=0.05, behind=3.0))
+SMALL = 8  # one part in so many of the rows
+PATIENCE = 4  # times what a slow round took, before the next one
+SLOW_S = 0.5  # seconds of a slow round
+FILE_VERSION = 2
 Key = tuple[str, tuple[str, ...]]  # what a choice holds for, and its candidates
 Runs = Mapping[str, Callable[[], object]]
 
@@ -43,50 +53,109 @@ class MeasuredChoices:
     Args:
         folder: where files are kept; None: the user's cache. Where it cannot be written, choices
             last as long as this object.
+        clock: seconds, of this process.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.files, self._lock = ChoiceFiles(folder), threading.Lock()
+    def __init__(self, folder: Path | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.files, self.clock = ChoiceFiles(folder), clock
         self.tuner: Tuner[Key, str] = Tuner(lambda key: dict.fromkeys(key[1]), RULES, self.files)
         self._pending: dict[Key, deque[tuple[str, Callable[[], float | None]]]] = {}
+        self._not_before, self._calls = -math.inf, dict[Key, int]()
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Also in a forked process, where another thread may have held the lock."""
+        self._lock = threading.Lock()
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,
-               start: Callable[[], Runs] | None) -> ComputeChoice:
+               start: Callable[[int], Runs] | None) -> ComputeChoice:
         """The choice among `names` for the key `text`, the first while nothing is known.
 
-        start: the candidates' runs, called once per key; None: not in this call.
+        In a call in which something is measured, each candidate runs once with all rows, at most.
+
+        start: the candidates' runs with one part in so many of the rows; None: not in this call.
         """
         key = text, tuple(names)
-        with self._lock:
-            if not self.tuner.known(key):
-                if start is not None and not self._pending.get(key):
-                    self._launch(key, start(), device)
-                self._collect(key)
-            for d in self.tuner.pop_decisions():
-                if d.event in ("settle", "keep", "restore"):
-                    # every module restores what one has measured
-                    level = logging.DEBUG if d.event == "restore" else logging.INFO
-                    log.log(level, "experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
-            if not self.tuner.known(key):
-                return ComputeChoice(names[0], "not measured yet")
-            latest = self.tuner.latest(key)
-            return ComputeChoice(latest.choice, latest.why)
-
-    def _launch(self, key: Key, runs: Runs, device: torch.device) -> None:
-        self._pending[key] = deque()
-        for name in self.tuner.trials(key):
+        if self._lock.acquire(blocking=False):  # else another thread measures
             try:
-                self._pending[key].append((name, timed(runs[name], device)))
-            except RuntimeError as error:  # out of memory is one
-                log.warning("%s cannot be measured: %s", name, error)
-                self.tuner.record(key, name, math.inf)
-            if device.type != "cuda":
+                self.tuner.known(key)
                 self._collect(key)
+                if start is not None:
+                    self._calls[key] = self._calls.get(key, 0) + 1
+                    if not self._pending.get(key) and self.clock() >= self._not_before:
+                        self._measure(key, start, device)
+                self._say()
+            finally:
+                self._lock.release()
+        entry = self.tuner.entries.get(key)
+        if entry is None or not entry.known:
+            return ComputeChoice(names[0], "not measured yet")
+        return ComputeChoice(entry.settled, entry.latest.why)
+
+    def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:
+        """The trials of a round, where one is due, after those that warm up."""
+        begun, calls, runs = self.clock(), self._calls.pop(key), dict[int, Runs]()
+        while True:
+            name, calls = self.tuner.choose(key, calls), 0
+            if not self.tuner.wants_time(key):
+                break
+            warms_up = self.tuner.warms_up(key)
+            part = SMALL if warms_up else 1
+            if part not in runs:
+                runs = {part: start(part)}
+            self._launch(key, name, runs[part], device)
+            if not self.tuner.tries(key) and not warms_up:
+                break
+            if self._pending.get(key) and not self.tuner.tries(key):
+                break  # on a GPU: later calls read the times, and go on
+        taken = self.clock() - begun
+        if taken > SLOW_S:
+            self._not_before = self.clock() + PATIENCE * taken
+
+    def _launch(self, key: Key, name: str, runs: Runs, device: torch.device) -> None:
+        try:
+            self._pending.setdefault(key, deque()).append((name, timed(runs[name], device)))
+        except RuntimeError as error:  # out of memory is one
+            log.warning("%s cannot be measured: %s", name, error)
+            self.tuner.record(key, name, math.inf)
+        if device.type != "cuda":
+            self._collect(key)
 
     def _collect(self, key: Key) -> None:
         pending = self._pending.get(key)
         while pending and (seconds := pending[0][1]()) is not None:
             self.tuner.record(key, pending.popleft()[0], seconds)
+
+    def _say(self) -> None:
+        for d in self.tuner.pop_decisions():
+            if d.event in ("settle", "keep", "restore"):
+                # every run restores what one has measured
+                level = logging.DEBUG if d.event == "restore" else logging.INFO
+                log.log(level, "experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
+
+
+# Layers of a model know nothing of each other, and share what one measured: it lives as long as one
+# of them.
+_SHARED: weakref.WeakValueDictionary[str, MeasuredChoices] = weakref.WeakValueDictionary()
+
+
+def _after_fork() -> None:
+    for choices in list(_SHARED.values()):
+        choices.unlock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class SharedChoices:
+    """What a module holds of the process's choices."""
+
+    def __init__(self) -> None:
+        found = _SHARED.get("choices")
+        if found is None:
+            found = _SHARED["choices"] = MeasuredChoices()
+        self.choices = found
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
@@ -117,46 +186,76 @@ class ChoiceFiles:
         return user_cache("choices of expert compute are not kept between runs",
                           self._folder) / "expert-compute"
 
-    def get(self, key: Key) -> tuple[str, str] | None:
-        """(name, why) of a key's file; None if it is absent or cannot be read."""
+    def get(self, key: Key) -> Kept | None:
+        """The decision in a key's file; None if it is absent or cannot be read."""
         try:
-            record = _load(self._path(key))
+            found = _load(self._path(key))
         except (OSError, ValueError):
             return None  # `put` logs why
-        return record[1:] if record and record[0] == key[0] else None
+        return found[1] if found and found[0] == key[0] else None
 
-    def put(self, key: Key, name: str, why: str) -> None:
+    def put(self, key: Key, kept: Kept) -> None:
         """Write a key's file; where this fails, log why."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
+            record = {"version": FILE_VERSION, "key": key[0],
+                      **asdict(replace(kept, made=time.time()))}
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False,
                                              encoding="utf-8") as stream:
-                json.dump({"key": key[0], "name": name, "why": why}, stream)
-            # complete or not at all, also when two processes write at once
-            os.replace(stream.name, path)
+                json.dump(record, stream)
+            try:  # complete or not at all, also when two processes write at once
+                os.replace(stream.name, path)
+            except OSError:
+                os.unlink(stream.name)
+                raise
         except (OSError, ValueError) as error:
             log.warning("the choice for %s is measured again in the next run: %s", key[0], error)
 
-    def listed(self) -> list[tuple[str, ComputeChoice]]:
-        """(key, choice) of every file."""
+    def forget(self, key: Key) -> None:
+        """Remove a key's file."""
+        with contextlib.suppress(OSError, ValueError):
+            self._path(key).unlink()
+
+    def forget_all(self) -> int:
+        """Remove all files, those that cannot be read, too; how many there were.
+
+        Raises: OSError, ValueError: they cannot be removed.
+        """
+        paths = list(self.place().glob("*.json"))
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+    def listed(self) -> list[tuple[str, Kept]]:
+        """(key, decision) of every file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
             return []
-        return [(key, ComputeChoice(name, why)) for key, name, why in filter(None, records)]
+        return [found for found in records if found]
 
     def _path(self, key: Key) -> Path:
         return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"
 
 
-def _load(path: Path) -> tuple[str, str, str] | None:
-    """(key, name, why) of a file; None if it is absent or cannot be read."""
+def _load(path: Path) -> tuple[str, Kept] | None:
+    """(key, decision) of a file; None if it is absent, of another version or cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return str(record["key"]), str(record["name"]), str(record["why"])
+        if record.get("version") != FILE_VERSION:  # earlier ones do not say how sure they are
+            return None
+        numbers = [record["spread"], record["made"], *record["seconds"].values(),
+                   *record["behind"].values()]
+        if not all(isinstance(n, int | float) and 0 <= n < math.inf for n in numbers):
+            raise ValueError("its numbers are no times")
+        texts = [record["key"], record["name"], record["why"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its names are no texts")
+        return record["key"], Kept(record["name"], record["why"], record["spread"],
+                                   record["seconds"], record["behind"], record["made"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        log.warning("%s is not used: %r", path, error)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        warn_once(__name__, f"{path} is not used, and measured again: {error!r}")
         return None

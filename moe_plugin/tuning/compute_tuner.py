@@ -35,7 +35,7 @@ from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED, no_schedule
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import capturing, device_name
 from moe_plugin.records import RowPlan
-from moe_plugin.tuning.compute_times import ComputeChoice, MeasuredChoices, Runs
+from moe_plugin.tuning.compute_times import ComputeChoice, Runs, SharedChoices
 
 FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
 # FLOP of all experts' first products, below which nothing is timed: not worth it
@@ -119,7 +119,7 @@ def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
     """The fastest strategy for device and load: by rule, and where the rule leaves several, as
-    measured once (see `experts.compute_selection`).
+    measured (see `experts.compute_selection`).
     """
     counts, (_, width, inner) = getattr(rows, "counts", rows), parameters.w_in_LDF.shape
     # the first candidate on a CPU, for any others, where it is not worth measuring
@@ -139,7 +139,7 @@ def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNPar
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
-    """What `auto` takes for these rows. A module keeps its measurements; all share the files."""
+    """What `auto` takes for these rows. Modules share what one of them measures."""
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return ComputeChoice(_compiled(x, counts), "under torch.compile")
@@ -156,7 +156,7 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
     if why is not None:
         return ComputeChoice(names[0], why)
     start = functools.partial(trial, load, names, x.device, parameters)
-    known = parameters.memory.state(MeasuredChoices)
+    known = parameters.memory.state(SharedChoices).choices
     return known.choose(_key(load, names, x.device), names, x.device,
                         start if _may_measure(x.device) else None)
 
@@ -170,9 +170,11 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
                 counts.total, counts.even, planned, rows.position_TK.shape[1] if planned else 1)
 
 
-def trial(load: ComputeLoad, names: list[str], device: torch.device,
-          parameters: FFNParameters) -> Runs:
-    """Candidates' forward and backward passes for a load's bucket."""
+def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
+          part: int = 1) -> Runs:
+    """Candidates' forward and backward passes for a load's bucket. part: with one part in so many
+    of its rows.
+    """
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
         own = {
@@ -182,7 +184,7 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device,
         # trial gradients are discarded: they reach nothing that the layer's calls share
         p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {},
                              "sums": None, "later": None, "keep": None})
-        x, rows = sample_load(load, device)
+        x, rows = sample_load(load, device, part)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
         wanted = [x, *(t for t in own.values() if isinstance(t, Tensor))]
@@ -194,9 +196,12 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device,
     return {name: functools.partial(run, name) for name in names}
 
 
-def sample_load(load: ComputeLoad, device: torch.device) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Rows, or tokens and their plan, of a bucket's load, assigned to experts round robin."""
-    total = load.experts * 2**load.bucket // load.top_k * load.top_k
+def sample_load(load: ComputeLoad, device: torch.device,
+                part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
+    """Rows, or tokens and their plan, of a bucket's load, assigned to experts round robin. part:
+    one part in so many of its rows.
+    """
+    total = -(-load.experts * 2**load.bucket // part) // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(total // load.top_k, load.width, generator=generator,

@@ -1,102 +1,43 @@
 """The trial engine: times candidates and settles on the fastest for each bucket of the load.
 
-A pure state machine without torch, ranks or clocks; layouts, all-to-all algorithms and expert
-compute use it. A bucket that is not known starts with its best prediction, or the first candidate.
-Its candidates are timed round robin, then the fastest is kept and watched for drift.
+A pure state machine without torch, ranks or clocks; layouts, all-to-all algorithms, collectives and
+expert compute use it. A bucket that is not known starts with its best prediction, or the first
+candidate. Its candidates are tried in rounds until they can be told apart (`planner.trials`); then
+the fastest is kept, watched for drift and checked by a round now and then.
 
-Ranks agree because they compute the same: every rule is deterministic, and times are either reduced
-over ranks before they come here, or made equal by the `agree` function when a bucket settles.
+Ranks agree because they compute the same: every rule is deterministic, and times are reduced over
+ranks before they come here.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+from moe_plugin.planner.trials import Checks, Contest, Decision
 from moe_plugin.planner.units import show_time
+from moe_plugin.tuning.decisions import (
+    Bucket,
+    Kept,
+    Memory,
+    TunerDecision,
+    TunerSettings,
+    filled,
+    new_fields,
+    plain,
+    text_of,
+)
 
-Bucket = TypeVar("Bucket", bound=Hashable)
 Choice = TypeVar("Choice", bound=Hashable)
-Agree = Callable[[list[float]], list[float]]
 STATE_VERSION = 1
 LOG_LENGTH = 256
-PATIENCE_FOR_TIMES = 8  # calls after the last trial in which its time may still arrive
-
-
-@dataclass(frozen=True, kw_only=True)
-class TunerSettings:
-    """Rules of a tuner.
-
-    Attributes:
-        tries: candidates timed in a new bucket, the best predicted first; None: all.
-        within: candidates predicted slower than this factor times the best are not tried.
-        warm_up, samples: calls per candidate that do not count, and that do.
-        slow_warm_up_s: after a longer warm-up there is one sample per candidate.
-        prune: once each has a sample that is not of its first call in this process, candidates
-            slower than this factor times the fastest get no other.
-        finals: further samples of the fastest candidate and of its nearest rival, alternately,
-            which then decide between the two: the few before chose them, and are biased by that.
-            Not where `agree` makes times equal only when a bucket settles.
-        statistic: one time from several samples.
-        hysteresis: relative gain below which the current choice stays.
-        ordered: a candidate must gain as much over every earlier one, not over the current
-            choice alone.
-        drift: relative change of the watched time that counts as drift, `patience` times in a
-            row.
-        watch: a settled bucket is timed once per so many calls.
-        allowance, budget: calls that may be spent on trials: allowance + budget * calls.
-    """
-
-    tries: int | None = 4
-    within: float = 2.0
-    warm_up: int = 0
-    samples: int = 2
-    slow_warm_up_s: float = math.inf
-    prune: float = math.inf
-    finals: int = 0
-    statistic: Callable[[Sequence[float]], float] = min
-    hysteresis: float = 0.03
-    ordered: bool = False
-    drift: float = 0.3
-    patience: int = 3
-    watch: int = 8
-    allowance: float = 16
-    budget: float = 0.01
-
-
-@dataclass(frozen=True)
-class TunerDecision:
-    """One entry of the log: what was decided at which call for which bucket, and why.
-
-    event: predict, explore, settle, keep or restore. Times in seconds, None: unknown.
-    """
-
-    call: int
-    bucket: Any
-    choice: Any
-    event: str
-    why: str
-    predicted_s: float | None = None
-    measured_s: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON lines and reports."""
-        return {**asdict(self), "choice": str(self.choice), "bucket": _plain(self.bucket)}
-
-
-class Memory(Protocol[Bucket]):
-    """Results that outlive the process: per bucket the candidate's name and why it was chosen."""
-
-    def get(self, bucket: Bucket) -> tuple[str, str] | None:
-        """(name, why), None: nothing is known."""
-
-    def put(self, bucket: Bucket, name: str, why: str) -> None:
-        """Keep a result."""
+PAUSE = 8  # calls, for each round before
+DISTURBED = 0.3  # spread, above which the machine is busy with something else
+RETRIED = 0.01  # of a bucket's time, within which candidates far behind are tried again
 
 
 @dataclass
@@ -104,26 +45,31 @@ class _Entry(Generic[Choice]):
     """What is known of one bucket.
 
     Attributes:
-        trials: still to be issued, one per call.
-        awaited: trials whose time may still arrive.
-        unused: those of `tried` that had not run before.
-        pruned: those that got fewer samples, because they are far behind.
-        finals: of each finalist, how many times it had before.
+        known: whether there is a decision.
+        contest: the trials; None: none yet.
+        open: more rounds are to tell candidates apart.
+        checking: the round that runs checks the decision; `seen` is the round before it.
+        sure, spread: of the decision.
+        calls, explored: so far; those that were trials.
         untimed: calls since the last timed one.
+        timed: whether the call chosen last is to be timed.
     """
 
     predicted: dict[Choice, float | None]
     settled: Choice
     known: bool = False
-    tried: list[Choice] = field(default_factory=list)
-    trials: deque[Choice] = field(default_factory=deque)
-    awaited: int = 0
-    idle: int = 0
-    times: dict[Choice, list[float]] = field(default_factory=dict)
-    unused: set[Choice] = field(default_factory=set)
-    pruned: set[Choice] = field(default_factory=set)
-    finals: dict[Choice, int] = field(default_factory=dict)
+    asked: bool = False
+    contest: Contest[Choice] | None = None
+    open: bool = False
+    checking: bool = False
+    seen: Mapping[Choice, float] | None = None
+    sure: bool = True
+    spread: float = 0.0
+    checks: Checks = field(default_factory=Checks)
+    calls: int = 0
+    explored: int = 0
     measured: dict[Choice, float] = field(default_factory=dict)
+    behind: dict[Choice, float] = field(default_factory=dict)
     baseline: float | None = None
     recent: list[float] = field(default_factory=list)
     untimed: int = 0
@@ -131,8 +77,8 @@ class _Entry(Generic[Choice]):
     latest: TunerDecision | None = None
 
     @property
-    def exploring(self) -> bool:
-        return bool(self.trials) or self.awaited > 0
+    def running(self) -> bool:
+        return self.contest is not None and self.contest.running
 
 
 class Tuner(Generic[Bucket, Choice]):
@@ -162,38 +108,37 @@ class Tuner(Generic[Bucket, Choice]):
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
         """The choice for this call. calls: how many there were since the last time, this included.
         """
-        self.calls += calls
         entry = self._entry(bucket)
-        entry.untimed += calls
-        if entry.awaited and not entry.trials:
-            entry.idle += 1
-            if entry.idle > PATIENCE_FOR_TIMES:
-                self._settle(bucket, entry)
-        elif not entry.known and not entry.trials and self._may_explore():
-            self._explore(bucket, entry, "new load")
-        entry.timed = entry.exploring or entry.untimed >= self.settings.watch
+        self.calls, entry.calls = self.calls + calls, entry.calls + calls
+        entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
+        if entry.running and not entry.contest.trying:
+            entry.contest.wait()
+            if not entry.contest.running:
+                self._conclude(bucket, entry)
+        elif not entry.running:
+            self._begin(bucket, entry)
+        choice, trial = entry.settled, entry.running and entry.contest.trying
+        if trial:
+            choice = entry.contest.next()
+            self.explored, entry.explored = self.explored + 1, entry.explored + 1
+        entry.timed = trial or entry.untimed >= self.settings.watch
         if entry.timed:
             entry.untimed = 0
-        self.explored += bool(entry.trials)
-        choice = entry.trials.popleft() if entry.trials else entry.settled
         self._used.add(choice)
         return choice
 
-    def trials(self, bucket: Bucket) -> Iterator[Choice]:
-        """All trials of a bucket, for work that is timed apart from the calls."""
-        entry = self._entry(bucket)
-        while not entry.known and (entry.trials or not entry.exploring):
-            yield self.choose(bucket)
-
     def known(self, bucket: Bucket) -> bool:
-        """Whether the choice is settled: by trials, by memory, or because there is but one."""
+        """Whether there is a decision: by trials, by memory, or because there is but one choice."""
         entry = self._entry(bucket)
-        if self.memory is not None and not entry.known and not entry.exploring:
-            name, why = self.memory.get(bucket) or (None, "")
-            for choice in entry.predicted:
-                if str(choice) == name:
-                    entry.settled, entry.known = choice, True
-                    self._note(bucket, entry, "restore", why)
+        if self.memory is not None and not entry.known and not entry.asked:
+            entry.asked = True
+            kept = self.memory.get(bucket)
+            by_name = {str(choice): choice for choice in entry.predicted}
+            if kept is not None and kept.name in by_name:
+                entry.settled, entry.known, entry.spread = by_name[kept.name], True, kept.spread
+                entry.measured = {by_name[n]: s for n, s in kept.seconds.items() if n in by_name}
+                entry.behind = {by_name[n]: s for n, s in kept.behind.items() if n in by_name}
+                self._note(bucket, entry, "restore", kept.why)
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
@@ -201,38 +146,42 @@ class Tuner(Generic[Bucket, Choice]):
         return self._entry(bucket).latest
 
     def exploring(self, bucket: Bucket) -> bool:
-        """Whether trials, or their times, are still to come in this bucket."""
-        return bucket in self.entries and self.entries[bucket].exploring
+        """Whether trials, or their times, are still to come in this bucket's next calls."""
+        entry = self.entries.get(bucket)
+        return entry is not None and (entry.running or self._goes_on(entry))
 
     def wants_time(self, bucket: Bucket) -> bool:
         """Whether to time the call just chosen: every trial, and one of `watch` calls later."""
         return self.entries[bucket].timed
 
-    def record(self, bucket: Bucket, choice: Choice, seconds: float,
-               agree: Agree | None = None) -> None:
-        """The time of an earlier call; infinity: the candidate could not run.
+    def tries(self, bucket: Bucket) -> bool:
+        """Whether the round that runs has trials that are still to be made."""
+        entry = self.entries[bucket]
+        return entry.running and entry.contest.trying
 
-        agree: makes the candidates' times equal on all ranks (maximum) when the bucket settles, a
-            collective call; None: `seconds` are equal already.
+    def warms_up(self, bucket: Bucket) -> bool:
+        """Whether the times of the round that runs, or of the next one, do not count."""
+        contest = self.entries[bucket].contest
+        return contest is not None and contest.warm_ups > 0
+
+    def record(self, bucket: Bucket, choice: Choice, seconds: float) -> None:
+        """The time of an earlier call, equal on all ranks; infinity: the candidate could not run.
         """
         entry = self.entries.get(bucket)
         if entry is None:
             return
-        if entry.awaited:
-            entry.times.setdefault(choice, []).append(seconds)
-            entry.awaited -= 1
-            self._shorten(entry, choice)
-            if not entry.exploring and (agree is not None or not self._begin_finals(entry)):
-                self._settle(bucket, entry, agree)
-        elif choice == entry.settled and not entry.trials and 0 < seconds < math.inf:
+        if entry.running and entry.contest.add(choice, seconds):
+            if not entry.contest.running:
+                self._conclude(bucket, entry)
+        elif choice == entry.settled and not entry.running and 0 < seconds < math.inf:
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
         """In place of `record`: the time of an earlier call does not count, a trial is made again.
         """
         entry = self.entries.get(bucket)
-        if entry is not None and entry.awaited:
-            entry.trials.append(choice)
+        if entry is not None and entry.running:
+            entry.contest.repeat(choice)
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
         """Decisions since the last time this was called."""
@@ -271,110 +220,134 @@ class Tuner(Generic[Bucket, Choice]):
         usual = statistics.median(ratios.values())
         return {c: seconds * ratios.get(c, usual) for c, seconds in predicted.items()}
 
-    def _may_explore(self) -> bool:
-        return self.explored < self.settings.allowance + self.settings.budget * self.calls
+    def _affords(self, entry: _Entry[Choice], trials: int) -> bool:
+        """Whether so many trials more are within the budget; the first round of all is."""
+        rules, spent = self.settings, entry if self.settings.each else self
+        left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
+        return left >= trials or (left > 0 and not spent.explored)
 
-    def _explore(self, bucket: Bucket, entry: _Entry[Choice], why: str) -> None:
+    def _goes_on(self, entry: _Entry[Choice]) -> bool:
+        """Whether an exploration's next round is due. What a few rounds in a row cannot tell apart
+        waits longer and longer: the machine may be busy with something else.
+        """
+        if not entry.open:
+            return False
+        contest = entry.contest
+        calm = contest.spread() < DISTURBED and len(contest.rounds) <= self.settings.contest.least
+        return (calm or entry.checks.calls >= PAUSE * len(contest.rounds)) and self._affords(
+            entry, len(contest.contenders()))
+
+    def _begin(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
+        """A round, where one is due and within the budget."""
+        contest = entry.contest
+        if entry.open:
+            if self._goes_on(entry):
+                contest.begin()
+        elif not entry.known:
+            self._explore(bucket, entry, "new load")
+        elif entry.checks.due() and len(entry.predicted) > 1:
+            if contest is None:
+                contest = self._contest(entry, self._tried(entry))
+            every = contest.excess() <= RETRIED * entry.calls
+            trials = len(contest.choices) if every else len(contest.choices) - len(contest.behind)
+            if trials > 1 and self._affords(entry, trials):
+                entry.contest, entry.checking = contest, True
+                entry.seen = contest.rounds[-1] if contest.rounds else None
+                contest.begin(check=True, every=every)
+
+    def _tried(self, entry: _Entry[Choice]) -> list[Choice]:
         rules, expected = self.settings, {**entry.predicted, **entry.measured}
+        if None in entry.predicted.values():
+            expected = dict.fromkeys(entry.predicted)
         ranked = sorted(expected, key=lambda c: expected[c] or 0.0)
         bound = rules.within * (expected[ranked[0]] or math.inf)
-        entry.tried = [c for c in ranked[:rules.tries] if (expected[c] or 0.0) <= bound]
-        if entry.settled not in entry.tried:
-            entry.tried[-1:] = [entry.settled]
-        entry.tried += [c for c in self.always() if c in expected and c not in entry.tried]
-        # round robin: a disturbance does not hit the calls of one candidate alone
-        entry.trials = deque(entry.tried * (rules.warm_up + rules.samples))
-        entry.awaited, entry.idle, entry.times, entry.recent = len(entry.trials), 0, {}, []
-        entry.unused, entry.pruned = set(entry.tried) - self._used, set()
-        entry.finals = {}
+        tried = [c for c in ranked[:rules.tries] if (expected[c] or 0.0) <= bound]
+        if entry.settled not in tried:
+            tried[-1:] = [entry.settled]
+        return tried + [c for c in self.always() if c in expected and c not in tried]
+
+    def _contest(self, entry: _Entry[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
+        """A new one, which knows who was far behind before."""
+        cold = () if self.settings.contest.warm_up else set(tried) - self._used
+        made = Contest(tried, entry.settled, self.settings.contest, cold)
+        before = entry.contest
+        if before is not None and before.excess() > RETRIED * entry.calls:
+            made.take_behind({c: before.factor(c) for c in before.behind})
+        elif before is None:
+            made.take_behind(entry.behind)
+        return made
+
+    def _explore(self, bucket: Bucket, entry: _Entry[Choice], why: str) -> None:
+        tried = self._tried(entry)
+        if not self._affords(entry, len(tried)):
+            return
+        entry.contest, entry.open, entry.checking = self._contest(entry, tried), True, False
+        entry.recent = []
+        entry.contest.begin()
         self._note(bucket, entry, "explore",
-                   f"{why}: timing {len(entry.tried)} of {len(ranked)} candidates")
+                   f"{why}: timing {len(tried)} of {len(entry.predicted)} candidates")
 
-    def _shorten(self, entry: _Entry[Choice], choice: Choice) -> None:
-        """Drop trials of a candidate that could not run, samples after a slow warm-up, and those
-        of candidates that are far behind.
-        """
-        rules, left = self.settings, list(entry.trials)
-        taken = [s for times in entry.times.values() for s in times]
-        if len(taken) == rules.warm_up * len(entry.tried) and sum(
-                s for s in taken if s < math.inf) > rules.slow_warm_up_s:
-            left = left[:len(set(left))]
-        behind = self._behind(entry) & set(left)
-        entry.pruned |= behind
-        left = [c for c in left if c not in behind]
-        if entry.times[choice][-1] == math.inf:
-            left = [c for c in left if c != choice]
-        entry.awaited -= len(entry.trials) - len(left)
-        entry.trials = deque(left)
-
-    def _begin_finals(self, entry: _Entry[Choice]) -> bool:
-        """Issue the trials of the two finalists, once; False: there are none."""
-        found = {c: self._seconds(entry, c) for c in entry.tried if c not in entry.pruned}
-        found = {c: s for c, s in found.items() if s < math.inf}
-        if not self.settings.finals or entry.finals or len(found) < 2:
-            return False
-        first = self._fastest(entry.settled, found)
-        rival = min((c for c in found if c != first), key=found.__getitem__)
-        entry.finals = {c: len(entry.times[c]) for c in (first, rival)}
-        entry.trials = deque([first, rival] * self.settings.finals)
-        entry.awaited, entry.idle = len(entry.trials), 0
-        return True
-
-    def _behind(self, entry: _Entry[Choice]) -> set[Choice]:
-        """Candidates far behind the fastest, by samples that are not of their first calls."""
-        best = {}
-        for c in entry.tried:
-            times = entry.times.get(c, [])
-            counted = [s for s in times[max(self.settings.warm_up, c in entry.unused):] if s > 0]
-            if math.inf not in times:  # it can run
-                if not counted:
-                    return set()
-                best[c] = min(counted)
-        bound = self.settings.prune * min(best.values(), default=0.0)
-        return {c for c, seconds in best.items() if seconds > bound}
-
-    def _settle(self, bucket: Bucket, entry: _Entry[Choice], agree: Agree | None = None) -> None:
-        entry.awaited, entry.known, entry.baseline, entry.recent = 0, True, None, []
-        seconds = [self._seconds(entry, c) for c in entry.tried]
-        seconds = seconds if agree is None else agree(seconds)
-        fresh = {c: s for c, s in zip(entry.tried, seconds, strict=True) if s < math.inf}
+    def _conclude(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
+        """After a round: a decision, or more rounds."""
+        contest, entry.checks.calls = entry.contest, 0
+        if entry.checking:
+            latest = contest.rounds[-1] if contest.rounds else {}
+            few = latest is entry.seen or len(latest) < min(2, len(contest.alive()))
+            if few and not contest.given_up:
+                entry.open = True  # its times did not count: another round
+                return
+            entry.checking = False
+            if entry.sure and not contest.contradicts():
+                entry.open = False
+                entry.checks.agreed()
+                return
+            contest.start_again()
+            if entry.sure:
+                entry.checks.changed()
+                self._note(bucket, entry, "explore", "a check contradicts the choice")
         # fewer samples say that one is slow, not how slow: they correct no neighbour's predictions
-        entry.measured.update({c: s for c, s in fresh.items() if c not in entry.pruned})
-        if fresh:
-            last = {c: fresh[c] for c in entry.finals if c in fresh}
-            entry.settled = self._fastest(entry.settled, last or fresh)
-        listed = ", ".join(f"{c} {show_time(fresh[c])}" if c in fresh else f"{c} not measured"
-                           for c in entry.tried)
-        why = f"measured: {listed}" if fresh else f"no time was measured: {listed}"
-        self._note(bucket, entry, "settle" if fresh else "keep", why)
-        if self.memory is not None:
-            self.memory.put(bucket, str(entry.settled), why)
+        entry.measured.update({
+            c: s for c, s in contest.seconds().items() if c not in contest.behind})
+        decision = contest.decide()
+        entry.open, entry.settled = bool(decision.open), decision.choice
+        if len(contest.rounds) >= self.settings.contest.least:
+            entry.known = True
+        if not entry.open:
+            self._settle(bucket, entry, decision)
 
-    def _seconds(self, entry: _Entry[Choice], choice: Choice) -> float:
-        """From its finals, else from its samples; infinity: none, or it cannot run."""
-        times = entry.times.get(choice, [])
-        first = self.settings.warm_up
-        counted = [s for s in times[entry.finals.get(choice, first):] if s > 0] or [
-            s for s in times[first:] if s > 0]
-        return math.inf if not counted or math.inf in times else self.settings.statistic(counted)
-
-    def _fastest(self, current: Choice, fresh: Mapping[Choice, float]) -> Choice:
-        order = list(fresh)
-        best = current if current in fresh and not self.settings.ordered else order[0]
-        for choice in order if self.settings.ordered else sorted(fresh, key=fresh.__getitem__):
-            if fresh[choice] < (1 - self.settings.hysteresis) * fresh[best]:
-                best = choice
-        return best
+    def _settle(self, bucket: Bucket, entry: _Entry[Choice], decision: Decision[Choice]) -> None:
+        contest = entry.contest
+        changed = decision.choice != contest.current or not entry.known
+        contest.current, entry.known = decision.choice, True
+        entry.sure, entry.spread = decision.sure, contest.spread()
+        entry.baseline, entry.recent = None, []
+        (entry.checks.changed if changed else entry.checks.agreed)()
+        seconds = contest.seconds()
+        listed = ", ".join(f"{c} {show_time(seconds[c])}" if c in seconds else f"{c} not measured"
+                           if c in contest.failed else f"{c} far behind"
+                           for c in contest.choices)
+        why = f"measured: {listed}" if seconds else f"no time was measured: {listed}"
+        if seconds and not decision.sure:
+            why += f"; they differ by less than their spread of {100 * entry.spread:.0f} %"
+        self._note(bucket, entry, "settle" if seconds else "keep", why)
+        if self.memory is None:
+            return
+        if decision.sure and seconds:
+            self.memory.put(bucket, Kept(
+                str(entry.settled), why, entry.spread, {str(c): s for c, s in seconds.items()},
+                {str(c): contest.factor(c) for c in contest.behind}))
+        else:
+            self.memory.forget(bucket)
 
     def _watch(self, bucket: Bucket, entry: _Entry[Choice], seconds: float) -> None:
         rules = self.settings
-        entry.recent.append(seconds)
+        entry.recent = [*entry.recent, seconds][-rules.patience:]
         if entry.baseline is None:
             if len(entry.recent) >= rules.patience:
                 entry.baseline, entry.recent = statistics.median(entry.recent), []
         elif abs(seconds / entry.baseline - 1) <= rules.drift:
             entry.recent = []
-        elif len(entry.recent) >= rules.patience and self._may_explore():
+        elif len(entry.recent) >= rules.patience:
             now = statistics.median(entry.recent)
             # the others' times are old: they keep their ranking, the settled one loses its lead
             if entry.settled in entry.measured:
@@ -390,11 +363,11 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint. Buckets with trials under way are explored again."""
+        """Plain values, for a checkpoint. Buckets with too few trials are explored again."""
         buckets = [{
-            "bucket": _plain(bucket), "settled": _plain(entry.settled),
-            "known": entry.known and not entry.exploring,
-            "measured": [[_plain(choice), seconds] for choice, seconds in entry.measured.items()],
+            "bucket": plain(bucket), "settled": plain(entry.settled),
+            "known": entry.known,
+            "measured": [[plain(choice), seconds] for choice, seconds in entry.measured.items()],
         } for bucket, entry in self.entries.items()]
         return {
             "version": STATE_VERSION, "calls": self.calls, "explored": self.explored,
@@ -419,13 +392,13 @@ class Tuner(Generic[Bucket, Choice]):
             bucket = saved["bucket"]
             bucket = tuple(bucket) if isinstance(bucket, list) else bucket
             predicted = dict(self.candidates(bucket))
-            choices = {_text(_plain(choice)): choice for choice in predicted}
-            new = _new_fields(saved["settled"], choices.values())
-            settled = choices.get(_text(_filled(saved["settled"], new)))
+            choices = {text_of(plain(choice)): choice for choice in predicted}
+            new = new_fields(saved["settled"], choices.values())
+            settled = choices.get(text_of(filled(saved["settled"], new)))
             if settled is None:
-                again.append(f"{_text(saved['settled'])} is not possible here any more")
+                again.append(f"{text_of(saved['settled'])} is not possible here any more")
                 continue
-            measured = [(choices.get(_text(_filled(c, new))), float(s))
+            measured = [(choices.get(text_of(filled(c, new))), float(s))
                         for c, s in saved["measured"]]
             more = [name for name in new if len({getattr(c, name) for c in predicted}) > 1]
             again += [f"{', '.join(more)} was not known when it was saved"] * bool(more)
@@ -434,26 +407,3 @@ class Tuner(Generic[Bucket, Choice]):
                 measured={c: s for c, s in measured if c is not None})
             self._note(bucket, entry, "restore", "from a checkpoint")
         return again
-
-
-def _new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Fields with a default that these choices have and a saved one has not, with the default."""
-    kind = next(iter(choices), None)
-    if not is_dataclass(kind) or not isinstance(saved, Mapping):
-        return {}
-    return {f.name: f.default for f in fields(kind)
-            if f.default is not MISSING and f.name not in saved}
-
-
-def _filled(saved: Any, new: Mapping[str, Any]) -> Any:
-    return {**new, **saved} if isinstance(saved, Mapping) else saved
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return asdict(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

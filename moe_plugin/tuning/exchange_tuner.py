@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,17 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.machine import wait_for_device
+from moe_plugin.machine import capturing, wait_for_device
 from moe_plugin.planner.all_to_all_cost import COSTS, predict
+from moe_plugin.planner.trials import ContestRules
+from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 
 log = logging.getLogger(__name__)
-# the median: the minimum favours a candidate whose times scatter
-RULES = TunerSettings(tries=None, warm_up=1, samples=6, statistic=statistics.median, ordered=True,
-                      allowance=math.inf)
+# the smallest time would favour a candidate whose times scatter
+RULES = TunerSettings(tries=None, watch=math.inf, each=True,
+                      contest=ContestRules(warm_up=1, ordered=True, smallest=False))
 
 
 def bucket_of(size: float) -> int:
@@ -33,23 +34,32 @@ def bucket_of(size: float) -> int:
     return max(int(size) - 1, 0).bit_length()
 
 
-def trial(tuner: Tuner[Any, str], bucket: Any, comm: Comm, x: Tensor,
+def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
+    """(candidate of this call, whether its time is wanted). Alike on all ranks; what goes to a CUDA
+    graph is never a trial.
+    """
+    if capturing(x.device):
+        return tuner.latest(bucket).choice, False
+    name = tuner.choose(bucket)
+    return name, tuner.wants_time(bucket)
+
+
+def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
           run: Callable[[str], Tensor], what: str) -> Tensor:
-    """The result of the candidate whose turn it is; its time is that of the slowest rank.
+    """The result of a candidate in its trial; its time is that of the slowest rank.
 
     Args:
-        tuner, bucket: of the candidates.
-        x: what they take.
+        tuner, bucket, name: of the candidate, see `turn`.
+        x: what it takes.
         run: runs the candidate of this name.
         what: for the log, which says what is settled.
     """
     comm.agree_max([0.0])  # all begin together: else the end of what was before is charged to this
     wait_for_device(x.device)
     begun = time.perf_counter()
-    name = tuner.choose(bucket)
     out = run(name)
     wait_for_device(out.device)
-    tuner.record(bucket, name, time.perf_counter() - begun, comm.agree_max)
+    tuner.record(bucket, name, comm.agree_max([time.perf_counter() - begun])[0])
     for decision in tuner.pop_decisions():
         if decision.event == "settle" and comm.rank == 0:
             log.info("%s: %s (slowest rank, %s)", what, decision.choice, decision.why)
@@ -98,7 +108,7 @@ class ExchangeTuner:
 
     def chosen(self, comm: Comm, size: float) -> str | None:
         """The algorithm for exchanges of `size` bytes per rank: by the model where there is a
-        cluster file, else by trials; None: they are not over.
+        cluster file, else by trials; None: there were too few.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -111,7 +121,7 @@ class ExchangeTuner:
 
 class AutoAllToAll(Exchange):
     """The fastest registered algorithm for each size: by the cluster file where one is set, else
-    measured in the first calls.
+    measured in the first calls and checked now and then.
 
     Those that need what the group lacks are not candidates, and the log says why. Ranks always
     agree.
@@ -130,22 +140,23 @@ class AutoAllToAll(Exchange):
         if tuner.cluster is None and len(tuner.names) == 1:
             return algorithms.get(tuner.names[0])
         size = tuner.size(comm, x, send is None and recv is None)
-        name = tuner.chosen(comm, size)
-        if name:
-            return algorithms.get(name)
-        tuner.trials += 1
-        return _Trial(tuner.tuner, bucket_of(size))
+        if tuner.cluster is not None:
+            return algorithms.get(tuner.chosen(comm, size))
+        name, timed = turn(tuner.tuner, bucket_of(size), x)
+        tuner.trials += timed
+        return _Trial(tuner.tuner, bucket_of(size), name) if timed else algorithms.get(name)
 
 
 @dataclass(frozen=True)
 class _Trial(Exchange):
     tuner: Tuner[int, str]
     bucket: int
+    name: str
     in_background = False  # it is measured, and ranks agree in it
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        return trial(self.tuner, self.bucket, comm, x,
+        return trial(self.tuner, self.bucket, self.name, comm, x,
                      lambda name: algorithms.get(name)(comm, x, send, recv),
                      f"all-to-all auto for about {x.numel() * x.element_size()} bytes per rank")
 

@@ -19,7 +19,7 @@ from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transfo
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
-from moe_plugin.tuning.engine import TunerDecision
+from moe_plugin.tuning.decisions import TunerDecision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.predicted import PredictedLayout, PrefillPieces

@@ -27,9 +27,11 @@ from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from moe_plugin.planner.once import Visits
+from moe_plugin.planner.trials import ContestRules
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import replayed
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
+from moe_plugin.tuning.decisions import TunerDecision, TunerSettings
 from moe_plugin.tuning.default_hardware import (
     Calibration,
     as_visits,
@@ -38,7 +40,7 @@ from moe_plugin.tuning.default_hardware import (
     default_device,
     layer_shape,
 )
-from moe_plugin.tuning.engine import Tuner, TunerDecision, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.timer import CallTimer
@@ -47,8 +49,6 @@ log = logging.getLogger(__name__)
 EVERY = 8
 LOOKS = 16
 WITHIN = 2.0  # times the best prediction: what the model of a cluster file says is not tried
-PRUNE = 1.5  # times the fastest layout's time: slower ones are not timed again
-FINALS = 3  # calls more of each of the two fastest layouts
 FEW_RANKS = 4  # for each expert of a token: so many ranks at most are few
 SHARE = 0.01  # of the layer's time that may go into agreeing on its load
 IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
@@ -102,8 +102,10 @@ class LayoutTuner:
         within = WITHIN if self.comm.state.get(Calibration).cluster else math.inf
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
             self.candidates,
-            TunerSettings(tries=rules.tries, samples=rules.samples, drift=rules.drift, watch=EVERY,
-                          within=within, prune=PRUNE, finals=FINALS),
+            TunerSettings(tries=rules.tries, contest=ContestRules(least=rules.samples),
+                          drift=rules.drift, watch=EVERY, within=within,
+                          allowance=max(TunerSettings.allowance,
+                                        rules.tries * (rules.samples + 1))),
             always=self.always_timed)
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # as agreed last, where rows may be sent once

@@ -22,7 +22,8 @@ from moe_plugin.config.options import resolved
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.experts.custom import check_memory
-from moe_plugin.planner.shared_token_schedules import ParmShape, choose_schedule
+from moe_plugin.planner.shared_token_schedules import ParmShape, choose_run, run_s
+from moe_plugin.planner.units import show_time
 from moe_plugin.records import HostContext, Placement
 from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.default_hardware import default_cluster
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 OWN_SETTINGS = ("observe.", "comm.timeout_s", "comm.watchdog_s")
 # settings that may name a file
 FILES = ("comm.cluster", "comm.network", "comm.topology", "tuner.device")
-REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule before any token is seen
+REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule where a host knows no number
 
 
 def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
@@ -92,7 +93,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     comm = with_collectives(comm, config.comm, may_measure(config) and not config.deterministic)
     place = Placement(comm, config.num_experts, exchange, configured_shards=config.parallel.shards)
     place.check()
-    config, place, sharing = with_schedule(config, place)
+    config, place, sharing = with_schedule(config, place, host.tokens, dtype)
     check_settings(config.dispatch, host.training)
     check_memory(config, place, experts, dtype, device)
     return resolve_open_settings(config, comm), place, sharing
@@ -128,19 +129,23 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
         config.comm, all_to_all=exchange_name(comm, config.comm, measures)))
 
 
-def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Placement, Comm | None]:
+def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None,
+                  dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
     """Settings and placement for `parallel.replicas`, and the ranks that share tokens under S1.
 
     The third value is None where no tokens are shared before routing: one replica, S2 (its ranks
     are `Placement.replicas`), or a dispatcher whose ranks all hold the same tokens.
 
+    Args:
+        tokens: of a call of a rank, the same on all ranks; None: not known.
+        dtype: of the rows; None: torch's default.
     Raises:
         ValueError: ranks, dispatcher and schedule do not fit together.
     """
     size = config.parallel.replicas
     if size == 1 or dispatchers.get(config.dispatch.name).traits.shares_tokens:
         return config, place, None
-    schedule = _schedule(config, place)
+    schedule = _schedule(config, place, tokens or REFERENCE_TOKENS, dtype)
     if place.comm.size % size:
         nearest = max(d for d in range(1, size + 1) if place.comm.size % d == 0)
         raise ValueError(f"parallel.replicas={size} does not fit {place.comm.size} expert-parallel "
@@ -152,7 +157,8 @@ def with_schedule(config: MoEConfig, place: Placement) -> tuple[MoEConfig, Place
     return config, dataclasses.replace(place, replicas=replicas), None
 
 
-def _schedule(config: MoEConfig, place: Placement) -> str:
+def _schedule(config: MoEConfig, place: Placement, tokens: int,
+              dtype: torch.dtype | None) -> str:
     asked, dispatch = config.parallel.schedule, config.dispatch
     traits = dispatchers.get(dispatch.name).traits
     slots = dispatch.capacity_factor is not None and traits.fixed_slots
@@ -165,9 +171,13 @@ def _schedule(config: MoEConfig, place: Placement) -> str:
     if asked != "auto" or not slots:
         return "s2" if asked == "s2" or traits.splits_slots else "s1"
     factor = config.router.experts_per_token * (abs(dispatch.capacity_factor) or 1.0)
-    shape = ParmShape(tokens=REFERENCE_TOKENS, model_dim=config.model_dim,
+    shape = ParmShape(tokens=tokens, model_dim=config.model_dim,
                       rows_factor=factor * config.row_dim / config.model_dim,
+                      element_bytes=(dtype or torch.get_default_dtype()).itemsize,
                       replicas=config.parallel.replicas, shards=place.shards)
-    chosen = choose_schedule(shape, default_cluster(place.comm, place.comm.device))
-    log.info("schedule of %d ranks with the same tokens: %s", config.parallel.replicas, chosen)
+    cluster, pieces = default_cluster(place.comm, place.comm.device), config.parallel.d
+    chosen = choose_run(shape, cluster, pieces)
+    log.info("schedule of %d ranks with the same tokens: %s (exchanges predicted for %d tokens: "
+             "s1 %s, s2 %s)", config.parallel.replicas, chosen, tokens,
+             *(show_time(run_s(shape, cluster, name, pieces)) for name in ("s1", "s2")))
     return chosen

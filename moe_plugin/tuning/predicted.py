@@ -28,6 +28,7 @@ from moe_plugin.planner.once import Visits, rows_of_token
 from moe_plugin.planner.prefill import CUTS, PIECES
 from moe_plugin.planner.units import show_time
 from moe_plugin.records import Routing
+from moe_plugin.tuning.decisions import TunerDecision
 from moe_plugin.tuning.default_hardware import (
     as_visits,
     count_visits,
@@ -35,7 +36,6 @@ from moe_plugin.tuning.default_hardware import (
     default_device,
     layer_shape,
 )
-from moe_plugin.tuning.engine import TunerDecision
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.prepare_group import log_once
 

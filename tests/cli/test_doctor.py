@@ -14,7 +14,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
-from moe_plugin.cli.doctor.report import render
+from moe_plugin.cli.doctor.report import first, render, rest
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher
@@ -22,6 +22,7 @@ from moe_plugin.kernels import Op
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.registry import KINDS
 from moe_plugin.tuning.compute_times import ChoiceFiles
+from moe_plugin.tuning.decisions import Kept
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,3 +257,27 @@ def test_render_lists_what_is_missing(no_hosts: None) -> None:
     assert "once to each rank that has some of them: bounded, ragged" in text
     assert "triton (kernels):\n    pip install triton" in text and ("moe_plugin.x does not import: "
                                                                     "gone") in text
+
+
+def test_kept_decisions_are_listed_with_age_and_spread_and_forgotten_by_a_command(
+        no_hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = ChoiceFiles()
+    assert files.place() == tmp_path / "cache" / "moe-plugin" / "expert-compute"
+    files.put(("a CPU: 64 rows an expert, of fused grouped", ()), Kept("fused", "measured", 0.07))
+    monkeypatch.setattr(registries, "ChoiceFiles", lambda: files)
+    text = render({"hosts": [], **first(), **rest(everything=True)})
+    [line] = [line for line in text.splitlines() if "64 rows an expert" in line]
+    assert "fused" in line and " ago" in line and line.rstrip().endswith("spread 7 %")
+    assert main(["doctor", "--forget-decisions"]) == 0
+    assert capsys.readouterr().out == f"1 kept decisions removed from {files.place()}\n"
+    assert files.listed() == []
+
+
+@pytest.mark.parametrize("named", ["", "relative/folder"])
+def test_a_cache_folder_that_is_no_absolute_path_is_not_taken(
+        named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ChoiceFiles().place().parent == tmp_path / ".cache" / "moe-plugin"

@@ -14,14 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from moe_plugin.tuning.engine import Tuner, TunerSettings
+from moe_plugin.planner.trials import ContestRules
+from moe_plugin.tuning.decisions import Kept, TunerSettings
+from moe_plugin.tuning.engine import Tuner
 
 CHOICES = list(legal_choices(2, 8, degrees=(1, 2, 4), algorithms=("linear", "2dh")))
 
 
 def tuner(predicted: dict[LayoutChoice, float] | None = None, **rules) -> Tuner:
     table = predicted or {c: 1.0 + i for i, c in enumerate(CHOICES)}
-    return Tuner(lambda bucket: table, TunerSettings(**rules))
+    contest = {name: rules.pop(name) for name in ("least", "gain", "behind") if name in rules}
+    return Tuner(lambda bucket: table,
+                 TunerSettings(contest=ContestRules(**{"least": 2, **contest}), **rules))
 
 
 def drive(t: Tuner, truth, calls: int, bucket=lambda call: (0,),
@@ -31,14 +35,14 @@ def drive(t: Tuner, truth, calls: int, bucket=lambda call: (0,),
     """
     total, chosen, late = 0.0, [], []
     for call in range(calls):
-        if len(late) > delay:
-            t.record(*late.pop(0))
+        if late and late[0][0] + delay < call:
+            t.record(*late.pop(0)[1])
         choice = t.choose(bucket(call))
         seconds = truth(choice, call)
         total += seconds
         chosen.append(choice)
         if t.wants_time(bucket(call)):
-            late.append((bucket(call), choice, seconds))
+            late.append((call, (bucket(call), choice, seconds)))
     return total, chosen
 
 
@@ -46,8 +50,8 @@ def test_finds_the_best_of_all_when_all_are_tried() -> None:
     truth = {c: random.Random(i).uniform(1, 2) for i, c in enumerate(CHOICES)}
     t = tuner(tries=len(CHOICES), within=1e9, allowance=1000)
     _, chosen = drive(t, lambda c, _: truth[c], 200)
-    assert chosen[-1] == min(CHOICES, key=truth.get)
-    assert chosen.count(chosen[-1]) == 200 - 2 * (len(CHOICES) - 1)
+    assert truth[chosen[-1]] <= min(truth.values()) / (1 - t.settings.contest.gain)
+    assert all(2 <= chosen.count(c) <= 5 for c in CHOICES if c != chosen[-1])
 
 
 @given(st.lists(st.floats(0.5, 8.0), min_size=len(CHOICES), max_size=len(CHOICES)),
@@ -58,15 +62,16 @@ def test_regret_is_bounded_by_the_trials(times: list[float], delay: int) -> None
     for late times.
     """
     truth = dict(zip(CHOICES, times, strict=True))
-    t = tuner(tries=4, within=1e9, samples=2)
+    t = tuner(tries=4, within=1e9)
     calls = 300
     total, chosen = drive(t, lambda c, _: truth[c], calls, delay=delay)
     tried = CHOICES[:4]
     best = min(truth[c] for c in tried)
-    assert set(chosen) <= set(tried)
-    exploring = sum(2 * (truth[c] - best)
-                    for c in tried) + (delay + 1) * (max(truth[c] for c in tried) - best)
-    assert total <= calls * best / (1 - t.settings.hysteresis) + exploring + 1e-9
+    assert set(chosen) <= set(tried) and t.explored <= t.settings.allowance
+    # of each candidate one first call, two rounds and two checks; and waiting for late times
+    exploring = sum(5 * (truth[c] - best) for c in tried) + 4 * (delay + 1) * (
+        max(truth[c] for c in tried) - best)
+    assert total <= calls * best / (1 - t.settings.contest.gain) + exploring + 1e-9
 
 
 def test_few_candidates_are_tried_and_exploring_stays_in_its_budget() -> None:
@@ -92,10 +97,10 @@ def test_what_is_always_timed_is_found_however_slow_it_is_predicted() -> None:
 
 def test_a_gain_within_the_hysteresis_changes_nothing() -> None:
     truth = {c: 1.0 if i == 0 else 0.98 for i, c in enumerate(CHOICES)}
-    t = tuner(hysteresis=0.03)
+    t = tuner(gain=0.03)
     _, chosen = drive(t, lambda c, _: truth[c], 100)
     assert chosen[-1] == CHOICES[0]
-    _, chosen = drive(tuner(hysteresis=0.01), lambda c, _: truth[c], 100)
+    _, chosen = drive(tuner(gain=0.01), lambda c, _: truth[c], 100)
     assert chosen[-1] != CHOICES[0]
 
 
@@ -148,7 +153,7 @@ def test_a_new_bucket_learns_from_its_neighbour() -> None:
     """
     table = {c: 1.0 + 0.1 * i for i, c in enumerate(CHOICES[:4])}
     truth = {c: s * (5.0 if c == CHOICES[0] else 1.0) for c, s in table.items()}
-    t = tuner(table, allowance=8, budget=0.0)
+    t = tuner(table, allowance=8, budget=0.0, behind=9.0)
     drive(t, lambda c, _: truth[c], 30)
     assert t.choose((1,)) == CHOICES[1]
 
@@ -224,58 +229,61 @@ def test_no_candidates_is_an_error() -> None:
 
 def names(**rules) -> Tuner[int, str]:
     """A tuner of names without predictions."""
-    return Tuner(lambda bucket: dict.fromkeys("cba"),
-                 TunerSettings(tries=None, allowance=math.inf, **rules))
+    return Tuner(lambda bucket: dict.fromkeys("cba"), TunerSettings(
+        tries=None, allowance=math.inf, contest=ContestRules(**{"least": 2, **rules})))
+
+
+def issue(t: Tuner[int, str], seconds, calls: int = 60) -> list[str]:
+    """The trials of some calls, whose times are `seconds(name, how many it had)`."""
+    issued: list[str] = []
+    for _ in range(calls):
+        name = t.choose(0)
+        if t.wants_time(0) and t.entries[0].running:
+            t.record(0, name, seconds(name, issued.count(name)))
+            issued.append(name)
+    return issued
 
 
 def test_without_predictions_all_are_tried_in_their_order() -> None:
-    t = names(warm_up=1, samples=2)
-    assert [t.choose(0) for _ in range(9)] == ["c", "b", "a"] * 3
-    assert t.choose(0) == "c" and t.exploring(0) and not t.known(0)
+    t = names(warm_up=1)
+    assert [(t.choose(0), t.record(0, "cba"[i % 3], 1.0))[0] for i in range(9)] == list("cba" * 3)
+    assert t.choose(0) == "c" and not t.exploring(0) and t.known(0)
 
 
-def test_a_warm_up_does_not_count_and_a_slow_one_leaves_one_sample() -> None:
-    for slow, rounds in ((10.0, 4), (1.0, 2)):
-        t = names(warm_up=1, samples=3, slow_warm_up_s=slow)
-        issued = []
-        for name in t.trials(0):
-            issued.append(name)
-            t.record(0, name, {"a": 0.1, "b": 2.0, "c": 2.0}[name] if len(issued) < 4 else
-                     {"a": 2.0, "b": 0.1, "c": 2.0}[name])
-        assert issued == ["c", "b", "a"] * rounds and t.known(0)
-        assert t.choose(0) == "b" and t.latest(0).measured_s == 0.1
+def test_a_warm_up_does_not_count() -> None:
+    t = names(warm_up=1)
+    issued = issue(t, lambda name, n: {"a": 1.0, "b": 0.9, "c": 1.0}[name] if n else
+                   {"a": 0.1, "b": 2.0, "c": 2.0}[name], 12)
+    assert "".join(issued).startswith("cba" * 3) and t.choose(0) == "b"
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_candidates_far_behind_are_timed_once(delay: int) -> None:
-    """One sample each, then only those within the factor get the others, late times or not; before
-    that, one of a first call in the process.
-    """
+def test_candidates_far_behind_are_timed_twice(delay: int) -> None:
+    """The first call in a process may be one of them."""
     slow = {c: 1.0 + i for i, c in enumerate(CHOICES[:4])}
-    t = tuner(dict.fromkeys(slow, 1.0), tries=4, samples=4, prune=2.5, allowance=1000)
-    for first, bucket in ((1, (0,)), (0, (9,))):
+    t = tuner(dict.fromkeys(slow, 1.0), tries=4, least=4, behind=2.5, allowance=1000)
+    for bucket in ((0,), (9,)):
         _, chosen = drive(t, lambda c, _: slow[c], 60, lambda call, b=bucket: b, delay)
-        trials = [chosen[:48].count(c) for c in list(slow)[2:]]
-        assert all(1 <= n - first <= 1 + (delay > 0) for n in trials) and chosen[-1] == CHOICES[0]
-        assert chosen.count(CHOICES[1]) == 4  # 2.0 <= 2.5: all samples
+        assert [chosen[:48].count(c) for c in list(slow)[2:]] == [2, 2]
+        assert chosen[-1] == CHOICES[0] and chosen.count(CHOICES[1]) >= 4
 
 
 def test_what_a_first_call_costs_excludes_nobody() -> None:
     """The fastest one takes long in its first call of the process."""
     fast, slow = CHOICES[:2]
-    t, seen = tuner({fast: 1.0, slow: 1.0}, prune=1.5), []
+    t, seen = tuner({slow: 1.0, fast: 1.0}), []
 
     def truth(choice: LayoutChoice, call: int) -> float:
         seen.append(choice)
         return 0.5 if choice == fast and seen.count(fast) > 1 else 1.0 + 9.0 * (choice == fast)
 
     _, chosen = drive(t, truth, 10)
-    assert chosen.count(slow) == 2 and chosen[-1] == fast
+    assert chosen[-1] == fast
 
 
 def test_times_of_candidates_that_were_left_early_correct_no_prediction() -> None:
     predicted, (near, far) = {CHOICES[0]: 1.0, CHOICES[1]: 1.0}, CHOICES[:2]
-    t = tuner(predicted, samples=3, prune=1.5, tries=2)
+    t = tuner(predicted, tries=2)
     drive(t, lambda c, _: 2.0 if c == near else 50.0, 10)
     measured = t.entries[(0,)].measured
     assert measured == {near: 2.0} and t.latest((0,)).choice == near
@@ -283,121 +291,69 @@ def test_times_of_candidates_that_were_left_early_correct_no_prediction() -> Non
     assert t.entries[(1,)].predicted == {near: 2.0, far: 2.0}
 
 
-def settled_with(finals: int, early: dict[str, list[float]], truth: dict[str, float],
-                 **rules) -> tuple[str, list[str]]:
-    """What is settled, and the trials, where the first samples of a name are `early`."""
-    t, issued = names(finals=finals, **rules), []
-    for name in t.trials(0):
-        issued.append(name)
-        times = early.get(name, [])
-        number = issued.count(name) - 1
-        t.record(0, name, times[number] if number < len(times) else truth[name])
-    return t.latest(0).choice, issued
-
-
-@pytest.mark.parametrize("early", [{"b": [1.3, 1.3]}, {"a": [0.8, 1.1]}, {"b": [1.2, 1.3],
-                                                                       "a": [0.9, 0.9]}], ids=str)
-def test_two_finalists_are_timed_again_and_the_better_one_wins(early: dict) -> None:
-    """Noise in the first samples slows the best one, or flatters its rival."""
-    truth = {"a": 1.1, "b": 1.0, "c": 1.4}
-    assert settled_with(0, early, truth)[0] == "a"
-    settled, issued = settled_with(3, early, truth)
-    assert settled == "b" and issued == ["c", "b", "a"] * 2 + ["a", "b"] * 3
-
-
-def test_finals_choose_better_under_noise() -> None:
-    """Of ten candidates with noise of up to a half, over many runs: the mean loss falls."""
-    def loss(finals: int) -> float:
-        total = 0.0
-        for seed in range(200):
-            noise = random.Random(seed)
-            truth = {c: noise.uniform(1.0, 1.3) for c in CHOICES[:10]}
-            t = tuner(dict.fromkeys(truth, 1.0), tries=10, finals=finals, allowance=1000)
-            _, chosen = drive(t, lambda c, _, truth=truth, noise=noise: truth[c] * noise.uniform(
-                1.0, 1.5), 40)
-            assert sum(d.event == "settle" for d in t.log) == 1
-            total += truth[chosen[-1]] / min(truth.values()) - 1
-        return total / 200
-
-    assert loss(3) < 0.9 * loss(0)
-
-
-def test_no_finals_where_nothing_is_close_or_times_are_not_equal_yet() -> None:
-    truth = {"a": 5.0, "b": 1.0, "c": 5.0}
-    assert len(settled_with(3, {}, truth, samples=4, prune=1.5)[1]) < 3 * 4  # no rival
-    t, issued = names(finals=3), []
-    for name in t.trials(0):
-        issued.append(name)
-        t.record(0, name, 1.0, lambda values: values)
-    assert issued == ["c", "b", "a"] * 2 and t.known(0)
-
-
-@pytest.mark.parametrize("delay", [0, 2, 5])
-def test_finals_with_late_times_and_with_none(delay: int) -> None:
-    truth = {c: 1.0 + 0.01 * i for i, c in enumerate(CHOICES[:3])}
-    t = tuner(truth, tries=3, finals=2, hysteresis=0.0)
-    _, chosen = drive(t, lambda c, _: truth[c], 60, delay=delay)
-    assert chosen[-1] == CHOICES[0] and chosen.count(CHOICES[1]) == 4
-    # the times of finals never arrive: what was measured before them decides
-    t = tuner(truth, tries=3, finals=2)
-    drive(t, lambda c, _: truth[c] * (2.0 if c == CHOICES[0] else 1.0), 6)
-    t.record((0,), CHOICES[2], truth[CHOICES[2]])
-    for _ in range(20):
-        t.choose((0,))
-    assert t.latest((0,)).event == "settle" and t.latest((0,)).choice == CHOICES[1]
-
-
 def test_a_candidate_that_cannot_run_is_not_tried_again() -> None:
-    t, issued = names(warm_up=1), []
-    for name in t.trials(0):
-        issued.append(name)
-        t.record(0, name, math.inf if name == "c" else 1.0)
-    assert issued == ["c", "b", "a", "b", "a", "b", "a"]
+    t = names(warm_up=1)
+    assert "".join(issue(t, lambda name, _: math.inf if name == "c" else 1.0, 9)) == "cbababa"[:7]
     assert t.latest(0).choice == "b" and "c not measured, b 1 s" in t.latest(0).why
     t = names()
-    for name in t.trials(0):
-        t.record(0, name, math.inf)
+    issue(t, lambda name, _: math.inf)
     assert t.known(0) and t.latest(0).choice == "c" and t.latest(0).event == "keep"
 
 
-def test_ranks_agree_when_a_bucket_settles() -> None:
-    """Each has its own times; the function that reduces them is called once, with one value per
-    candidate in the candidates' order.
-    """
-    mine = [{"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 9.0, "b": 2.0, "c": 1.0}]
-    agreed = [max(m[c] for m in mine) for c in "cba"]
-    for times in mine:
-        t, asked = names(), []
+class Known:
+    """Decisions of earlier processes."""
 
-        def agree(values: list[float], asked=asked) -> list[float]:
-            asked.append(values)
-            return agreed
+    def __init__(self, **results: Kept) -> None:
+        self.results = {int(name[1:]): kept for name, kept in results.items()}
 
-        for name in t.trials(0):
-            t.record(0, name, times[name], agree)
-        assert t.latest(0).choice == "b" and asked == [[times[c] for c in "cba"]]
+    def get(self, bucket: int) -> Kept | None:
+        return self.results.get(bucket)
+
+    def put(self, bucket: int, kept: Kept) -> None:
+        self.results[bucket] = kept
+
+    def forget(self, bucket: int) -> None:
+        self.results.pop(bucket, None)
 
 
 def test_memory_replaces_trials() -> None:
-    class Known:
-        def __init__(self) -> None:
-            self.results: dict[int, tuple[str, str]] = {1: ("a", "by hand"), 2: ("gone", "")}
-
-        def get(self, bucket: int) -> tuple[str, str] | None:
-            return self.results.get(bucket)
-
-        def put(self, bucket: int, name: str, why: str) -> None:
-            self.results[bucket] = name, why
-
-    memory = Known()
+    memory = Known(_1=Kept("a", "by hand"), _2=Kept("gone", ""))
     t = Tuner(lambda bucket: dict.fromkeys("cba"), TunerSettings(tries=None), memory)
     assert t.known(1) and t.choose(1) == "a"
     assert (t.latest(1).event, t.latest(1).why) == ("restore", "by hand")
     assert not t.known(2) and not t.known(3)
-    for name in t.trials(3):
-        t.record(3, name, {"a": 3.0, "b": 1.0, "c": 2.0}[name])
-    assert memory.results[3] == ("b", t.latest(3).why)
-    assert t.latest(3).why == "measured: c 2 s, b 1 s, a 3 s"
+    for _ in range(12):
+        name = t.choose(3)
+        if t.wants_time(3):
+            t.record(3, name, {"a": 1.3, "b": 1.0, "c": 1.2}[name])
+    kept = memory.results[3]
+    assert (kept.name, kept.why) == ("b", "measured: c 1.2 s, b 1 s, a 1.3 s")
+    assert kept.spread == 0 and kept.seconds == {"a": 1.3, "b": 1.0, "c": 1.2}
+
+
+def test_a_kept_decision_that_is_wrong_is_found_out_and_replaced() -> None:
+    """By one round after a few calls, which others confirm."""
+    memory = Known(_0=Kept("a", "in a bad moment", 0.01, {"a": 0.1, "b": 70.0}, {"c": 9.0}))
+    t = Tuner(lambda bucket: dict.fromkeys("cba"),
+              TunerSettings(tries=None, watch=math.inf), memory)
+    assert t.known(0)
+    issued = issue(t, lambda name, _: {"a": 1.5, "b": 1.0, "c": 9.0}[name], 40)
+    assert t.latest(0).choice == "b" and memory.results[0].name == "b" and len(issued) <= 12
+    assert "c" not in issued  # what was far behind is not tried again as long as it costs much
+
+
+def test_a_decision_that_is_no_better_than_chance_is_not_kept() -> None:
+    memory = Known()
+    t = Tuner(lambda bucket: dict.fromkeys("ab"), TunerSettings(
+        tries=None, contest=ContestRules(smallest=False, behind=9.0)), memory)
+    issued: list[str] = []
+    for _ in range(400):
+        name = t.choose(0)
+        if t.wants_time(0) and t.entries[0].running:
+            issued.append(name)
+            t.record(0, name, 1.0 if name == "a" else (0.4, 2.4)[issued.count("b") % 2])
+    assert t.latest(0).choice == "a" and not memory.results
+    assert "differ by less than their spread" in t.latest(0).why
 
 
 def test_decisions_are_reported_once() -> None:

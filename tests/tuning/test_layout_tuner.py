@@ -264,7 +264,7 @@ def test_times_taken_while_all_to_alls_are_tried_do_not_count() -> None:
             not choice.exchanges or not exchanges.exploring) or record(bucket, choice, seconds)
         for _ in range(80):
             layer(torch.randn(16, 8)).output.sum().backward()
-        assert exchanges.trials > 20 and not auto.exploring
+        assert exchanges.trials > 5 and not auto.exploring
         return undisturbed
 
     for undisturbed in run_simulated(4, rank):

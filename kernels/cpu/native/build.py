@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin.machine import user_cache
+from moe_plugin.machine import cache_home, user_cache
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def run_compiler(command: list[str]) -> None:
 def _folder() -> Path:
     """Where compiled functions are kept: code, so that no other user may have put it there."""
     try:
-        folder = Path.home() / ".cache" / "moe-plugin" / "native"
+        folder = cache_home() / "native"
     except RuntimeError as error:  # a user without a home
         raise Unavailable(f"there is no folder for what is compiled: {error}") from error
     with contextlib.suppress(OSError):  # the next line finds another folder

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from moe_plugin.cli.doctor import packages
 from moe_plugin.cli.doctor.report import first, render, rest, verdict
 from moe_plugin.quiet import quiet
+from moe_plugin.tuning.compute_times import ChoiceFiles
 
 
 def doctor_options(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,9 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
                           "is missing. Exit status 0: the layer works; 1: it does not.")
     parser.add_argument("--all", action="store_true",
                         help="also packages, registered names and what is active, and why")
+    parser.add_argument("--forget-decisions", action="store_true",
+                        help="only remove what auto has measured on this machine and kept for "
+                             "later runs, so that it is measured again")
     parser.add_argument("--json", action="store_true",
                         help="one JSON object with everything instead of text")
 
@@ -30,6 +34,10 @@ def doctor(args: argparse.Namespace) -> int:
     """Check, print the verdict as soon as it is known, then what takes longer; say by the exit
     status whether the layer works.
     """
+    if args.forget_decisions:
+        files = ChoiceFiles()
+        print(f"{files.forget_all()} kept decisions removed from {files.place()}")
+        return 0
     # the self check's simulated groups log what they choose; hosts take longest to import
     with quiet(), ThreadPoolExecutor(1) as beside:
         imports = beside.submit(packages.host_rows)

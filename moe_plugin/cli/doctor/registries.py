@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import time
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.planner.choice import SENDS
+from moe_plugin.planner.units import show_time
 from moe_plugin.records import RowCounts
 from moe_plugin.registry import KINDS, Entry
 from moe_plugin.run_features import FEATURES
@@ -73,9 +75,12 @@ def registry_rows(device: torch.device) -> dict[str, list[dict[str, Any]]]:
 
 
 def choice_rows() -> list[dict[str, str]]:
-    """What `experts.compute=auto` has measured on this machine: load, name of the choice, why."""
-    return [{"load": key, "name": choice.name, "why": choice.why}
-            for key, choice in ChoiceFiles().listed()]
+    """What `experts.compute=auto` has measured on this machine and kept: load, name of the choice,
+    why, how long ago, and how far the measurements that chose it differ.
+    """
+    return [{"load": key, "name": kept.name, "why": kept.why,
+             "age": show_time(max(0.0, time.time() - kept.made)),
+             "spread": f"{100 * kept.spread:.0f} %"} for key, kept in ChoiceFiles().listed()]
 
 
 def dropout_rows() -> list[dict[str, Any]]:

@@ -104,10 +104,12 @@ def _everything(report: dict[str, Any]) -> list[str]:
         _table("What hosts do around a run's steps, and why another does not",
                [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
                "name", "state", "what"),
-        _table("Expert compute that auto has measured (for other loads it uses a rule: "
-               "docs/kernels.md)",
-               [{**r, "load": _load(r["load"])} for r in report["expert_compute_choices"]]
-               or [{"name": "none yet"}], "name", "load", "why"),
+        _table("Decisions that are kept: expert compute that auto has measured (for other loads it "
+               "uses a rule: docs/kernels.md), the age and the spread of the measurements; "
+               "forgotten by: moe-plugin doctor --forget-decisions",
+               [{**r, "load": _load(r["load"]), "age": f"{r['age']} ago",
+                 "spread": f"spread {r['spread']}"} for r in report["expert_compute_choices"]]
+               or [{"name": "none yet"}], "name", "load", "why", "age", "spread"),
         _table("Expert compute in training with experts.dropout > 0 (evaluation: no change), "
                "always with experts.clamp or linear_offset",
                report["expert_dropout"], "name", "state", "reason"),

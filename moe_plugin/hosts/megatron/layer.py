@@ -25,6 +25,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
     setting,
     settings_errors,
+    tokens_of_call,
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
@@ -171,7 +172,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         number = None if self.layer_number is None else layer_numbers.moe_layers_before(
             config, self.layer_number)
         host = HostContext(layer_number=number, numbered_later=number is None,
-                           agreed=flatten(to_dict(plan.run)),
+                           agreed=flatten(to_dict(plan.run)), tokens=tokens_of_call(),
                            adds_to_main_grad=bool(config.gradient_accumulation_fusion))
         if native:
             return host

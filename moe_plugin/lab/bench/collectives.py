@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -108,7 +109,9 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
     """Run on every rank; one cell for each collective and size."""
     comm = TorchComm()
     comm.prepare()
-    comm.state.get(Choices, lambda: Choices(replace(RULES, samples=repeats)))
+    rules = replace(RULES, allowance=math.inf, contest=replace(
+        RULES.contest, least=repeats, most=max(repeats, RULES.contest.most), behind=math.inf))
+    comm.state.get(Choices, lambda: Choices(rules))
     auto = AutoCollectives(Forest(network, "the emulated network"), None)
     trees = auto.forest.trees(comm)
     bounds = {"all_gather": (trees.gather,), "reduce_scatter": (trees.reduce,),

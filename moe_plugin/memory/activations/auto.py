@@ -1,9 +1,11 @@
 """Policies of activations for a given memory, from what the first training steps measured.
 
-Three steps measure: one swaps everything (bytes of each block, bandwidth of the tier), two compute
-everything again (seconds of each block). All stay far below a limit that the plan can keep, and all
-compute the bits of any other policy. Then the planner chooses
-(`moe_plugin.planner.offload.activation_plan`).
+The first steps measure: one swaps everything (bytes of each block, bandwidth of the tier), the
+others compute everything again (seconds of each block), one that warms up and then as many as it
+takes until two agree. All stay far below a limit that the plan can keep, and all compute the bits
+of any other policy. Then the planner chooses (`moe_plugin.planner.offload.activation_plan`). Now
+and then a step is measured again: one that is much faster says that the machine was busy then, and
+all is measured anew.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -39,6 +41,7 @@ from moe_plugin.planner.offload.activation_plan import SwapPlan
 from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import SWAP, blocks_of
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
 from moe_plugin.run import StepFacts, refuse_unfit
 
@@ -46,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 MEASURING = ("swap", "recompute", "recompute")  # policies of all blocks in the first steps
 MEASURING_AGAIN = 3  # steps without all blocks until that is said
+BUSY = 0.7  # of the measured forward seconds: a later step that takes less shows a bad moment
 MARGIN = 0.98  # of the memory that a step should have had, when it took more
 
 
@@ -176,6 +180,7 @@ class AutoActivations(Activations):
         self.decision: SwapPlan | None = None
         self.planned = False
         self._steps, self._margin, self._in_flight, self._waited = 0, 1.0, 1, 0
+        self._checks = Checks()
         agree(self.comm, {"blocks whose activations are managed": tuple(names),
                           "their memory": limit})
         super().__init__(blocks, names, [MEASURING[0]] * len(blocks), swapper, contexts)
@@ -184,21 +189,57 @@ class AutoActivations(Activations):
     def after_step(self, facts: StepFacts | None = None) -> None:
         """See `Activations`; after the measuring steps it plans. Collective."""
         self._steps += 1
-        if self.decision is not None:
-            self._check_peak()
-        elif self.planned:
-            pass
+        if self.planned:
+            if self.decision is not None:
+                self._check_peak()
+            self._check_times()
         elif self._steps < len(MEASURING):
             self._measured.step = self._steps
             self.use([MEASURING[self._steps]] * len(self.blocks))
-        elif not self.comm.agree_max([float(not self._measured.complete(len(self.blocks)))])[0]:
-            self._plan_first()  # all ranks have measured all blocks
         else:
-            self._wait_for_blocks()
+            self._measured.end_step()
+            blocks, steady = len(self.blocks), self._measured.steady
+            missing, few = self.comm.agree_max([float(not self._measured.complete(blocks)),
+                                                float(not steady.enough)])
+            if missing:
+                self._wait_for_blocks()
+            elif few:
+                self._steps -= 1  # once more
+            else:
+                self._plan_first()  # all ranks have measured all blocks
         super().after_step(facts)
+
+    def _check_times(self) -> None:
+        """Now and then measures a step, and everything anew where the plan's times came from a bad
+        moment; collective after such a step.
+        """
+        if self.tell is not no_probe:
+            self.tell = no_probe
+            steady = self._measured.steady
+            found = self._measured.forward_seconds()
+            if self.comm.agree_max([float(steady.contradicts(found, BUSY))])[0]:
+                logger.info("activations: a step took much less than those that were measured, so "
+                            "that they are measured again")
+                self._measure_again()
+                self._checks.changed()
+            else:
+                self._checks.agreed()
+            return
+        self._checks.calls += 1
+        if self._checks.due():
+            self._measured.begin_check()
+            self.tell = self._measured
+
+    def _measure_again(self) -> None:
+        """Measure, from the first step on."""
+        self._steps, self.planned, self.decision = 0, False, None
+        self.tell = self._measured = _Measured(self.swapper.copier.device)
+        self.use([MEASURING[0]] * len(self.blocks))
 
     def _wait_for_blocks(self) -> None:
         """A step in which not all blocks ran is made again."""
+        if not self._measured.complete(len(self.blocks)):
+            self._measured.steady.steps.pop()
         self._steps -= 1
         self._waited += 1
         if self._waited == MEASURING_AGAIN:
@@ -287,14 +328,15 @@ class _Measured:
     def __init__(self, device: torch.device) -> None:
         self.device, self.step = device, 0
         self.sizes: dict[int, BlockSizes] = {}
+        self.steady = Steady()
         self._begun: dict[tuple[str, int], float] = {}
         self._seconds: dict[str, dict[int, list[float]]] = {
             "forward": defaultdict(list), "backward": defaultdict(list)}
 
     def complete(self, blocks: int) -> bool:
         """Whether all blocks were measured; those that are frozen have no backward pass."""
-        return (len(self.sizes) == len(self._seconds["forward"]) == blocks
-                and bool(self._seconds["backward"]))
+        kinds = [kind for kind, _ in self.steady.best()]
+        return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
     def __call__(self, what: str, begins: bool, one: Pass) -> None:
         wait_for_device(self.device)
@@ -308,16 +350,29 @@ class _Measured:
             needed = max(one.saved.moved + one.saved.stayed, one.input_bytes)
             if known is None or needed > known.activations:
                 self.sizes[one.index] = BlockSizes(needed, one.input_bytes)
-        elif began is not None and self.step == len(MEASURING) - 1:
+        if began is not None and self.step >= len(MEASURING) - 1:
             self._seconds[what][one.index].append(now - began)
+
+    def end_step(self) -> None:
+        """After a step whose times count: of each block the median of its passes."""
+        self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
+                         for i, times in by_block.items()})
+        self.begin_check()
+
+    def begin_check(self) -> None:
+        """Before a step whose times alone are asked for."""
+        self._seconds = {"forward": defaultdict(list), "backward": defaultdict(list)}
+
+    def forward_seconds(self) -> dict[Hashable, float]:
+        """Of each block in the step since `begin_check`."""
+        return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
         """What the steps measured; backward without the forward pass inside it."""
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
-        blocks = []
+        blocks, best = [], self.steady.best()
         for i, name in enumerate(names):
-            forward = median(self._seconds["forward"][i])
-            both = median(self._seconds["backward"].get(i, [0.0]))
+            forward, both = best["forward", i], best.get(("backward", i), 0.0)
             blocks.append(BlockProfile(
                 name=name, forward_s=forward, backward_s=max(0.0, both - forward),
                 activation_bytes=self.sizes[i].activations, kept_bytes=self.sizes[i].inputs))

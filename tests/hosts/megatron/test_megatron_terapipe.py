@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
+from moe_plugin.planner.trials import Steady
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.test_megatron_pipeline import DENSE, SGD, begun, logs_dense, steps
 from tests.hosts.megatron.training import EP2, MODEL, PP2, RECOMPUTE, TP2, Run, ran, refusal
@@ -303,6 +305,7 @@ def _automatic(argv: list[str], forced: str) -> tuple[str, tuple[int, ...], Any]
     """
     from moe_plugin.hosts.megatron.pipeline import auto, base
 
+    auto.Steady = partial(Steady, least=1, within=1e9)
     second, made = base.gradient_group, []
     base.gradient_group = lambda group: made.append(group) or second(group)
     auto.choose = lambda profile: next(

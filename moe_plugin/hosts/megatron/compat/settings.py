@@ -80,6 +80,15 @@ def script_arguments() -> dict[str, Any]:
     return {} if arguments is None else vars(with_known_names(arguments))
 
 
+def tokens_of_call() -> int | None:
+    """Tokens of a micro-batch on a rank by the script's arguments; None: not known."""
+    known = script_arguments()
+    length, sequences = known.get("seq_length"), known.get("micro_batch_size")
+    if not length or not sequences:
+        return None
+    return length * sequences // (known.get("context_parallel_size") or 1)
+
+
 def parsed_defaults() -> dict[str, Any]:
     """By name: the defaults of the script's arguments whose values differ from them, as far as its
     parser says them.

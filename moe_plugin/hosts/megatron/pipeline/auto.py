@@ -1,15 +1,17 @@
 """The best predicted schedule that fits the memory, from what the first steps measure.
 
-The first step warms up under Megatron's 1F1B. The second one runs in 1F1B's order, too, and
-measures passes, transfers and what backward needs. With `pipeline.slices` the next nine steps
-measure slices. Then all ranks agree on a schedule, which gives the same numbers as any other (with
-slices, up to rounding).
+The first step warms up under Megatron's 1F1B. The next ones run in 1F1B's order, too, and measure
+passes, transfers and what backward needs, until two of them agree. With `pipeline.slices` nine
+steps more measure slices. Then all ranks agree on a schedule, which gives the same numbers as any
+other (with slices, up to rounding). Now and then a step is measured again: one that is much faster
+says that the machine was busy then, and all is measured anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state as ps
@@ -26,9 +28,11 @@ from moe_plugin.hosts.megatron.pipeline.measuring import MeasuredStep, agreed
 from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
 from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
+from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_time
 
 logger = logging.getLogger(__name__)
+BUSY = 0.7  # of the measured seconds: a later step that takes less shows a bad moment
 
 
 @register
@@ -50,6 +54,7 @@ class AutoSchedule(PipelineSchedule):
         self.profile: StageProfile | None = None
         self._run = native
         self._sliced: SliceSchedule | None = None  # while slices are measured
+        self._steady, self._checks = Steady(), Checks()
         if settings.slices is not None:
             self.unfit = SliceSchedule.unfit
 
@@ -61,8 +66,11 @@ class AutoSchedule(PipelineSchedule):
 
     def __call__(self, **passes: Any) -> list[Any]:
         """One step, as Megatron's own functions take and return it."""
-        if passes.get("forward_only") or self.chosen is not None:
+        if passes.get("forward_only"):
             return self._run(**passes)
+        if self.chosen is not None:
+            self._checks.calls += 1
+            return super().__call__(**passes) if self._checks.due() else self._run(**passes)
         if self._sliced is not None:
             return self._measure_slices(passes, self._sliced)
         self.steps += 1
@@ -80,11 +88,26 @@ class AutoSchedule(PipelineSchedule):
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """The second one, which measures."""
+        """One that measures: all ranks know the same of it."""
         step = MeasuredStep(passes, config, self.group, self.gradients)
         logged = step.run()
         limit = self.settings.memory and parse_size(self.settings.memory)
-        self.profile = agreed(step, self.group, limit)
+        profile = agreed(step, self.group, limit)
+        numbers = numbers_of(profile)
+        if self.chosen is not None:
+            if not self._steady.contradicts(numbers, BUSY):
+                self._checks.agreed()
+                return logged
+            logger.info("pipeline.schedule=auto: a step took much less than those that were "
+                        "measured, so that they are measured again")
+            self.chosen, self._run, self._steady = None, self.native, Steady()
+        self._steady.add(numbers)
+        if self.settings.slices is None:
+            choose(profile)  # where nothing fits the memory, no further step is needed to say so
+        if not self._steady.enough:
+            return logged
+        self._checks.changed()
+        self.profile = with_numbers(profile, self._steady.best())
         if self.settings.slices is None:
             self._choose()
         else:
@@ -114,3 +137,16 @@ class AutoSchedule(PipelineSchedule):
         logger.info("pipeline.schedule=auto: %s; predicted %s", self.chosen.schedule, ", ".join(
             f"{one.schedule} {show_time(one.seconds)}{'' if one.fits else ' (does not fit)'}"
             for one in predict(self.profile)))
+
+
+def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
+    """The times that a step measured, by what and stage."""
+    return {(what, stage): seconds for what in ("forward_s", "backward_s")
+            for stage, seconds in enumerate(getattr(profile, what))}
+
+
+def with_numbers(profile: StageProfile, numbers: Mapping[Hashable, float]) -> StageProfile:
+    """The profile with other times; see `numbers_of`."""
+    stages = range(len(profile.forward_s))
+    return dataclasses.replace(profile, forward_s=[numbers["forward_s", i] for i in stages],
+                               backward_s=[numbers["backward_s", i] for i in stages])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import defaultdict
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ class SliceTrials:
         if self._steps < len(self._trials):
             return
         keys = sorted(self._seconds)
-        measured = [median(self._seconds[key]) for key in keys]
+        measured = [min(self._seconds[key]) for key in keys]  # what disturbs adds to them
         received, _ = step.shapes()
         sent = [transfer_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
         numbers = torch.tensor([*measured, *sent], dtype=torch.float64, device=step.device)

@@ -29,12 +29,13 @@ from moe_plugin.lab.bench.study import Option
 from moe_plugin.lab.bench.toy import ToyBlock
 from moe_plugin.machine import cpu_name
 from moe_plugin.memory.activations.auto import MEASURING, manage
+from moe_plugin.planner.trials import Steady
 from moe_plugin.planner.units import show_size, show_time
 
 TITLE = "Activations kept, recomputed, swapped"
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 1024, 4, 512
 WAYS = ("keep", "recompute", "swap", "auto")
-MIB, WARM_UP = 1 << 20, len(MEASURING) + 1
+MIB, WARM_UP = 1 << 20, len(MEASURING) + Steady.most
 # freed tensors go back to the system, so that the resident set is what is in use
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 OPTIONS = {
