@@ -35,6 +35,7 @@ from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED, no_schedule
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import capturing, device_name
 from moe_plugin.records import RowPlan
+from moe_plugin.routing.replay import replayed
 from moe_plugin.tuning.compute_times import ComputeChoice, Runs, SharedChoices
 
 FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
@@ -156,9 +157,11 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
     if why is not None:
         return ComputeChoice(names[0], why)
     start = functools.partial(trial, load, names, x.device, parameters)
-    known = parameters.memory.state(SharedChoices).choices
-    return known.choose(_key(load, names, x.device), names, x.device,
-                        start if _may_measure(x.device) else None)
+    known = parameters.memory.state(SharedChoices)
+    # a recomputation repeats the choice: another way would save other tensors for backward
+    return replayed(known, lambda: known.choices.choose(
+        _key(load, names, x.device), names, x.device, start if _may_measure(x.device) else None),
+        True, what="way to compute experts", values=False)
 
 
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLoad:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import multiprocessing
@@ -414,6 +415,23 @@ def test_measuring_inside_recomputation_and_autocast(small_counts: MeasuredChoic
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(x).output.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_repeats_the_choice(small_counts: MeasuredChoices, reentrant: bool,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another choice has been kept meanwhile; its way would save other tensors for backward."""
+    layer, x = layer_and_input(kind="gated_ffn")
+    made, names = [], itertools.cycle(["fused", "grouped", "loop"])
+    computed = auto.computed
+    monkeypatch.setattr(MeasuredChoices, "choose",
+                        lambda *_: auto.ComputeChoice(next(names), "the test says so"))
+    monkeypatch.setattr(auto, "computed",
+                        lambda name, *args: made.append(name) or computed(name, *args))
+    for _ in range(2):
+        torch.utils.checkpoint.checkpoint(lambda v: layer(v).output, x,
+                                          use_reentrant=reentrant).sum().backward()
+    assert made == ["fused", "fused", "grouped", "grouped"]
 
 
 @pytest.mark.parametrize("planned", [False, True])
