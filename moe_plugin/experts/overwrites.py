@@ -25,11 +25,12 @@ _APART = 0.05  # distance of experts, relative to their norms, at which they cou
 
 
 class OverwriteCheck:
-    """Compares the experts of expert-parallel ranks in training calls 1, 2, 4, 8, ..., 256.
+    """Compares the experts of expert-parallel ranks in training calls 2, 4, 8, ..., 256.
 
-    Every comparison costs one all-gather of 4 KiB from each rank; there are 9 in the life of a
-    layer. The ranks compare each other's changes since the previous comparison (at first since the
-    layer was built, or loaded), so that experts that start equal are no error.
+    Every comparison costs one all-gather of 4 KiB from each rank (5 KiB the first time); there are
+    8 in the life of a layer. The ranks compare each other's changes since the previous comparison
+    (at first those until the first call, since the layer was built or loaded, and those after it),
+    so that experts that start equal are no error.
 
     Args:
         comm: the expert-parallel group.
@@ -46,8 +47,8 @@ class OverwriteCheck:
     def begin(self, experts: nn.Module) -> None:
         """Compare with the values that the experts have now. Local."""
         self._before_N = _sample(experts.parameters())
+        self._built_N: Tensor | None = None  # what `_before_N` was before the first call
         self._router_N: Tensor | None = None
-        self._first = self.calls == 0
 
     def __call__(self, experts: nn.Module, router: nn.Module | None) -> None:
         """Count a training call, and compare if it is its turn; collective over `comm`.
@@ -61,8 +62,12 @@ class OverwriteCheck:
             return
         if self.calls == 1:
             refuse_tools(self.comm.size)
-        if not capturing(self.comm.device):  # a CUDA graph, in which the host cannot wait
-            self._exchange(experts, router)
+        if capturing(self.comm.device):  # a CUDA graph, in which the host cannot wait
+            return
+        if self.calls > 1:
+            return self._exchange(experts, router)
+        self._built_N, self._before_N = self._before_N, _sample(experts.parameters())
+        self._router_N = _sample(() if router is None else router.parameters())
 
     @torch.no_grad()
     def _exchange(self, experts: nn.Module, router: nn.Module | None) -> None:
@@ -70,13 +75,15 @@ class OverwriteCheck:
         router_N = _sample(() if router is None else router.parameters())
         earlier_N = torch.zeros_like(router_N) if self._router_N is None else self._router_N
         # layers may have moved since, and routers may have no parameters
-        mine_4N = torch.stack([sample_N.to(self.comm.device) for sample_N in
-                               (self._before_N, now_N, earlier_N, router_N)])
-        all_R4N = self.comm.all_gather(mine_4N[None]).cpu()
-        first, self._first = self._first, False
-        self._before_N, self._router_N = now_N, router_N
-        before_RN, now_RN, earlier_RN, router_RN = all_R4N.double().unbind(1)
-        self._compare(before_RN, now_RN, first)
+        built = [] if self._built_N is None else [self._built_N]
+        mine_SN = torch.stack([sample_N.to(self.comm.device) for sample_N in
+                               (self._before_N, now_N, earlier_N, router_N, *built)])
+        all_RSN = self.comm.all_gather(mine_SN[None]).cpu()
+        self._before_N, self._router_N, self._built_N = now_N, router_N, None
+        before_RN, now_RN, earlier_RN, router_RN, *built_RN = all_RSN.double().unbind(1)
+        for earliest_RN in built_RN:
+            self._compare(earliest_RN, before_RN, True)
+        self._compare(before_RN, now_RN, False)
         self._compare_routers(earlier_RN, router_RN)
 
     def _compare(self, before_RN: Tensor, now_RN: Tensor, first: bool) -> None:

@@ -42,7 +42,7 @@ def counted(run: Callable[[], Any]) -> tuple[int, int, int]:
 def _a_call() -> tuple[int, int, int]:
     layer = MoELayer(MoEConfig(model_dim=64, num_experts=8))
     x_TD = torch.randn(32, 64)
-    for _ in range(4):  # in calls 1, 2, 4, 8, ... ranks compare samples of their experts
+    for _ in range(4):  # in calls 2, 4, 8, ... ranks compare samples of their experts
         layer(x_TD).output.sum().backward()
     return counted(lambda: layer(x_TD))
 

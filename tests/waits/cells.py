@@ -93,7 +93,7 @@ def _measured(cell: Cell, group: TorchComm | None) -> Seen:
                 call = CellCall(cell, config, LocalComm() if group is None else CountingComm(group),
                              register())
                 # not counted: what a first call agrees on, and that ranks compare samples of their
-                # experts in training calls 1, 2, 4, 8, ..., 256
+                # experts in training calls 2, 4, 8, ..., 256
                 call.forward()
                 call.forward()
                 with _looks() as looks:

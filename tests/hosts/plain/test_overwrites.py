@@ -211,7 +211,7 @@ def run_counted() -> list[int]:
     gather = check.overwrites.comm.all_gather
 
     def counted(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1:] == (4, VALUES):
+        if x.shape[2:] == (VALUES,):
             calls.append(check.overwrites.calls)
         return gather(x)
 
@@ -225,7 +225,7 @@ def run_counted() -> list[int]:
 
 def test_comparisons_are_few() -> None:
     for calls in run_gloo(2, run_counted):
-        assert calls == [1, 2, 4, 8, 16, 32, 64, 128, LAST_CALL]
+        assert calls == [2, 4, 8, 16, 32, 64, 128, LAST_CALL]
 
 
 def run_inside_backward() -> dict[str, str]:
