@@ -55,18 +55,19 @@ class SwappedBlock(MoEBlock):
 
     Attributes:
         original: the model's own block, without memory, for `restore_moe_blocks`.
+        family: how the model's family names and stores what is in the block.
     """
 
-    def __init__(self, moe: MoELayer, block: nn.Module, pair: bool) -> None:
+    def __init__(self, moe: MoELayer, block: nn.Module, family: Block) -> None:
         super().__init__(moe)
         # in a tuple, so that it is not a part of this module
         self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
-        self._pair = pair
+        self.family = family
 
     def forward(self, x: Tensor) -> Any:
         """As the model's own block; without logits where that returns them, too."""
         y = super().forward(x)
-        return (y, None) if self._pair else y
+        return (y, None) if self.family.pair else y
 
     def train(self, mode: bool = True) -> SwappedBlock:
         """As of every module. A model that was loaded for evaluation and now is trained needs
@@ -103,7 +104,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     config = _checked(model)
     comm = default_comm() if comm is None else comm
     start, decoder = _decoder_in(model)
-    child, pair = _block_of(config).module, _block_of(config).pair
+    family = _block_of(config)
+    child = family.module
     swapped = []
     for index, layer in enumerate(decoder.layers):
         block = getattr(layer, child, None)
@@ -121,7 +123,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                        dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)
         _carry_frozen(block, moe, state, config, index)
-        setattr(layer, child, SwappedBlock(moe, block, pair).train(block.training))
+        setattr(layer, child, SwappedBlock(moe, block, family).train(block.training))
         swapped.append(f"{start}layers.{index}.{child}")
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
