@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
         config.r = max(r for one in ours for each in one.ranks.values() for r in each)
         config.lora_alpha = max(ours[0].alphas.values())
         config.use_rslora = ours[0].rooted
+    _refuse_inside(state, [theirs for theirs, _ in blocks.values()])
     targets = list(config.target_parameters or ())
     for name, layer in layers.items():
         ranks: ExpertRanks = layer.experts.adapters
@@ -135,6 +136,15 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
         save_file({name: value.cpu().contiguous() for name, value in state.items()},
                   Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(folder))
+
+
+def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:
+    """`ValueError` for adapters of `peft` on modules that only our layers have."""
+    inside = tuple(f"{START}{block}.moe." for block in blocks)
+    if found := sorted(name for name in state if name.startswith(inside)):
+        raise ValueError(f"{found[0]!r} adapts a module of our layer, which the model before "
+                         "swap_moe_blocks does not have: must be none; give LoraConfig "
+                         r"exclude_modules=r'.*\.moe\..*'")
 
 
 def _config(model: nn.Module) -> Any:
