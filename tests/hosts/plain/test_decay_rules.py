@@ -85,7 +85,7 @@ def test_rules_that_do_not_know_experts_biases() -> None:
     for rule in (_no_decay_list, _timm, _muon):
         missed = {name for name, parameter in model.named_parameters()
                   if name in biases and not rule(name, parameter)}
-        assert missed == biases, rule  # docs/plain.md says so
+        assert missed == biases, rule  # docs/adapters.md says so
     for groups in (optimizer_groups(model, 0.1, weight_decay=0.1),
                    muon_groups(model, 0.1, 0.1, weight_decay=0.1)):
         without = {names[id(p)] for group in groups if not group["weight_decay"]

@@ -126,6 +126,17 @@ def test_every_family_exchanges_adapters_in_both_directions(kind: str, tmp_path:
     close(model(ids).logits, want)
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4_text", "nemotron_h"])
+def test_merged_dora_goes_into_stacks_of_every_layout(kind: str) -> None:
+    model = swapped(kind)
+    add_lora(model, 4, use_dora=True, rank_pattern={r".*\.1\.down": 2})
+    want = shaken(model)(tokens(model)).logits
+    assert (tiny(kind)(tokens(model)).logits - want).abs().max() > 0.1
+    merge_lora(model)
+    restore_moe_blocks(model)
+    close(model(tokens(model)).logits, want)
+
+
 def test_plain_experts_as_wide_as_the_model_keep_their_stacks_apart(tmp_path: Path) -> None:
     """Adapters of both stacks have the same shapes there."""
     def made() -> Any:
