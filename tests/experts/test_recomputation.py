@@ -14,6 +14,7 @@ from moe_plugin.dispatch.base import dispatchers
 from moe_plugin.hosts.plain.adapters import add_lora
 from moe_plugin.kernels.expert_ffn import strategies
 from moe_plugin.layer import MoELayer
+from moe_plugin.tuning import compute_tuner
 from tests.combinations import Cell, all_pairs
 from tests.distributed import run_gloo
 
@@ -63,3 +64,16 @@ def _rank() -> None:
 @pytest.mark.distributed
 def test_two_ranks() -> None:
     run_gloo(2, _rank)
+
+
+def test_a_measured_choice_holds_for_the_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that measures the strategies is recomputed by the one that was chosen then."""
+    monkeypatch.setattr(compute_tuner, "SMALL_LAYER", 1)
+    torch.manual_seed(1)
+    layer = MoELayer(from_dict({"model_dim": 16, "num_experts": 4, "router": {"top_k": 2},
+                                "experts": {"hidden_dim": 16, "compute_selection": "measured"}}))
+    for tokens in (16, 256, 16):
+        x_TD = torch.randn(tokens, 16)
+        for one, other in zip(gradients(layer, x_TD, True), gradients(layer, x_TD, False),
+                              strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

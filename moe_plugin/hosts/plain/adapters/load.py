@@ -76,8 +76,8 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
     if unknown is not None:
         raise ValueError(f"{str(folder)!r} has {unknown!r}, which is of no expert: must "
                          "be in peft's model; call get_peft_model(model, LoraConfig(target_modules="
-                         "...)) with the modules of the file first (routers and shared experts in "
-                         "blocks of swap_moe_blocks cannot have adapters)")
+                         "...)) with the modules of the file first (in blocks of swap_moe_blocks, "
+                         "routers and shared experts do not have these names)")
 
 
 def _targeted(name: str, stacks: Mapping[str, Stack], targets: Collection[str]) -> list[str]:
