@@ -51,7 +51,10 @@ def all_alike(source: nn.Module, target: nn.Module) -> bool:
 def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.Module:
     """Return the model's own block with the weights of our layer, of all ranks. Collective.
 
-    original: the block without memory. config: of the model.
+    Args:
+        moe: our layer.
+        original: the block without memory.
+        config: of the model.
     """
     state = {name: value for name, value in full_state(moe).items()
              if not name.startswith(ADAPTERS)}

@@ -27,7 +27,7 @@ START = "base_model.model."  # of all names in a file, and of those in a model o
 
 
 @dataclass(frozen=True)
-class Stack:
+class PeftStack:
     """How `transformers` stores one of the two stacks of a block's experts, and how `peft` stores
     the adapters on it.
 
@@ -65,14 +65,14 @@ class Stack:
         return (outer, inner) if self.flipped else (inner, outer)
 
 
-def stacks_of(block: SwappedBlock) -> dict[str, Stack]:
+def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
     """The stacks of a block's experts, by the names of `PLACES`, in the order of its module."""
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
     gated = family.gated
-    return {"in": Stack(family.gate_up.rpartition(".")[2], 2 if gated else 1,
+    return {"in": PeftStack(family.gate_up.rpartition(".")[2], 2 if gated else 1,
                         gated and family.in_turn, flipped),
-            "out": Stack(family.down.rpartition(".")[2], 1, False, flipped)}
+            "out": PeftStack(family.down.rpartition(".")[2], 1, False, flipped)}
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:

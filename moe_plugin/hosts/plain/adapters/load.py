@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.experts.lora import PLACES, TARGETS
 from moe_plugin.hosts.plain.adapters.add import add_lora
-from moe_plugin.hosts.plain.adapters.files import START, Stack, by_pattern, stacks_of
+from moe_plugin.hosts.plain.adapters.files import START, PeftStack, by_pattern, stacks_of
 from moe_plugin.hosts.plain.huggingface import swapped_blocks
 from moe_plugin.layer import MoELayer
 
@@ -80,7 +80,7 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
                          "routers and shared experts do not have these names)")
 
 
-def _targeted(name: str, stacks: Mapping[str, Stack], targets: Collection[str]) -> list[str]:
+def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
     """Places of a block's stacks that `peft` adapts; the last is the outermost adapter."""
     def full(place: str) -> str:
         return f".{name}.experts.{stacks[place].name}"
@@ -89,7 +89,7 @@ def _targeted(name: str, stacks: Mapping[str, Stack], targets: Collection[str]) 
             if any(full(place).endswith(f".{target}") for target in targets)]
 
 
-def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, Stack], targeted: list[str],
+def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
            rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Place and `lora_A`, `lora_B` of a layer's stacks, which are taken out of `rest`.
 
@@ -117,7 +117,7 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, Stack], targeted: li
 
 
 @torch.no_grad()
-def _fill(layer: MoELayer, place: str, stack: Stack, pair: tuple[Tensor, Tensor]) -> None:
+def _fill(layer: MoELayer, place: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
     """Copy a rank's part of `lora_A` and `lora_B`."""
     name, bs, _ = PLACES[place]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
