@@ -71,7 +71,7 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
     gated = family.gated
     return {"in": PeftStack(family.gate_up.rpartition(".")[2], 2 if gated else 1,
-                        gated and family.in_turn, flipped),
+                            gated and family.in_turn, flipped),
             "out": PeftStack(family.down.rpartition(".")[2], 1, False, flipped)}
 
 
