@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.pytrees import as_pytree
 
+
+@as_pytree("layout", "decisions", "router", "collectives")
 @dataclass(frozen=True)
 class LayerStats:
     """What happened in one forward pass on this rank; tensors stay on the device until `as_dict`.
@@ -76,6 +79,7 @@ class LayerStats:
         }
 
 
+@as_pytree()
 @dataclass(frozen=True)
 class MoEOutput:
     """Result of one `MoELayer` call.

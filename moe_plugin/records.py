@@ -19,8 +19,10 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.expert_rows import ExpertRows, RowCounts, RowPlan  # noqa: F401  (records, too)
+from moe_plugin.pytrees import as_pytree
 
 
+@as_pytree()
 @dataclass(frozen=True)
 class TokenInfo:
     """What some routers and losses need to know of a call besides the tokens.

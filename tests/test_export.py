@@ -89,6 +89,25 @@ def test_routers(name: str) -> None:
     check(num_experts=4, router={"name": name, **MORE.get(name, {})})
 
 
+@pytest.mark.parametrize("name", routers.names())
+def test_a_layer_exports_with_all_that_it_returns(name: str) -> None:
+    """Losses and counts, too; also with information of tokens as an argument."""
+    torch.manual_seed(0)
+    layer = MoELayer(WIDTH, LocalComm(), num_experts=4, losses={"z": 0.1},
+                     router={"name": name, **MORE.get(name, {})}).eval()
+    (x_TD, _), number_T = inputs(TRACED, 0), torch.arange(TRACED)
+    info = TokenInfo(number_T % 9, number_T * 0, 1)
+    wanted = layer(x_TD, info=info)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (x_TD,), {"info": info}), file)
+    file.seek(0)
+    got = torch.export.load(file).module()(x_TD, info=info)
+    assert type(got) is type(wanted)
+    torch.testing.assert_close(got.output, wanted.output, rtol=1e-5, atol=2e-6)
+    assert torch.equal(got.stats.load_KE, wanted.stats.load_KE)
+    assert set(got.losses) == set(wanted.losses)
+
+
 def test_experts_that_are_fetched_are_refused() -> None:
     layer = MoELayer(WIDTH, LocalComm(), num_experts=EXPERTS, experts_on="host").eval()
     with pytest.raises(ValueError, match="must be on the device; export with experts.store=device"):

@@ -259,11 +259,22 @@ def _check_layers(theirs: Mapping[str, Mapping[str, int]],
     for prefix, origin in mine.items():
         if prefix not in theirs:
             raise ValueError(f"it has no MoE layer {prefix!r}; it has "
-                             f"{', '.join(theirs) or 'none'}")
+                             f"{', '.join(theirs) or 'none'}{_of_wrappers(prefix, theirs)}")
         if theirs[prefix]["num_experts"] != origin["num_experts"]:
             raise ValueError(
                 f"it has num_experts={theirs[prefix]['num_experts']} in layer {prefix!r}, the "
                 f"model has {origin['num_experts']}; build the model with the checkpoint's number")
+
+
+def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
+    """What to do where either the checkpoint or the model is of a wrapper, such as DDP's."""
+    for start, inner in (("module.", "model.module"), ("_orig_mod.", "model._orig_mod")):
+        if prefix.startswith(start) and prefix.removeprefix(start) in theirs:
+            return f"; the model is in a wrapper: give {inner}"
+        if f"{start}{prefix}" in theirs:
+            return (f"; the checkpoint was saved of a wrapper: save {inner}, or load this one into "
+                    "a model in the same wrapper")
+    return ""
 
 
 def _check_tensors(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

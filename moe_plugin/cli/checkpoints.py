@@ -195,6 +195,14 @@ def upcycle(args: argparse.Namespace) -> int:
     return 0
 
 
+_THEIR_FAULTS = """\
+Faults of transformers that a Trainer meets (docs/transformers.md#trainer):
+  resuming leaves experts that are run by name as they were (issue 48805): start from
+  from_pretrained(checkpoint), or use swap_moe_blocks, whose blocks resume
+  the auxiliary loss is multiplied by ranks and accumulation steps (issue 48690): divide
+  router_aux_loss_coef by their product"""
+
+
 def check_hf_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin check-hf`."""
     p.description = (
@@ -217,8 +225,8 @@ def check_hf(args: argparse.Namespace) -> int:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-    from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, read_json
-    from moe_plugin.checkpoint.formats.huggingface.quantization import quantization_of
+    from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, open_safetensors, read_json
+    from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, quantization_of
     from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
     from moe_plugin.planner.units import show_time
 
@@ -231,6 +239,9 @@ def check_hf(args: argparse.Namespace) -> int:
         dist.init_process_group("gloo")
     dtype = getattr(torch, args.dtype)
     found = quantization_of(read_json(args.model / CONFIG))
+    if found is None:
+        with open_safetensors(args.model) as source:
+            check_plain(source)
     plain = Mxfp4Config if found and found.get("quant_method") == "mxfp4" else FineGrainedFP8Config
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=dtype, local_files_only=True,
@@ -256,6 +267,7 @@ def check_hf(args: argparse.Namespace) -> int:
         print(f"{len(blocks)} MoE blocks, {args.tokens} tokens, {args.dtype}: logits differ by "
               f"{off:.2g} of the largest (tolerance {most:g}); transformers {show_time(theirs_s)}"
               f", ours {show_time(ours_s)}")
+        print(_THEIR_FAULTS)
     if spread:
         dist.destroy_process_group()
     return int(not off <= most)

@@ -354,7 +354,8 @@ class RouterConfig(SettingsSection):
                         "use router.name=topk alone", "force")
         self.read_where(self.normalize in ("none", "always") or self.top_k > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
-                        "raise router.top_k", "normalize")
+                        "raise router.top_k, or use always to divide nevertheless",
+                        "normalize")
         self._check_top_k(where)
 
     def _check_top_k(self, where: str) -> None:

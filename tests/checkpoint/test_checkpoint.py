@@ -197,6 +197,20 @@ def test_other_expert_count(tmp_path: Path) -> None:
         load_here(saved(tmp_path), experts=8)
 
 
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_a_wrapper_on_one_side_is_named_with_the_remedy(wrapper: str, tmp_path: Path) -> None:
+    """DDP and `torch.compile` put a name in front of all others."""
+    model, around = Model(LocalComm()), nn.Module()
+    around.add_module(wrapper, model)
+    save(tmp_path / "plain", model)
+    save(tmp_path / "wrapped", around)
+    with pytest.raises(CheckpointError, match=f"model is in a wrapper: give model.{wrapper}"):
+        load(tmp_path / "plain", around)
+    with pytest.raises(CheckpointError, match=f"saved of a wrapper: save model.{wrapper}, or load"):
+        load(tmp_path / "wrapped", model)
+    load(tmp_path / "plain", getattr(around, wrapper))
+
+
 def test_no_optimizer_state(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no optimizer state"):
         load_here(saved(tmp_path), optimizer=True)

@@ -125,10 +125,38 @@ def test_the_trainer_of_a_swapped_model_saves_and_resumes(tmp_path: Path) -> Non
     close(logits(again, ids), logits(first.eval(), ids))
 
 
+def test_settings_that_transformers_ignores(tmp_path: Path) -> None:
+    """Its sparsemixer chooses two experts, and other families than gpt-oss do not clamp."""
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=3 is not one of phimoe's: 2, .*set"):
+        swap_moe_blocks(tiny("phimoe", num_experts_per_tok=3))
+    model = tiny("mixtral", swiglu_limit=0.3)
+    want = logits(model, tokens(model))
+    swap_moe_blocks(model)
+    torch.testing.assert_close(logits(model, tokens(model)), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_experts_in_float64_with_a_router_in_float32(kind: str, tmp_path: Path) -> None:
+    tiny(kind).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    assert torch.float32 in dtypes.values() and torch.float64 in dtypes.values()
+    want = logits(model, tokens(model))
+    [first, *_] = swap_moe_blocks(model)
+    assert model.get_submodule(first).moe.experts.dtype == torch.float64
+    torch.testing.assert_close(logits(model, tokens(model)), want, rtol=1e-5, atol=1e-6)
+    restore_moe_blocks(model)
+    assert {name: value.dtype for name, value in model.state_dict().items()} == dtypes
+    assert torch.equal(logits(model, tokens(model)), want)
+
+
 def test_check_hf_says_how_far_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny("deepseek_v3").save_pretrained(tmp_path)
     assert main(["check-hf", str(tmp_path), "--tokens", "9"]) == 0
-    assert "2 MoE blocks, 9 tokens, float32: logits differ by" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 MoE blocks, 9 tokens, float32: logits differ by" in said
+    assert "issue 48805" in said and "issue 48690" in said
     assert main(["check-hf", str(tmp_path), "--tokens", "9", "--tolerance", "1e-30"]) == 1
     assert main(["check-hf", str(tmp_path / "none")]) == 2
 

@@ -108,6 +108,11 @@ def test_transformers_reads_the_same(kind: str, tmp_path: Path,
     assert torch.equal(logits(ours, tokens(ours)), logits(theirs, tokens(theirs)))
     assert main(["check-hf", str(tmp_path / "fp8"), "--tokens", "9"]) == 0
     assert "MoE blocks, 9 tokens" in capsys.readouterr().out
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    assert main(["check-hf", str(tmp_path / "fp8"), "--tokens", "9"]) == 2
+    assert "no quantization_config that says where" in capsys.readouterr().err
 
 
 def test_inspect_upcycle_and_experts_alone(tmp_path: Path,

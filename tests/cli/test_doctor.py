@@ -218,7 +218,7 @@ def test_a_host_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch
 def test_missing_hosts_are_reported_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "installed_version", lambda package: None)
     rows = packages.host_rows()
-    assert [row["name"] for row in rows] == ["fairseq", "megatron"]
+    assert [row["name"] for row in rows] == ["fairseq", "megatron", "transformers"]
     assert all(row["state"] == "not available" and "pip install" in row["install"] for row in rows)
 
 

@@ -296,7 +296,8 @@ def test_one_choice_is_not_divided_and_teaches_the_router() -> None:
     assert layer.router.weight_ED.grad.abs().max() > 1e-6
     for value in ("before_drop", "after_drop"):
         with pytest.raises(ValueError, match=f"router.normalize='{value}' .* must be auto where "
-                           r"router.top_k=1 \(a weight over itself is always 1\).* leave it out"):
+                           r"router.top_k=1 \(a weight over itself is always 1\).* leave it "
+                           "out, or raise router.top_k, or use always to divide nevertheless"):
             MoELayer(8, num_experts=4, top_k=1, router_normalize=value)
     MoELayer(8, num_experts=4, top_k=1, router_normalize="none")
     always = MoELayer(8, num_experts=4, top_k=1, router_normalize="always")

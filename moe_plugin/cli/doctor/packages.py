@@ -46,6 +46,8 @@ PACKAGES = (
     Package("fairseq", "fairseq", "the fairseq host",
             command=f"{PIP} {' '.join(FAIRSEQ_NEEDS)} && {PIP} --no-deps fairseq==0.12.2"),
     Package("megatron-core", "megatron.core", "the Megatron host", command=MEGATRON),
+    Package("transformers", "transformers", "models and checkpoints of Hugging Face"),
+    Package("peft", "peft", "files of adapters, and adapters of models of transformers"),
     Package("psutil", "psutil", "checkpoints of the Megatron host"),
     Package("tensorboard", "tensorboard", "statistics in TensorBoard"),
     Package("wandb", "wandb", "statistics in Weights & Biases"),
@@ -67,7 +69,8 @@ PACKAGES = (
 _BY_NAME = {p.name: p for p in PACKAGES}
 ADAPTER = {
     "fairseq": ("fairseq", "moe_plugin.hosts.fairseq"),
-    "megatron": ("megatron-core", "moe_plugin.hosts.megatron.spec")
+    "megatron": ("megatron-core", "moe_plugin.hosts.megatron.spec"),
+    "transformers": ("transformers", "moe_plugin.hosts.transformers"),
 }
 _TIMEOUT_S = 300
 
@@ -148,7 +151,11 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
         return {**row, "reason": f"its import took more than {_TIMEOUT_S} s"}
     if process.returncode:
         last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return {**row, "reason": f"does not import: {last}"}
+        wanted = requirement(package.name)
+        if wanted == package.name:
+            return {**row, "reason": f"does not import: {last}"}
+        return {**row, "reason": f"does not import: {last}; moe-plugin is for {wanted}",
+                "install": install_command(package)}
     return {**row, "state": "available"}
 
 

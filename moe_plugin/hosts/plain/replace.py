@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from moe_plugin.config.named import overrides, refuse_timeout
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, use_model_masks
+from moe_plugin.hosts.plain.decay_rules import leave_biases_without_decay
 from moe_plugin.hosts.plain.feed_forward import FeedForward, read_feed_forward
 from moe_plugin.layer import MoELayer
 from moe_plugin.messages import short
@@ -94,6 +96,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         if isinstance(module, nn.TransformerEncoder) and any(blocks_in(module)):
             module.use_nested_tensor = False  # blocks take tensors that are not nested
     use_model_masks(model)
+    if "transformers" in sys.modules:
+        leave_biases_without_decay()
     if comm.size == 1:
         _leave_out_of_files(model)
     return [place.name for place in places]

@@ -7,10 +7,13 @@ output axis first unless `is_transposed`; gate and up in halves, or alternating 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
@@ -201,6 +204,23 @@ class OwnFormExperts(Experts):
         module = self.module[0]
         bias_LO = getattr(module, f"{name}_bias") if module.has_bias else None
         return grouped(rows_RI, counts, _input_first(module, getattr(module, name)), bias_LO)
+
+
+def stacks_read_once(module: nn.Module) -> AbstractContextManager[None]:
+    """Compute parametrized stacks, such as those that `peft` adapts, once in a call, and in the
+    same order in every call: `torch.utils.checkpoint` compares what autograd saves in a forward
+    pass with what it saves in the recomputation.
+    """
+    found: Any = module._modules.get("parametrizations")
+    return nullcontext() if found is None else _read_once(module, list(found))
+
+
+@contextmanager
+def _read_once(module: nn.Module, names: list[str]) -> Iterator[None]:
+    with parametrize.cached():
+        for name in names:
+            getattr(module, name)
+        yield
 
 
 def first_stack(module: nn.Module) -> Tensor:

@@ -29,7 +29,12 @@ from moe_plugin.hosts.transformers.compat import (
     holds_a_part,
     implementation_of,
 )
-from moe_plugin.hosts.transformers.experts import activation_of, check_module, experts_of
+from moe_plugin.hosts.transformers.experts import (
+    activation_of,
+    check_module,
+    experts_of,
+    stacks_read_once,
+)
 from moe_plugin.messages import short
 from moe_plugin.records import Placement
 from moe_plugin.routed_experts import RoutedExperts, check_routed
@@ -131,6 +136,12 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
         top_k_index: [T, K]; num_experts: that of another rank.
         top_k_weights: [T, K].
     """
+    with stacks_read_once(self):
+        return _experts_read(settings, self, hidden_states, top_k_index, top_k_weights)
+
+
+def _experts_read(settings: Mapping[str, Any], self: nn.Module, hidden_states: Tensor,
+                  top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     kept, key = self.__dict__.get(KEPT), (settings, self)
     if kept is None or kept.key != key:  # a replica of `nn.DataParallel` begins with another's
         experts = int(self.num_experts)
@@ -169,7 +180,8 @@ class PluginEP(EPImplementation):
                  top_k_weights: Tensor) -> Tensor:
         """[T, D] of the tokens [T, D] that this rank holds."""
         try:
-            return self._through(hidden_states, top_k_index, top_k_weights)
+            with stacks_read_once(self.experts[0]):
+                return self._through(hidden_states, top_k_index, top_k_weights)
         except CommError as error:
             if self.experts[0].training:
                 raise

@@ -12,6 +12,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", minversion="5.20")
 peft = pytest.importorskip("peft")
 
+from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES  # noqa: E402
 from moe_plugin.comm import TorchComm  # noqa: E402
 from moe_plugin.hosts.plain.adapters import (  # noqa: E402
     add_lora,
@@ -102,6 +103,67 @@ def test_we_load_what_peft_saves_and_have_its_gradients(kind: str, stacks: list[
             close(b, parameter.grad)
 
 
+@pytest.mark.parametrize("kind", [name for name, family in FAMILIES.items() if family.block])
+def test_every_family_exchanges_adapters_in_both_directions(kind: str, tmp_path: Path) -> None:
+    """Stacks interleaved or transposed, and plain experts; also merged into the model's own."""
+    block = FAMILIES[kind].block
+    assert block is not None
+    stacks = [f"{block.module}.{name}" for name in (block.gate_up, block.down)]
+    theirs = shaken(peft.get_peft_model(tiny(kind), peft.LoraConfig(
+        r=4, lora_alpha=8, use_rslora=True, target_modules=[], target_parameters=stacks,
+        rank_pattern={"down_proj": 3}, alpha_pattern={"down_proj": 6})))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = swapped(kind)
+    ids, plain = tokens(model), tiny(kind)(tokens(model)).logits
+    load_adapter(model, tmp_path / "theirs")
+    want = theirs(ids).logits
+    assert (plain - want).abs().max() > 0.1
+    close(model(ids).logits, want)
+    save_adapter(model, tmp_path / "ours")
+    close(peft.PeftModel.from_pretrained(tiny(kind), tmp_path / "ours")(ids).logits, want)
+    merge_lora(model)
+    restore_moe_blocks(model)
+    close(model(ids).logits, want)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama4_text", "nemotron_h"])
+def test_merged_dora_goes_into_stacks_of_every_layout(kind: str) -> None:
+    model = swapped(kind)
+    add_lora(model, 4, use_dora=True, rank_pattern={r".*\.1\.down": 2})
+    want = shaken(model)(tokens(model)).logits
+    assert (tiny(kind)(tokens(model)).logits - want).abs().max() > 0.1
+    merge_lora(model)
+    restore_moe_blocks(model)
+    close(model(tokens(model)).logits, want)
+
+
+def test_plain_experts_as_wide_as_the_model_keep_their_stacks_apart(tmp_path: Path) -> None:
+    """Adapters of both stacks have the same shapes there."""
+    def made() -> Any:
+        return tiny("nemotron_h", moe_latent_size=24)
+
+    for stacks in (["mixer.experts.up_proj", "mixer.experts.down_proj"],
+                   ["mixer.experts.up_proj"], ["mixer.experts.down_proj"]):
+        theirs = shaken(peft.get_peft_model(made(), peft.LoraConfig(
+            r=2, target_modules=[], target_parameters=stacks)))
+        theirs.save_pretrained(tmp_path)
+        model = made()
+        swap_moe_blocks(model)
+        load_adapter(model, tmp_path)
+        close(model(tokens(model)).logits, theirs(tokens(model)).logits)
+
+
+def test_patterns_of_the_models_own_adapters_do_not_reach_experts(tmp_path: Path) -> None:
+    model = peft.get_peft_model(swapped(), peft.LoraConfig(
+        r=2, lora_alpha=3, target_modules=["o_proj"], rank_pattern={"o_proj|.*": 3},
+        alpha_pattern={".*": 5}))
+    add_lora(model, 4, 8.0, freeze=False)
+    want = shaken(model)(tokens(model)).logits
+    save_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny("mixtral"), tmp_path)
+    close(loaded(tokens(model)).logits, want)
+
+
 def _rank(folder: Path, ids: Tensor) -> Tensor:
     model = swapped()
     load_adapter(model, folder / "peft")
@@ -168,10 +230,21 @@ def test_what_files_cannot_hold_is_refused(tmp_path: Path) -> None:
         save_adapter(model, tmp_path)
     with pytest.raises(ValueError, match="has adapters.*merge_lora"):
         restore_moe_blocks(model)
+    shared = peft.get_peft_model(swapped("qwen2_moe"), peft.LoraConfig(
+        r=2, target_modules="all-linear"))
+    add_lora(shared, 2, freeze=False)
+    with pytest.raises(ValueError, match="adapts a module of our layer.*exclude_modules"):
+        save_adapter(shared, tmp_path)
     peft.get_peft_model(tiny("mixtral"), peft.LoraConfig(
         r=2, target_modules=["o_proj"], target_parameters=STACKS)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="o_proj.* is of no expert.*get_peft_model"):
         load_adapter(swapped(), tmp_path)
+    peft.get_peft_model(tiny("mixtral"), peft.LoraConfig(
+        r=2, target_modules=["o_proj"], target_parameters=[*STACKS, "mlp.gate.weight"]
+    )).save_pretrained(tmp_path / "router")
+    with_attention = peft.get_peft_model(swapped(), peft.LoraConfig(target_modules=["o_proj"], r=2))
+    with pytest.raises(ValueError, match="mlp.gate.*is of no expert.*routers and shared"):
+        load_adapter(with_attention, tmp_path / "router")
     with pytest.raises(ValueError, match="has no adapters of experts of Llama.*swap_moe_blocks"):
         load_adapter(tiny("llama"), tmp_path)
     with pytest.raises(ValueError, match=r"must be \[r \* 8, in\]"):

@@ -161,6 +161,43 @@ def test_adapters_on_experts() -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_adapters_are_recomputed(kind: str) -> None:
+    """A recomputation saves the same tensors in the same order as the forward pass, from the first
+    call on; also where a parametrization of the user's is computed at each read.
+    """
+    peft = pytest.importorskip("peft")
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x * x.sigmoid()
+
+    def gradients(how: str, checkpointing: bool, name: str = "moe_plugin") -> list[Tensor]:
+        model = tiny(kind)
+        model.set_experts_implementation(name)
+        if how == "peft":
+            torch.manual_seed(5)
+            model = peft.get_peft_model(model, peft.LoraConfig(
+                r=2, target_modules=[], init_lora_weights=False,
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+            model.enable_input_require_grads()
+        else:
+            for layer in model.model.layers:
+                for name in ("gate_up_proj", "down_proj"):
+                    nn.utils.parametrize.register_parametrization(layer.mlp.experts, name,
+                                                                  Doubled())
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(tokens(model), labels=tokens(model)).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for how in ("peft", "a parametrization"):
+        plain = gradients(how, False)
+        close(gradients(how, True), plain, 1e-6)
+        close(plain, gradients(how, False, "eager"))
+
+
 def test_an_activation_is_known_by_its_values() -> None:
     from moe_plugin.hosts.transformers.experts import activation_of
 

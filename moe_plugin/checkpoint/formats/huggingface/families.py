@@ -103,7 +103,8 @@ _ALL = (
            block=Block(
                names={"router.weight": "router.weight", "router.bias": "router.bias"},
                transposed=True, in_turn=True, parts=(), normalize=True, pair=True,
-               keys={"experts": "num_local_experts", "width": "intermediate_size"},
+               keys={"experts": "num_local_experts", "width": "intermediate_size",
+                     "gate_clamp": "swiglu_limit"},
                needs={"swiglu_alpha": 1.702},
                settings={"activation": "quick_gelu", "linear_offset": 1.0}),
            alone="attention with sinks, over a window in every other layer"),
@@ -208,7 +209,7 @@ _ALL = (
            block=Block(
                module_in_files="block_sparse_moe", names={"router.weight": "router.weight"},
                files={"router.weight": "gate.weight"}, parts=("w1", "w3", "w2"),
-               scores="sparsemixer", normalize=False,
+               scores="sparsemixer", normalize=False, needs={"num_experts_per_tok": 2},
                keys={"experts": "num_local_experts", "width": "intermediate_size",
                      "mixer_eps": "router_jitter_noise"}),
            alone="layer norms with biases, a bias of the output matrix"),

@@ -11,8 +11,7 @@ from typing import Any
 # keys of `config.json` by neutral settings, and by sizes
 KEYS = {"top_k": "num_experts_per_tok", "normalize_top_k": "norm_topk_prob",
         "router_scale": "routed_scaling_factor", "groups": "n_group", "group_top_k": "topk_group",
-        "activation": "hidden_act", "gate_clamp": "swiglu_limit", "mixer_eps": "mixer_eps",
-        "experts": "num_experts",
+        "activation": "hidden_act", "mixer_eps": "mixer_eps", "experts": "num_experts",
         "width": "moe_intermediate_size"}
 GATE = {"router.weight": "gate.weight"}
 GATE_BIAS = {**GATE, "router.expert_bias": "gate.e_score_correction_bias"}
@@ -52,7 +51,8 @@ class Block:
         scales: has a factor on the weights.
         methods: values of `topk_method` in `config.json`; the first where it has none.
         group_scores: with groups, how many scores make a group's; None: no groups.
-        keys: of `config.json`, where they differ from `KEYS`.
+        keys: of `config.json`, where they differ from `KEYS`; of `gate_clamp`, which other families
+            do not read.
         settings: neutral settings that all its models have.
         needs: values that settings of `config.json` must have, to be what is said here.
         float32: beginnings of names in the block that `transformers` keeps in float32.

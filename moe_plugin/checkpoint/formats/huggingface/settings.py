@@ -110,8 +110,10 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
              **{name: (get(name), (value,)) for name, value in block.needs.items()}}
     for name, (value, choices) in known.items():
         if value not in choices:
-            raise CheckpointError(f"config.json: {name}={short(value)} is not one of {kind}'s: "
-                                  f"{', '.join(map(str, choices))}")
+            raise CheckpointError(
+                f"config.json: {name}={short(value)} is not one of {kind}'s: "
+                f"{', '.join(map(str, choices))}, with which transformers computes; set it so if "
+                "the model was trained with it")
     top_k = get(block.key("top_k"))
     if type(top_k) is not int:
         raise CheckpointError(f"config.json: {block.key('top_k')}={short(top_k)} must be a number, "
@@ -122,7 +124,7 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
             "normalize_add": block.normalize_add,
             "normalize_min": float(get(block.normalize_min)) if block.normalize_min else 0.0,
             "router_scale": float(get(block.key("router_scale"))) if block.scales else 1.0,
-            "gate_clamp": float(get(block.key("gate_clamp")) or 0.0),
+            "gate_clamp": float(get(block.keys.get("gate_clamp", "")) or 0.0),
             **({"groups": groups, "group_top_k": chosen, "group_scores": block.group_scores}
                if limited else {}),
             **({"mixer_eps": float(get(block.key("mixer_eps")))}

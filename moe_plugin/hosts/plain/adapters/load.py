@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.layers import local_window
-from moe_plugin.experts.lora import PLACES
+from moe_plugin.experts.lora import PLACES, TARGETS
 from moe_plugin.hosts.plain.adapters.add import add_lora
-from moe_plugin.hosts.plain.adapters.files import STACKS, START
+from moe_plugin.hosts.plain.adapters.files import START, PeftStack, by_pattern, stacks_of
 from moe_plugin.hosts.plain.huggingface import swapped_blocks
 from moe_plugin.layer import MoELayer
 
@@ -40,70 +39,89 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
                          f"{getattr(config, 'use_dora', False)}: must be LoRA; give another folder")
     rest = load_file(Path(folder) / "adapter_model.safetensors")
     found, pattern = {}, {}
+    ours = {place: target for target, place in TARGETS.items()}
     for name, block in swapped_blocks(model):
-        for place, pair in _pairs(name.removeprefix(START), block.moe, rest):
-            found[name, place] = pair
+        stacks = stacks_of(block)
+        targeted = _targeted(name.removeprefix(START), stacks, config.target_parameters or ())
+        for place, pair in _pairs(name.removeprefix(START), block.moe, stacks, targeted, rest):
+            found[name, place] = stacks[place], pair
             r = pair[0].shape[0] // block.moe.config.num_experts
-            pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{STACKS[place][0]}"] = r
+            pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[place]}"] = r
     if not found:
         raise ValueError(f"{str(folder)!r} has no adapters of experts of {type(model).__name__}: "
                          "must have some of its stacks (target_parameters); call "
                          "swap_moe_blocks(model) first, or let peft load it")
-    if rest and not hasattr(model, "peft_config"):
-        raise ValueError(f"{str(folder)!r} has {next(iter(rest))!r}, which is of no expert: must "
-                         "be in peft's model; call get_peft_model(model, LoraConfig(target_modules="
-                         "...)) with the modules of the file first")
+    _check_rest(model, rest, folder)
     made = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
                     use_rslora=config.use_rslora, freeze=freeze)
-    for (name, place), (a, b) in found.items():
-        target = f"{name.removeprefix(START)}.experts.{STACKS[place][1]}"
+    for (name, place), (stack, pair) in found.items():
+        target = f"{name.removeprefix(START)}.experts.{stack.name}"
         layer = model.get_submodule(f"{name}.moe")
-        _fill(layer, place, a, b)
+        _fill(layer, place, stack, pair)
         adapters = layer.experts.adapters
         layer.experts.adapters = replace(
-            adapters, alphas={**adapters.alphas, place: _alpha(config, target)})
+            adapters, alphas={**adapters.alphas,
+                              place: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
     if rest:
         peft.set_peft_model_state_dict(model, rest)
     return made
 
 
-def _alpha(config: Any, target: str) -> float:
-    """As peft reads its own configuration."""
-    return next((alpha for key, alpha in config.alpha_pattern.items()
-                 if re.match(rf"(.*\.)?({key})$", target)), config.lora_alpha)
+def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path) -> None:
+    """`ValueError` unless a model of `peft` has the adapters that are of no expert."""
+    import peft
+
+    known = peft.get_peft_model_state_dict(model) if hasattr(model, "peft_config") else {}
+    unknown = next((name for name in rest if "lora_" in name and name not in known), None)
+    if unknown is not None:
+        raise ValueError(f"{str(folder)!r} has {unknown!r}, which is of no expert: must "
+                         "be in peft's model; call get_peft_model(model, LoraConfig(target_modules="
+                         "...)) with the modules of the file first (in blocks of swap_moe_blocks, "
+                         "routers and shared experts do not have these names)")
 
 
-def _pairs(name: str, layer: MoELayer, rest: dict[str, Tensor]
-           ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
+    """Places of a block's stacks that `peft` adapts; the last is the outermost adapter."""
+    def full(place: str) -> str:
+        return f".{name}.experts.{stacks[place].name}"
+
+    return [place for place in stacks
+            if any(full(place).endswith(f".{target}") for target in targets)]
+
+
+def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
+           rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Place and `lora_A`, `lora_B` of a layer's stacks, which are taken out of `rest`.
 
-    Which adapter is inside of which depends on peft; shapes tell them apart.
+    Which adapter is inside of which depends on `peft`. Shapes tell them apart; where both stacks
+    have the same shape, the order of `targeted` does.
     """
     config = layer.config
-    sizes = {"in": (config.row_dim, 2 * config.hidden_dim), "out": (config.hidden_dim,
-                                                                   config.row_dim)}
-    for depth in range(len(sizes)):
+    widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
+    sizes = {place: stack.shapes(*widths[place]) for place, stack in stacks.items()}
+    left = list(targeted)
+    for depth in range(len(stacks)):
         key = f"{START}{name}.experts{'.base_layer' * depth}.lora_"
         if f"{key}A.weight" not in rest:
             continue
         a, b = (rest.pop(f"{key}{which}.weight") for which in "AB")
-        place = next((each for each, (inner, outer) in sizes.items()
-                      if (a.shape[1], b.shape[0]) == (inner, outer)), None)
+        place = next((each for each in reversed(left)
+                      if sizes[each] == (a.shape[1], b.shape[0])), None)
         if place is None or a.shape[0] % config.num_experts:
             raise ValueError(f"{key}A.weight and B have shapes {tuple(a.shape)}, {tuple(b.shape)}: "
                              f"must be [r * {config.num_experts}, in], [out, r * "
                              f"{config.num_experts}] of a stack with (in, out) of "
                              f"{' or '.join(map(str, sizes.values()))}; load it into its own model")
+        left.remove(place)
         yield place, (a, b)
 
 
 @torch.no_grad()
-def _fill(layer: MoELayer, place: str, a: Tensor, b: Tensor) -> None:
-    """A rank's part of `lora_A` and `lora_B`."""
-    experts, (name, bs, _) = layer.config.num_experts, PLACES[place]
-    values = {name: a.unflatten(0, (experts, -1)).mT}
-    halves = b.unflatten(1, (-1, experts)).permute(2, 1, 0).chunk(len(bs), -1)
-    values |= dict(zip(reversed(bs), halves, strict=True))
-    for each, value in values.items():
+def _fill(layer: MoELayer, place: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
+    """Copy a rank's part of `lora_A` and `lora_B`."""
+    name, bs, _ = PLACES[place]
+    a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
+    for each, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))
+                        }.items():
         target = layer.experts.get_parameter(each)
         target.copy_(value[local_window(each, tuple(value.shape), layer.placement)])

@@ -1,0 +1,43 @@
+"""Data classes as pytrees, which `torch.export` and wrappers such as FSDP2 look into."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.utils import _pytree
+
+T = TypeVar("T")
+
+
+def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
+    """Register a data class, whose leaves are the values of its fields in their order.
+
+    static: fields of plain values without tensors that belong to the structure instead:
+        `torch.export` cannot load a program that returns a string.
+    """
+    def register(cls: type[T]) -> type[T]:
+        names = [field.name for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+                 if field.name not in static]
+
+        def context(value: Any) -> list[Any] | None:
+            return [getattr(value, name) for name in static] if static else None
+
+        def flatten(value: Any) -> tuple[list[Any], list[Any] | None]:
+            return [getattr(value, name) for name in names], context(value)
+
+        def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], list[Any] | None]:
+            leaves = [(_pytree.GetAttrKey(name), getattr(value, name)) for name in names]
+            return leaves, context(value)
+
+        def unflatten(values: Any, fixed: list[Any] | None) -> T:
+            return cls(**dict(zip(names, values, strict=True)),
+                       **dict(zip(static, fixed or (), strict=True)))
+
+        _pytree.register_pytree_node(
+            cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
+            serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+        return cls
+
+    return register
