@@ -32,6 +32,7 @@ from moe_plugin.config.flags import (
     add_arguments,
     as_given,
     config_from_flags,
+    parse_value,
     run_from_flags,
     setting_specs,
 )
@@ -280,6 +281,14 @@ def test_a_setting_under_both_names(call) -> None:
     words = "parallel.overlap_degree=4 and parallel.d=2 name the same"
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_the_error_of_a_flag_says_whether_none_is_a_value() -> None:
+    specs = {spec.path: spec for spec in setting_specs()}
+    for path, words in (("dispatch.capacity_factor", "must be float or none$"),
+                        ("num_experts", "must be int$"), ("losses", "each once$")):
+        with pytest.raises(ValueError, match=words):
+            parse_value(specs[path], "no")
 
 
 @pytest.mark.parametrize("flag,text", [("moe_top_k", "x"), ("moe_losses", "z"),

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,6 +157,11 @@ def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
 def is_native_router(router: torch.nn.Module) -> bool:
     """True for Megatron's own router, and subclasses, which weigh their losses as it does."""
     return isinstance(router, TopKRouter)
+
+
+def has_native_layers(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether parts of a model contain Megatron's MoE layer, or a subclass, as ours is."""
+    return any(isinstance(module, MoELayer) for chunk in chunks for module in chunk.modules())
 
 
 def injects_router(submodules: Any) -> bool:
