@@ -53,11 +53,12 @@ def inspect(args: argparse.Namespace) -> int:
     with open_source(args.checkpoint, args.origin, args.trust) as source:
         found = summary(source)
     print(json.dumps(found, indent=1, default=str) if args.json
-          else "\n".join(_lines(found, args.all)))
+          else "\n".join(inspection_lines(found, args.all)))
     return 0
 
 
-def _lines(found: Mapping[str, Any], every: bool) -> list[str]:
+def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
+    """What `inspect` prints of a checkpoint's `summary`; every: not only a screen of it."""
     from moe_plugin.planner.units import show_size
 
     layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())

@@ -26,7 +26,7 @@ from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, d
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import Derived, TensorEntry, blocks, window_shape
-from moe_plugin.cli.checkpoints import COLUMNS, SCREEN, _lines
+from moe_plugin.cli.checkpoints import COLUMNS, SCREEN, inspection_lines
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
@@ -257,12 +257,12 @@ def test_inspect_prints_a_screen_and_all_of_it_when_asked() -> None:
              "fields": {"model": {"tensors": 1, "elements": 5, "dtypes": {"float32": 20}}},
              "layers": {f"layers.{i}.": layer for i in range(30)},
              "settings": {**{f"setting_{i}": "x" * 300 for i in range(200)}, "moe_top_k": 2}}
-    short, whole = _lines(found, False), _lines(found, True)
+    short, whole = inspection_lines(found, False), inspection_lines(found, True)
     assert len(short) == SCREEN and max(map(len, short)) <= COLUMNS
     assert "  and 23 more layers (--all prints them)" in short and "  moe_top_k = 2" in short
     assert short[-1] == "  and 176 more settings (--all prints them)"
     assert len(whole) == 5 + 30 + 1 + 201 and "  setting_199 = " + "x" * 300 in whole
-    assert _lines({**found, "layers": {}, "settings": None}, False)[-2:] == [
+    assert inspection_lines({**found, "layers": {}, "settings": None}, False)[-2:] == [
         "MoE layer  none", "settings   not stored"]
 
 

@@ -53,7 +53,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     for layer in layers:
         layer.run_ends_steps = True
     if not getattr(args, "native_moe", None):
-        _say_native(chunks)
+        say_native(chunks)
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
     stage = comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True))
     recorder = StatsRecorder(ObserveConfig(), stage, host="megatron")
@@ -89,7 +89,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     return run, recorder
 
 
-def _say_native(chunks: list[Any]) -> None:
+def say_native(chunks: list[Any]) -> None:
     """Warn, on the first rank, that the model's MoE layers are Megatron's own."""
     if dist.get_rank() == 0 and core.has_native_layers(chunks) and not plugin_layers(*chunks):
         logger.warning(

@@ -260,17 +260,17 @@ def test_helpers_are_compiled_for_this_python(tmp_path: Path,
     monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: name in found or None)
     if shutil.which("make") is None:
         with pytest.raises(ValueError, match="need make and a C"):
-            settings._compile_helpers(tmp_path)
+            settings.compile_helpers(tmp_path)
     else:
         with pytest.raises(ValueError, match=r"cannot be compiled for this Python: .*; install"):
-            settings._compile_helpers(tmp_path)
+            settings.compile_helpers(tmp_path)
         (tmp_path / "Makefile").write_text("LIBEXT = .other\nall:\n\ttouch helpers_cpp$(LIBEXT)\n")
-        settings._compile_helpers(tmp_path)
+        settings.compile_helpers(tmp_path)
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         assert [path.name for path in tmp_path.glob("helpers*")] == [f"helpers_cpp{suffix}"]
     found.clear()
     with pytest.raises(ValueError, match="-m pip install pybind11"):
-        settings._compile_helpers(tmp_path)
+        settings.compile_helpers(tmp_path)
 
 
 def _said_of_layers(ours: bool) -> list[str]:
@@ -280,7 +280,7 @@ def _said_of_layers(ours: bool) -> list[str]:
     initialise_parallel(Case())
     said = list[str]()
     script_features.logger.warning = said.append  # type: ignore[method-assign]
-    script_features._say_native([build(Case(), ours)])
+    script_features.say_native([build(Case(), ours)])
     return said
 
 

@@ -198,14 +198,14 @@ def keep_compiled_helpers() -> None:
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
     compiled: Callable[[], None] = functools.partial(
-        _compile_helpers, Path(str(datasets.__file__)).parent)
+        compile_helpers, Path(str(datasets.__file__)).parent)
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
         compiled = lambda: None  # noqa: E731
     datasets.compile_helpers = compiled  # type: ignore[attr-defined]
 
 
-def _compile_helpers(folder: Path) -> None:
+def compile_helpers(folder: Path) -> None:
     """Compile the helpers of a checkout's datasets for this Python.
 
     Raises:
