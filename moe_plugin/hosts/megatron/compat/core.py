@@ -192,8 +192,7 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tenso
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
-    if getattr(router.config, "moe_expert_capacity_factor", None) is None or not is_native_router(
-            router):
+    if not is_native_router(router) or router.config.moe_expert_capacity_factor is None:
         return *router(x_SBD, **given), None
     with _undropped() as found:
         probs_TE, map_TE = router(x_SBD, **given)
