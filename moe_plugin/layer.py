@@ -111,8 +111,8 @@ class MoELayer(LayerState):
         if alongside is not None or routing.passthrough_T is not None:
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)
-        stats = self.layouts.stats(layout, kept, rows, traffic)
-        return MoEOutput(*self.tokens.leave(y_TD, routing.losses, tokens), stats)
+        result = self.tokens.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
+        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
         """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""

@@ -21,7 +21,8 @@ class LayerStats:
         entropy, tokens: as in `Routing`.
         losses: detached raw losses by name.
         bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
-            back, counts, and parameters where the layout gathers them.
+            back, counts, outputs that ranks share, and parameters where the layout gathers them.
+            An all-reduce counts as a ring. What packages such as DeepEP send is not counted.
         rows: of this rank's experts, see `DispatchPlan`.
         rows_sent: of this rank's tokens, by `ragged`: once for each expert, rank or node of a token
             (`dispatch.send`), its own among them; by `bounded`: slots, filled or not; 0: by another

@@ -133,6 +133,9 @@ class Routing:
         router: of several routers the name of the one that decided; None: there is one.
         chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
             None: it took none.
+        undropped_TK: int64, the choices before the router dropped some by a capacity of its own
+            (Megatron's router), -1 for padding. None if it has no capacity.
+        capacity: slots per expert of that capacity. None if it has no capacity.
         counted: the load of the choices, for `dispatch.rows.known_load`; None: not counted.
         sizes: what a dispatcher began to agree on with other ranks when the choices were known, one
             block early; None: nothing. See `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
@@ -147,6 +150,8 @@ class Routing:
     passthrough_T: Tensor | None = None
     router: str | None = None
     chosen_TK: Tensor | None = None
+    undropped_TK: Tensor | None = None
+    capacity: int | None = None
     counted: CountedChoices | None = None
     sizes: Any = None
 

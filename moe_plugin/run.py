@@ -106,13 +106,11 @@ class RunFeature:
 
     Attributes:
         reduces: it completes the gradients itself; the host does not reduce them.
-        copies: so many ranks compute each micro-batch.
         replaced: the last step took another run's state: its loss is of older weights, and the
             samples that follow are others.
     """
 
     reduces = False
-    copies = 1
     replaced = False
 
     def begin(self) -> None:
@@ -194,10 +192,6 @@ class Run(RunFeature):
     @property
     def reduces(self) -> bool:  # type: ignore[override]
         return any(feature.reduces for feature in self.features)
-
-    @property
-    def copies(self) -> int:  # type: ignore[override]
-        return max((feature.copies for feature in self.features), default=1)
 
     @property
     def replaced(self) -> bool:  # type: ignore[override]

@@ -18,6 +18,8 @@ SIZES = {
     "tp": "tensor-parallel ranks", "pp": "pipeline stages", "etp": "expert-tensor-parallel ranks",
     "shards": "ranks over which each expert is cut",
 }
+SCREEN, LAYERS, COLUMNS = 40, 8, 160  # what `inspect` prints without --all
+_OF_EXPERTS = re.compile("moe|expert|router|gate")
 
 
 def _add_source_options(p: argparse.ArgumentParser) -> None:
@@ -38,6 +40,8 @@ def inspect_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("checkpoint", metavar="CKPT", type=Path, help="folder or file of a checkpoint")
     _add_source_options(p)
     p.add_argument("--json", action="store_true", help="as JSON, with every tensor")
+    p.add_argument("--all", action="store_true",
+                   help=f"print every layer and setting (default: at most {SCREEN} lines)")
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -48,11 +52,13 @@ def inspect(args: argparse.Namespace) -> int:
 
     with open_source(args.checkpoint, args.origin, args.trust) as source:
         found = summary(source)
-    print(json.dumps(found, indent=1, default=str) if args.json else "\n".join(_lines(found)))
+    print(json.dumps(found, indent=1, default=str) if args.json
+          else "\n".join(inspection_lines(found, args.all)))
     return 0
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
+def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
+    """What `inspect` prints of a checkpoint's `summary`; every: not only a screen of it."""
     from moe_plugin.planner.units import show_size
 
     layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())
@@ -64,16 +70,31 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         dtypes = ", ".join(f"{dtype} {show_size(size)}" for dtype, size in column["dtypes"].items())
         lines.append(f"{name:<10} {column['tensors']} tensors, {column['elements']:,} elements: "
                      f"{dtypes}")
+    layers = []
     for prefix, layer in found["layers"].items():
         shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer["experts"].items())
-        lines.append(f"MoE layer  {prefix or '(the model)'} {layer['num_experts']} experts: "
-                     f"{shapes}")
-    if not found["layers"]:
-        lines.append("MoE layer  none")
+        layers.append(f"MoE layer  {prefix or '(the model)'} {layer['num_experts']} experts: "
+                      f"{shapes}")
+    layers = layers or ["MoE layer  none"]
     settings = found["settings"] or "not stored"
     if not isinstance(settings, Mapping):
-        return [*lines, f"settings   {settings}"]
-    return [*lines, "settings", *(f"  {name} = {value}" for name, value in settings.items())]
+        values = [f"settings   {settings}"]
+    else:
+        # settings of experts come first, because a screen may not show the others
+        order = sorted(settings, key=lambda name: not _OF_EXPERTS.search(name))
+        values = ["settings", *(f"  {name} = {settings[name]}" for name in order)]
+    if every:
+        return [*lines, *layers, *values]
+    lines += _cut(layers, LAYERS, "layers")
+    return [line if len(line) <= COLUMNS else line[:COLUMNS - 4] + " ..."
+            for line in (*lines, *_cut(values, max(4, SCREEN - len(lines)), "settings"))]
+
+
+def _cut(lines: list[str], most: int, what: str) -> list[str]:
+    """At most so many lines; the last one says how many others there are."""
+    if len(lines) <= most:
+        return lines
+    return [*lines[:most - 1], f"  and {len(lines) - most + 1} more {what} (--all prints them)"]
 
 
 def reshard_options(p: argparse.ArgumentParser) -> None:

@@ -218,20 +218,22 @@ def _plan_sizes(args: argparse.Namespace) -> None:
 
 def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cluster: Any,
                device: Any, start: LaunchCommand, prediction: Prediction,
-               activations: Sequence[str] = ()) -> str:
+               activations: Sequence[str] = (), doubts: Sequence[str] = ()) -> str:
     """Write a plan's YAML, launch script and prediction; returns the launch line.
 
     Args:
         args: with the options of `host_options`.
         best: a `PlanCost`.
         start: what is not of the plan.
+        doubts: why the prediction should not be trusted; the files say it.
     """
     from moe_plugin.lab.planning.launch import launch_script, launch_text, launch_words, plan_yaml
     from moe_plugin.lab.planning.plan_cost import needs_send
     from moe_plugin.planner.units import show_time
 
     note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "
-            f"{show_time(prediction.seconds.middle)} per step.")
+            f"{show_time(prediction.seconds.middle)} per step."
+            + "".join(f" Low confidence: {doubt}." for doubt in doubts))
     start = replace(start, nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
                     config=folder / CONFIG, prediction=folder / FILE, script=args.script)
     text = launch_text(launch_words(model, best.plan, args.host, start))

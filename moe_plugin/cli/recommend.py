@@ -49,8 +49,8 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--fresh", action="store_true",
                    help="measure again, although the folder has measurements that fit")
     p.add_argument("--trust-fit", action="store_true",
-                   help="go on, with a warning, where a fit is far off or the plan is far outside "
-                        "what was measured")
+                   help="accept the plan, with a warning, where a fit is far off or the plan is "
+                        "far outside what was measured (default: it is written, with status 2)")
     p.add_argument("--parts-only", action="store_true",
                    help="run no steps of the host itself, which takes half a minute on a CPU: the "
                         "prediction then leaves out what they take besides layers")
@@ -147,7 +147,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
     keep = max(KEPT, args.top)
     larger = search(model, cluster, dataclasses.replace(device, memory_bytes=MAX_NUMBER), space,
                     keep=keep).plans
-    saving = recomputed(model, larger, device.memory_bytes)
+    saving = recomputed(model, larger, device.usable_bytes)
     try:
         return [*search(model, cluster, device, space, keep=keep).plans, *saving]
     except ValueError:
@@ -218,7 +218,7 @@ def _say(args: argparse.Namespace, line: str) -> None:
 
 def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
            network: MeasuredNetwork | None, processor: Processor, cluster: Cluster) -> None:
-    """Correct the predictions, refuse what cannot be trusted, write and print."""
+    """Correct the predictions, write and print; refuse a plan that cannot be trusted."""
     import torch
 
     from moe_plugin.lab.planning import advice, trust
@@ -232,15 +232,16 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
     if not args.json:
         print("\n".join([*advice.measured_lines(network, processor, ratios), "",
                          *advice.plan_lines(estimates), ""]), flush=True)
-    if not args.trust_fit:
-        trust.refuse(doubts)
     start = LaunchCommand(head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
                           threads=torch.get_num_threads(), data=args.data)
     text = write_plan(args, args.out, model, best.cost, cluster, processor.device, start,
                       predicted_step(model, best, args.host, processor.device.name, BASIS),
-                      best.cost.activations)
+                      best.cost.activations, doubts)
     if args.json:
         print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
                          indent=1))
     else:
-        print("\n".join([*advice.verdict_lines(best, doubts), *advice.LEFT_OUT, "", text]))
+        print("\n".join([*advice.verdict_lines(best, doubts), *advice.LEFT_OUT, "", text]),
+              flush=True)
+    if not args.trust_fit:
+        trust.refuse(doubts)

@@ -63,10 +63,12 @@ class Collectives:
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
         """The sum of `x` over ranks, any shape, a new tensor equal on all ranks."""
+        _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
         """Begin the sum of `x`, which may be overwritten; see `Comm.start_all_reduce`."""
+        _count_all_reduce(comm, x)
         return comm.start_all_reduce(x)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
@@ -86,6 +88,11 @@ class Collectives:
     def describe(self, comm: Comm) -> str:
         """What runs in a group and why, in words."""
         return "native, the backend's own"
+
+
+def _count_all_reduce(comm: Comm, x: Tensor) -> None:
+    """Count the bytes that each rank sends in a ring all-reduce; backends do not report theirs."""
+    comm.counters.sent(2 * (comm.size - 1), 2 * (comm.size - 1) * x.nbytes // comm.size)
 
 
 NATIVE = Collectives()

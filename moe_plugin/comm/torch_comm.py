@@ -179,7 +179,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm`. Not counted in bytes: the backend chooses the algorithm."""
+        """See `Comm`. Not counted in bytes; `Collectives` counts the sums of activations."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()

@@ -47,6 +47,7 @@ class FlagSpec:
     """One generated flag: its command-line name, its dotted path in the tree, its type and help.
 
     entry: of a mapping, the form of one, such as name=weight.
+    optional: whether the setting may be None, which is written `none`.
     """
 
     flag: str
@@ -55,6 +56,7 @@ class FlagSpec:
     help: str
     choices: tuple[str, ...]
     entry: str = ""
+    optional: bool = False
 
     @property
     def dest(self) -> str:
@@ -86,11 +88,12 @@ def _walk(cls: type[SettingsSection], prefix: str) -> Iterator[FlagSpec]:
             flag = f.metadata.get("prefix", "--moe-") + f.metadata["flag"]
             alias = f.metadata.get("alias")
             kind, choices = _leaf_kind(hints[f.name]), f.metadata.get("choices", ())
+            optional = types.NoneType in typing.get_args(hints[f.name])
             yield FlagSpec(flag, prefix + f.name, kind, _help(f), choices,
-                           f.metadata.get("entry", ""))
+                           f.metadata.get("entry", ""), optional)
             if alias:
                 yield FlagSpec("--moe-" + alias.replace("_", "-"), prefix + alias, kind,
-                               f"the same as {flag}", choices)
+                               f"the same as {flag}", choices, optional=optional)
 
 
 def _help(f: dataclasses.Field[Any]) -> str:
@@ -198,7 +201,7 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         return spec.kind(text)
     except (ValueError, KeyError) as error:
         wanted = (f"{spec.entry},{spec.entry}, each once" if spec.kind is dict
-                  else spec.kind.__name__)
+                  else spec.kind.__name__) + (" or none" if spec.optional else "")
         raise ValueError(f"{spec.flag} {short(text)} cannot be read; must be {wanted}") from error
 
 

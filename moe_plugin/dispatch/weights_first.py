@@ -42,7 +42,8 @@ class WeighedChoices:
         one_each = replace(
             routing, ids_TK=routing.ids_TK.reshape(-1, 1),
             weights_TK=here_TK.reshape(-1, 1).to(routing.weights_TK.dtype),
-            priority_T=None, passthrough_T=None, chosen_TK=None)
+            priority_T=None, passthrough_T=None, chosen_TK=None,
+            undropped_TK=None)
         slots_TK = None if kept.slots_TK is None else kept.slots_TK.reshape(-1, 1)
         return (replace(kept, routing=one_each, slots_TK=slots_TK),
                 cls(routing.weights_TK, position_TK.reshape(-1), position_TK))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_plugin.observe.history.records import LayerRecord, RunRecord, SpanRecord
-from moe_plugin.observe.layer_rules import DROPPED, LAYER_RULES, LayerRule, named
+from moe_plugin.observe.layer_rules import DROPPED, LAYER_RULES, RECENT, LayerRule, named
 
 MEMORY = 20  # steps before one against which a loss is compared
 SPIKE, SPIKE_NATS, SLOWER = 1.3, 0.3, 0.7
@@ -60,6 +60,18 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
         found += _dropped_in_validation(run)
     order = list(RULES)
     return sorted(found, key=lambda one: (one.past, order.index(one.rule)))
+
+
+def too_few(run: RunRecord) -> str:
+    """Why the rules about layers could not judge a run; empty if they could."""
+    layers = run.layers or _of_the_log(run)
+    most = max(map(len, layers.values()), default=0)
+    if most >= RECENT:
+        return ""
+    have = f"at most {most} of a layer" if most else "none"
+    return (f"There are too few records of layers to judge how balanced they are: {have}, and "
+            f"{RECENT} are needed; train longer, or write records more often with "
+            "--moe-stats-interval")
 
 
 def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]:

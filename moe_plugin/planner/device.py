@@ -11,6 +11,10 @@ from moe_plugin.planner.files import load_record
 MAX_NUMBER = 1e30  # more than any processor has; products stay finite
 
 
+# share of the memory that plans leave free, for fragmentation, communication buffers and libraries
+HEAD_ROOM = 0.08
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One rank's processor.
@@ -21,7 +25,7 @@ class Device:
             half_rows)).
         memory_bytes_s: memory bandwidth, bytes/s.
         launch_s: fixed seconds of one operation.
-        memory_bytes: memory available to a rank.
+        memory_bytes: memory of a rank. Plans leave `HEAD_ROOM` of it free.
         fit_error: mean relative error of the fit to what was measured; None: estimated after a
             data sheet, not measured.
     """
@@ -43,6 +47,11 @@ class Device:
             if not least <= value <= MAX_NUMBER:
                 raise ValueError(f"device {f.name}={value} must be a number from {least} to "
                                  f"{MAX_NUMBER:g}; correct the file")
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes that a plan may use: what the head-room leaves."""
+        return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
         """Roofline seconds of a matmul of `rows` rows that moves `traffic` bytes, plus a launch."""

@@ -120,6 +120,8 @@ class LayoutSelector:
         if load_KE is None:
             load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
         kept_KE, chosen_KE = load_KE, None
+        if routing.undropped_TK is not None:  # the router dropped some of them itself
+            load_KE = expert_load(routing.undropped_TK, experts, per_choice=True)
         if after is not routing:
             kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
         if routing.chosen_TK is not None:
@@ -132,7 +134,8 @@ class LayoutSelector:
             load_KE, kept_KE, routing.entropy, routing.tokens,
             {name: loss.detach() for name, loss in routing.losses.items()},
             bytes_sent=sent.bytes, exchanges=sent.exchanges, rows=rows, rows_sent=sent.rows,
-            rows_between=sent.rows_between, capacity=kept.capacity,
+            rows_between=sent.rows_between,
+            capacity=routing.capacity if kept.capacity is None else kept.capacity,
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},

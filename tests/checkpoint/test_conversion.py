@@ -26,6 +26,7 @@ from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, d
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import Derived, TensorEntry, blocks, window_shape
+from moe_plugin.cli.checkpoints import COLUMNS, SCREEN, inspection_lines
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
@@ -250,6 +251,21 @@ def test_the_models_data_type_changes_and_the_optimizer_stays_or_goes(tmp_path: 
                       weights_only=True)["optimizer"] is None
 
 
+def test_inspect_prints_a_screen_and_all_of_it_when_asked() -> None:
+    layer = {"num_experts": 8, "experts": {"w_in_LDF": [8, 24, 48]}}
+    found = {"format": "plain", "step": 3, "layout": {}, "files": 1, "file_bytes": 10,
+             "fields": {"model": {"tensors": 1, "elements": 5, "dtypes": {"float32": 20}}},
+             "layers": {f"layers.{i}.": layer for i in range(30)},
+             "settings": {**{f"setting_{i}": "x" * 300 for i in range(200)}, "moe_top_k": 2}}
+    short, whole = inspection_lines(found, False), inspection_lines(found, True)
+    assert len(short) == SCREEN and max(map(len, short)) <= COLUMNS
+    assert "  and 23 more layers (--all prints them)" in short and "  moe_top_k = 2" in short
+    assert short[-1] == "  and 176 more settings (--all prints them)"
+    assert len(whole) == 5 + 30 + 1 + 201 and "  setting_199 = " + "x" * 300 in whole
+    assert inspection_lines({**found, "layers": {}, "settings": None}, False)[-2:] == [
+        "MoE layer  none", "settings   not stored"]
+
+
 def test_the_commands_and_what_inspect_shows(tmp_path: Path,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write(tmp_path / "source", 2), tmp_path / "target"
@@ -265,6 +281,8 @@ def test_the_commands_and_what_inspect_shows(tmp_path: Path,
     for words in ("step       5", "ranks 4, ep 4", "many. 24 experts: w_in_LDF (24, 24, 48)",
                   "bfloat16", "exp_avg_sq"):
         assert words in said, said
+    assert main(["inspect", str(target), "--all"]) == 0 and len(said.splitlines()) <= SCREEN
+    capsys.readouterr()
     assert main(["inspect", str(target), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["layers"]["few."]["num_experts"] == 1 and found["files"] == 4

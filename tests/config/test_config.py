@@ -289,6 +289,14 @@ def test_a_setting_under_both_names(call) -> None:
         call()
 
 
+def test_the_error_of_a_flag_says_whether_none_is_a_value() -> None:
+    specs = {spec.path: spec for spec in setting_specs()}
+    for path, words in (("dispatch.capacity_factor", "must be float or none$"),
+                        ("num_experts", "must be int$"), ("losses", "each once$")):
+        with pytest.raises(ValueError, match=words):
+            parse_value(specs[path], "no")
+
+
 @pytest.mark.parametrize("flag,text", [("moe_top_k", "x"), ("moe_losses", "z"),
                                        ("moe_expert_bias", "maybe"),
                                        ("moe_capacity_factor", "1,0")])

@@ -16,19 +16,29 @@ from tests.oracle import Case
 pytestmark = pytest.mark.fast
 
 
-def _traffic(world: int, config: MoEConfig, tokens: int) -> Traffic:
+def _traffic(world: int, config: MoEConfig, tokens: int,
+             reported: list[int] | None = None) -> Traffic:
+    """reported: takes what the statistics of each rank say of the forward pass, and the traffic
+    ends there.
+    """
     traffic = Traffic()
 
     def rank(comm: Comm) -> None:
         layer = MoELayer(config, comm, dtype=torch.float64)
+        for _ in range(2):  # ranks compare experts in the first two calls and not in the third
+            layer(torch.zeros(tokens, 8, dtype=torch.float64))
         comm.barrier()
         traffic.bytes.clear()
         traffic.collectives.clear()
         comm.barrier()
         x = torch.randn(tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1),
                         requires_grad=True)
-        y = layer(x).output
+        out = layer(x)
+        y = out.output
         comm.barrier()
+        if reported is not None:
+            reported.append(out.stats.bytes_sent)
+            return
         if comm.rank == 0:
             traffic.collectives["forward"] = dict(traffic.collectives)
         comm.barrier()
@@ -85,6 +95,23 @@ def test_parm_bytes_follow_the_formulas() -> None:
                                                                                          1)
         found = sum(_traffic(world, config, tokens).bytes.values())
         assert found == world * 2 * (2 * rows + gathered), schedule
+
+
+@pytest.mark.parametrize("name,schedule", [
+    ("index_slice", None), ("all_gather", None), ("ragged", None), ("ragged", "s1"),
+    ("padded", None), ("padded", "s1"), ("padded", "s2")])
+def test_statistics_report_all_bytes_of_the_forward_pass(name: str, schedule: str | None) -> None:
+    for world, experts in [(2, 8), (4, 4), (4, 2)]:
+        config = config_of(Case(1, experts, 2, [6], None, 1.0 if name == "padded" else None,
+                                bias=False), dispatch__name=name)
+        config.losses, config.dispatch.equal_tokens = {}, name == "padded"
+        if schedule is not None:
+            config.parallel.replicas, config.parallel.schedule = 2, schedule
+        reported: list[int] = []
+        sent = sum(_traffic(world, config, 6, reported).bytes.values())
+        if name == "index_slice":  # a ring all-reduce of 6 tokens of 8 float64
+            sent += 2 * (world - 1) * 6 * 8 * 8
+        assert sum(reported) == sent > 0, (world, experts)
 
 
 @pytest.mark.parametrize("settings,words", [({

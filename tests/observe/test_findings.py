@@ -164,6 +164,13 @@ def test_the_report_begins_with_findings() -> None:
     assert "Routing has collapsed in a: the busiest expert has 3.8 times the mean load" in page
     assert page.index("Routing has collapsed") < page.index('id="summary"')
     assert "Nothing stands out" in render(run_of())
+    # a collapsed layer with fewer records than are judged together, and none
+    for count, have in ((RECENT - 1, "at most 4 of a layer"), (0, "none")):
+        page = render(run_of(records((99.0,) + (0.1,) * (E - 1), count)))
+        assert "Nothing stands out" not in page and "too few records of layers" in page
+        assert f"{have}, and 5 are needed" in page
+    page = render(run_of(records(count=RECENT), steps=steps([1.0] * 9 + [math.nan])))
+    assert "too few" not in page and "Nothing stands out" not in page
 
 
 def test_watch_shows_findings() -> None:

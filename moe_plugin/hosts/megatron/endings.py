@@ -34,7 +34,9 @@ _CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
     ("training", "arguments.py"), ("training", "argument_utils.py"),
     ("training", "checkpointing.py"), ("core", "optimizer_param_scheduler.py"),
     ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py"),
-    ("core", "num_microbatches_calculator.py")))
+    ("core", "num_microbatches_calculator.py"), ("core", "parallel_state.py")))
+# types that Megatron's checks raise for arguments that do not fit
+_OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportError
 
 
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
@@ -66,7 +68,7 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
             text = as_given(text, given(), NATIVE_ARGUMENTS)
             sys.stderr.write(f"{prog}: error: {text}{where}\n")
             sys.stderr.flush()
-        status = 2 if isinstance(error, (ValueError, AssertionError)) else 1
+        status = 2 if isinstance(error, ValueError) or _of_megatrons_checks(error) else 1
     finally:
         # after an error the group stays: its end may wait for ranks that still work, and
         # the process ends without (`end_process`)
@@ -96,13 +98,32 @@ def of_a_script(error: Exception) -> str | None:
     user's code does, ours and what Megatron says of arguments do not.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if isinstance(error, (ValueError, AssertionError)) and last.filename.endswith(_CHECKS):
+    if _of_megatrons_checks(error):
         checked = (last.line or "").removeprefix("assert ")
         said = short(error, 600) if str(error) else f"must be true: {checked}"
-        if "scheduler" in last.filename:
-            said += "; --override-opt_param-scheduler takes those of this run"
-        return f"Megatron refuses these arguments: {said}"
+        return f"Megatron refuses these arguments: {said}{_remedy(last, said)}"
     ours = last.filename.startswith(_OURS) or type(error).__module__.startswith("moe_plugin.")
     if isinstance(error, (ValueError, FloatingPointError)) and not ours:
         return None
     return str(error) if isinstance(error, _SAY_ALL) or is_of_another_rank(error) else None
+
+
+def _of_megatrons_checks(error: Exception) -> bool:
+    """Whether Megatron raised the error where it checks arguments and parallel sizes."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, _OF_USE) and last.filename.endswith(_CHECKS)
+
+
+def _remedy(last: traceback.FrameSummary, said: str) -> str:
+    """What to change, where Megatron's message does not say it; empty if it does."""
+    if last.name == "_check_and_set":  # compares the checkpoint's schedule with the arguments
+        return "; --override-opt_param-scheduler takes those of this run"
+    if "scheduler" in last.filename and "decay_steps" in said:
+        return ("; the learning rate must decay over more steps than it warms up: use more "
+                "--train-iters (or --lr-decay-iters), or fewer --lr-warmup-iters")
+    if last.filename.endswith("parallel_state.py") and "divisible" in said:
+        return (f"; this run has {os.environ.get('WORLD_SIZE', '1')} ranks, which must be a "
+                "multiple of tensor x pipeline x context parallel size and of expert-tensor x "
+                "expert x pipeline parallel size: start more ranks, or reduce "
+                "--expert-model-parallel-size or another of these sizes")
+    return ""

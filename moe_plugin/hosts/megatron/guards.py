@@ -125,7 +125,7 @@ class FileSteps(StepVotes):
         assignment = assign(guard.assignment, comm.size, guard.votes)
         super().__init__(Ballots(assignment, comm, guard.aggregate, sharing, worker), [self.chunk],
                          lambda p: p.main_grad, MegatronStart)
-        self.config = config
+        self.config, self._votes = config, guard.votes
         total, parts = microbatches * comm.size * sharing.size, assignment.count * sharing.size
         if total % parts:
             raise ValueError(
@@ -166,3 +166,14 @@ class FileSteps(StepVotes):
         self.finish(scale, scale)
         finalize([self.chunk])
         return agreed.cpu()
+
+    def log_once(self, before: Mapping[str, Tensor]) -> None:
+        """Count each micro-batch once in Megatron's log of auxiliary losses, although several
+        workers have computed it.
+
+        before: the log's sums before `compute`, see `core.losses_so_far`.
+        """
+        sums = core.losses_so_far()
+        core.set_logged_losses({
+            name: start + (values - start) / self._votes for name, values in sums.items()
+            for start in [before.get(name, torch.zeros_like(values))]})

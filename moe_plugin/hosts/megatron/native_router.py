@@ -54,11 +54,10 @@ class NativeRouter(RouterModule):
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
         with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()):
-            probs_TE, map_TE = core.call_native_router(self.native, x_SBD, padding_SB)
-        probs_TE, map_TE = probs_TE.view(-1,
-                                         probs_TE.shape[-1]), map_TE.view(-1,
-                                                                          map_TE.shape[-1]).bool()
-        return _as_routing(probs_TE, map_TE, mask_T, self.top_k)
+            probs_TE, map_TE, undropped = core.call_native_router(self.native, x_SBD, padding_SB)
+        probs_TE = probs_TE.view(-1, probs_TE.shape[-1])
+        return _as_routing(probs_TE, map_TE.view(probs_TE.shape).bool(), undropped, mask_T,
+                           self.top_k)
 
     def _weighed(self, tokens: Count) -> AbstractContextManager[None]:
         losses = self.losses
@@ -68,19 +67,24 @@ class NativeRouter(RouterModule):
         return weighed_by_tokens(self.native, tokens, losses.tokens(tokens), losses.ranks.size())
 
 
-def _as_routing(probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Routing:
-    # chosen experts have a probability >= 0; -1 marks the others. A native map padded to capacity
-    # names more experts than were chosen, with probability 0: these come last and fall out.
-    ranked_TE = torch.where(map_TE, probs_TE.detach().float(), -1.0)
-    best_TK, ids_TK = ranked_TE.topk(top_k, dim=1)
-    chosen_TK = best_TK >= 0
+def _as_routing(probs_TE: Tensor, map_TE: Tensor, undropped: core.Undropped | None,
+                mask_T: Tensor | None, top_k: int) -> Routing:
+    # chosen experts have a probability >= 0; -1 marks the others
+    before_TE, chosen_TE = (probs_TE.detach(), map_TE) if undropped is None else (
+        undropped.probs_TE, undropped.map_TE)
+    best_TK, ids_TK = torch.where(chosen_TE, before_TE.float(), -1.0).topk(top_k, dim=1)
     real_T = torch.ones_like(map_TE[:, 0]) if mask_T is None else mask_T
-    chosen_TK = chosen_TK & real_T[:, None]
+    chosen_TK = (best_TK >= 0) & real_T[:, None]
+    # a map padded to capacity also contains experts that were not chosen
+    kept_TK = chosen_TK if undropped is None else chosen_TK & map_TE.gather(1, ids_TK)
     weights_TK = probs_TE.gather(1, ids_TK).to(torch.promote_types(probs_TE.dtype,
-                                                                   torch.float32)) * chosen_TK
-    return Routing(ids_TK=ids_TK.masked_fill(~chosen_TK,
-                                             -1), weights_TK=weights_TK, priority_T=best_TK[:, 0],
-                   losses={}, entropy=_entropy(weights_TK.detach(), real_T), tokens=real_T.sum())
+                                                                   torch.float32)) * kept_TK
+    entropy = _entropy(weights_TK.detach() if undropped is None else best_TK * chosen_TK, real_T)
+    return Routing(
+        ids_TK=ids_TK.masked_fill(~kept_TK, -1), weights_TK=weights_TK, priority_T=best_TK[:, 0],
+        losses={}, entropy=entropy, tokens=real_T.sum(),
+        undropped_TK=None if undropped is None else ids_TK.masked_fill(~chosen_TK, -1),
+        capacity=None if undropped is None else undropped.capacity)
 
 
 def _entropy(weights_TK: Tensor, real_T: Tensor) -> Tensor:

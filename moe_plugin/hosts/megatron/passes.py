@@ -170,6 +170,7 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
 
     def once() -> torch.Tensor:
         done = votes.compute(passes, sums)
+        votes.log_once(kept)
         run.after_passes()
         return done
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core import parallel_state as ps
 from moe_plugin.comm.host_collectives import comm_of, gather_objects, refused_together
 from moe_plugin.config import ObserveConfig, run_config
 from moe_plugin.hosts.megatron.activations import activations_of
+from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
@@ -32,6 +34,8 @@ from moe_plugin.resilience.elastic import ReplicaPlace
 from moe_plugin.run import Run
 from moe_plugin.run_features import HostSeams, make_run
 
+logger = logging.getLogger(__name__)
+
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
@@ -48,6 +52,8 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     config = layers[0].plan.run if layers else run_config(settings)
     for layer in layers:
         layer.run_ends_steps = True
+    if not getattr(args, "native_moe", None):
+        say_native(chunks)
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
     stage = comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True))
     recorder = StatsRecorder(ObserveConfig(), stage, host="megatron")
@@ -81,6 +87,15 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     if (errors := _errors(args, chunks)) is not None:
         run.features.append(errors)  # after what skips a step
     return run, recorder
+
+
+def say_native(chunks: list[Any]) -> None:
+    """Warn, on the first rank, that the model's MoE layers are Megatron's own."""
+    if dist.get_rank() == 0 and core.has_native_layers(chunks) and not plugin_layers(*chunks):
+        logger.warning(
+            "this model's MoE layers are Megatron's own: moe-plugin's layers, and the flags that "
+            "set them, are not in use; add --spec moe_plugin.hosts.megatron.spec moe_layer (or, "
+            "to train Megatron's own layers on purpose, also --native-moe)")
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,

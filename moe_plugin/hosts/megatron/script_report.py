@@ -125,7 +125,7 @@ class ScriptReport:
             **skipped(self.run), "lr": rate, "loss_scale": float(scale),
             "grad_norm": None if norm is None else float(norm),
             "tokens_per_s": tokens / seconds, "seconds": seconds,
-            "aux_losses": reduced(self._aux, max(1, microbatches) * self.run.copies),
+            "aux_losses": reduced(self._aux, max(1, microbatches)),
             "balance": balance(layer_records(
                 self.recorder, iteration, finds=self.run.find(LayerRecords) is None)),
             **self.run.numbers(),

@@ -140,11 +140,11 @@ class Stages:
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Outputs [s, b, h], with the shared expert's; ends the call."""
         call, self._call, moe = self._call, None, self.moe
-        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
-        self._observe(MoEOutput(output, {}, stats))
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)
         y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
+        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
+        self._observe(MoEOutput(y, {}, stats))
         return y if shared_expert_output is None else y + shared_expert_output
 
     def backward_dw(self: Any, routed_experts: bool = True, shared_experts: bool = False) -> None:

@@ -76,7 +76,7 @@ def verdict_lines(best: Estimate, doubts: Sequence[str]) -> list[str]:
     return [
         f"predicted step: {show_time(best.seconds)}, {show_time(best.low)} to "
         f"{show_time(best.high)}; confidence: {best.confidence(bool(doubts))}",
-        *(f"warning, taken as it is by --trust-fit: {doubt}" for doubt in doubts),
+        *(f"warning: {doubt}" for doubt in doubts),
     ]
 
 

@@ -8,7 +8,7 @@ from moe_plugin.lab.planning.model import ModelShape
 from moe_plugin.lab.planning.model_search import Found, Space, alternatives, value_of
 from moe_plugin.lab.planning.plan_cost import PlanCost
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.device import HEAD_ROOM, Device
 from moe_plugin.planner.units import show_change, show_size, show_time
 
 NAMES = {
@@ -39,6 +39,7 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
         f"{model.global_batch} x {model.sequence} tokens per step",
         f"costed {found.tried} layouts; {found.skipped} plans ruled out by a bound, "
         f"{found.too_big} by memory",
+        head_room(device),
         "", "plans, fastest first:"
     ]
     lines += [
@@ -49,6 +50,13 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
     lines += ["", "why not otherwise: the best plan with another value",
               *_why_not(model, cluster, device, best, space)]
     return "\n".join(lines)
+
+
+def head_room(device: Device) -> str:
+    """How much memory plans may use, and why not all of it."""
+    usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
+    return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "
+            "for fragmentation and libraries")
 
 
 def _time_and_memory(best: PlanCost) -> list[str]:
@@ -68,8 +76,8 @@ def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost
     """For each number of the best plan, the best plan with another one in its place."""
     lines = []
     for axis, other in alternatives(model, cluster, device, best, space).items():
-        if other.memory_bytes > device.memory_bytes:
-            why = (f"needs {show_size(other.memory_bytes)} of {show_size(device.memory_bytes)} at "
+        if other.memory_bytes > device.usable_bytes:
+            why = (f"needs {show_size(other.memory_bytes)} of {show_size(device.usable_bytes)} at "
                    "least")
         else:
             worse = max(best.time, key=lambda part: other.time[part] - best.time[part])

@@ -76,7 +76,8 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
         flags += ["--moe-latent-size", model.latent_dim] if model.latent_dim else []
         flags += ["--moe-router-num-groups", model.groups, "--moe-router-group-topk",
                   model.group_top_k] if model.groups > 1 else []
-        switches = {"--sequence-parallel": plan.tp > 1, "--swiglu": model.gated}
+        switches = {"--sequence-parallel": plan.tp > 1, "--swiglu": model.gated,
+                    "--use-distributed-optimizer": plan.dp > 1}
         return [str(f) for f in flags] + [name for name, on in switches.items() if on]
     if host != "fairseq":
         raise ValueError(f"unknown host {short(host)}; known: {', '.join(HOSTS)}")

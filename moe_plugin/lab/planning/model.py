@@ -16,6 +16,7 @@ from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.once import Limits
 
 GRADIENT_BYTES = 4  # gradients are added up in fp32
+STATE = "optimizer state"  # the part that a sharded optimizer divides
 MAX_SIZE = 10**12  # more than any model has; products stay within floats
 
 
@@ -26,6 +27,9 @@ class ModelShape:
     Attributes:
         moe_first: each so many layers the first one has experts, as Megatron's
             `--moe-layer-freq` has it, rather than the last one, as fairseq's `--moe-freq`;
+            `in_host` sets it.
+        sharded_optimizer: each data-parallel rank stores an equal part of the optimizer state of
+            the parameters that it replicates (Megatron's `--use-distributed-optimizer`);
             `in_host` sets it.
         ffn_dim: inner width of dense layers.
         hidden_dim: of an expert.
@@ -52,6 +56,7 @@ class ModelShape:
     global_batch: int = 1
     moe_every: int = 2
     moe_first: bool = False
+    sharded_optimizer: bool = False
     experts: int = 8
     hidden_dim: int = 0
     latent_dim: int = 0
@@ -69,7 +74,7 @@ class ModelShape:
             value = getattr(self, f.name)
             least = 0 if f.name in (
                 "vocab", "hidden_dim", "latent_dim", "capacity_factor") else 1
-            if f.name in ("gated", "moe_first") or value is None:
+            if f.name in ("gated", "moe_first", "sharded_optimizer") or value is None:
                 continue
             if not least <= value <= MAX_SIZE:
                 raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
@@ -87,8 +92,9 @@ class ModelShape:
                              f"{self.groups}; correct the file")
 
     def in_host(self, host: str) -> ModelShape:
-        """The same with experts in the layers where this host has them."""
-        return dataclasses.replace(self, moe_first=host == "megatron")
+        """The same with experts in the layers where this host has them, and its optimizer."""
+        megatron = host == "megatron"
+        return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
 
     def moe_before(self, layer: int) -> int:
         """Layers with experts among the first `layer` ones."""
@@ -131,7 +137,7 @@ class ModelShape:
         """Bytes for one parameter, by what they hold."""
         gradient = min(GRADIENT_BYTES, self.state_bytes)
         return {"parameters": self.element_bytes, "gradients": gradient,
-                "optimizer state": self.state_bytes - gradient}
+                STATE: self.state_bytes - gradient}
 
     @property
     def expert_parameters(self) -> float:

@@ -11,7 +11,7 @@ from moe_plugin.observe.progress import tracked
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.device import HEAD_ROOM, Device
 from moe_plugin.planner.units import show_size
 
 ANY = LayoutChoice(r=1)
@@ -104,7 +104,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
             continue
         costs = list(_layouts(model, cluster, device, space, outline))
         tried += len(costs)
-        fitting = [c for c in costs if c.memory_bytes <= device.memory_bytes]
+        fitting = [c for c in costs if c.memory_bytes <= device.usable_bytes]
         least = min([least, *(c.memory_bytes for c in costs)])
         too_big += not fitting
         if fitting:
@@ -113,8 +113,8 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     if not found:
         raise ValueError(
             f"no plan fits {show_size(device.memory_bytes)} per rank on {cluster.ranks} ranks: the "
-            f"smallest needs {show_size(least)}; use more ranks, a smaller model, or fewer "
-            "sequences at a time" if least < float("inf") else
+            f"smallest needs {show_size(least)}, and {100 * HEAD_ROOM:.0f} % stay free; use "
+            "more ranks, a smaller model, or fewer sequences at a time" if least < float("inf") else
             f"no plan divides {cluster.ranks} ranks, {model.experts} experts, {model.layers} "
             f"layers and a batch of {model.global_batch}; change one of them")
     return Found(found[:keep], tried, skipped, too_big)
@@ -169,5 +169,5 @@ def value_of(plan: ModelPlan, axis: str) -> int | str:
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
     """What fits comes first, the fastest first; of what does not, the smallest."""
-    over = cost.memory_bytes > device.memory_bytes
+    over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

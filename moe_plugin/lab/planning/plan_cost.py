@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_plugin.lab.planning.model import ModelPlan, ModelShape
+from moe_plugin.lab.planning.model import STATE, ModelPlan, ModelShape
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_reduce_s
 from moe_plugin.planner.device import Device
@@ -64,7 +64,7 @@ def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelP
     """Whether a plan would not fit the device's memory with a row for each choice of a token."""
     rows = replace(plan, layout=replace(plan.layout, send="rows"))
     return rows != plan and plan_cost(model, cluster, device,
-                                      rows).memory_bytes > device.memory_bytes
+                                      rows).memory_bytes > device.usable_bytes
 
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
@@ -155,14 +155,18 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
     """Bytes by part on the fullest stage, with pp micro-batches in flight: of parameters,
     gradients and optimizer state each those of dense layers and those of experts.
+
+    Optimizer state is divided by the ranks that replicate its parameters where
+    `ModelShape.sharded_optimizer` is set.
     """
     shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
               "expert": expert_parameters(model, plan)}
+    replicas = {"dense": plan.dp, "expert": plan.expert_dp} if model.sharded_optimizer else {}
     layers, moe = model.fullest(plan.pp)
     flight = min(plan.pp, plan.micro_batches(model))
     return {
-        **{f"{kind} {part}": size * share for kind, share in shares.items()
-           for part, size in model.parameter_bytes().items()},
+        **{f"{kind} {part}": size * share / (replicas.get(kind, 1) if part == STATE else 1)
+           for kind, share in shares.items() for part, size in model.parameter_bytes().items()},
         "activations": flight * layers * layer_activations(model, plan),
         "logits": LOGITS_BYTES * plan.micro_batch * model.sequence * model.vocab / plan.tp,
         "MoE rows and gathered": flight * moe * layer.memory_bytes,

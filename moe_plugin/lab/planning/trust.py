@@ -433,8 +433,9 @@ def refuse(reasons: Sequence[str]) -> None:
     """`ValueError` with the doubts, if there are any, and what to do."""
     if reasons:
         raise ValueError("the prediction is not to be trusted: " + "; ".join(reasons)
-                         + "; measure again on idle ranks with --fresh, on the ranks that will "
-                         "train, or take it as it is with --trust-fit")
+                         + "; the plan is written all the same, and its files say so; measure "
+                         "again on idle ranks with --fresh, on the ranks that will train, or "
+                         "accept the plan with --trust-fit")
 
 
 def rank(model: ModelShape, costs: Sequence[PlanCost], found: Mapping[str, Residuals],

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from moe_plugin import __version__
-from moe_plugin.observe.findings import Finding, findings
+from moe_plugin.observe.findings import Finding, findings, too_few
 from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.compare import comparison, history, named_apart
 from moe_plugin.observe.report.content import sections, summary
@@ -58,7 +58,7 @@ def render(run: RunRecord, place: Path | None = None) -> str:
     return _page([run], run.name, f"{kind}, steps: {steps}" if steps else kind, found, place,
                  run=run, summary=facts,
                  changed=[(name, *both) for name, both in (run.changed or {}).items()],
-                 findings=list(_with_plots(findings(run), found)))
+                 findings=list(_with_plots(findings(run), found)), too_few=too_few(run))
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:

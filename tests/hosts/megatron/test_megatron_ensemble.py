@@ -122,6 +122,9 @@ def test_errors_of_steps_with_votes(data: str) -> None:
                     for more in ([], ["--moe-votes", "3"]))
     assert len(plain) == 2
     for mine, want in zip(votes, plain, strict=True):
+        assert len(want["aux_losses"]) == 2
+        for name, values in want["aux_losses"].items():
+            assert mine["aux_losses"][name] == pytest.approx(values, rel=1e-4) and min(values) > 0
         for name in ("lm_loss", "oracle_error", "top1_error"):
             assert mine[name] == pytest.approx(want[name], rel=1e-4) and want[name] > 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import sysconfig
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from tests.hosts.megatron.ranks import ROOT, run_main
+from tests.hosts.megatron.ranks import ROOT, on_ranks, run_main
 from tests.hosts.megatron.training import MODEL, arguments_of, options, own_loop
 
 pytestmark = pytest.mark.megatron
@@ -209,3 +211,80 @@ def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
             read()
     assert settings(*config, "--moe-trust-imports") == {"imports": "json"}
     assert settings("--moe-import", "json") == {"imports": "json"}
+
+
+def _refused_sizes() -> tuple[str | None, int]:
+    from megatron.core import parallel_state
+
+    from moe_plugin.hosts.megatron import endings
+    from moe_plugin.hosts.megatron.compat import core
+
+    core.destroy_groups()
+    try:
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
+    except RuntimeError as error:
+        caught = error
+
+    def work() -> None:
+        raise caught
+
+    return endings.of_a_script(caught), endings.status_of("script", work, dict)
+
+
+def test_parallel_sizes_above_the_ranks_end_in_one_line() -> None:
+    [(said, status)] = on_ranks(1, _refused_sizes)
+    assert said is not None and "\n" not in said and "divisible" in said and status == 2
+    assert "--expert-model-parallel-size" in said and "1 ranks" in said
+
+
+@pytest.mark.parametrize(("decay", "start", "words", "others"), [
+    (2, 0.0, "use more --train-iters", "--override"), (9, -1.0, "must be true", "--train-iters")])
+def test_remedies_of_schedules_are_those_of_the_cause(decay: int, start: float, words: str,
+                                                      others: str) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from moe_plugin.hosts.megatron.endings import of_a_script
+
+    with pytest.raises(AssertionError) as caught:
+        OptimizerParamScheduler(None, start, 1e-3, start, 4, decay, "linear", 0.0, 0.0, 2,
+                                "constant")
+    said = of_a_script(caught.value)
+    assert said is not None and words in said and others not in said
+
+
+def test_helpers_are_compiled_for_this_python(tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_plugin.hosts.megatron.compat import settings
+
+    found = ["pybind11"]
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: name in found or None)
+    if shutil.which("make") is None:
+        with pytest.raises(ValueError, match="need make and a C"):
+            settings.compile_helpers(tmp_path)
+    else:
+        with pytest.raises(ValueError, match=r"cannot be compiled for this Python: .*; install"):
+            settings.compile_helpers(tmp_path)
+        (tmp_path / "Makefile").write_text("LIBEXT = .other\nall:\n\ttouch helpers_cpp$(LIBEXT)\n")
+        settings.compile_helpers(tmp_path)
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        assert [path.name for path in tmp_path.glob("helpers*")] == [f"helpers_cpp{suffix}"]
+    found.clear()
+    with pytest.raises(ValueError, match="-m pip install pybind11"):
+        settings.compile_helpers(tmp_path)
+
+
+def _said_of_layers(ours: bool) -> list[str]:
+    from moe_plugin.hosts.megatron import script_features
+    from tests.hosts.megatron.layers import Case, build, initialise_parallel
+
+    initialise_parallel(Case())
+    said = list[str]()
+    script_features.logger.warning = said.append  # type: ignore[method-assign]
+    script_features.say_native([build(Case(), ours)])
+    return said
+
+
+def test_layers_of_megatrons_own_are_named_once() -> None:
+    [[native]] = on_ranks(1, _said_of_layers, False)
+    assert "--spec moe_plugin.hosts.megatron.spec moe_layer" in native
+    assert on_ranks(1, _said_of_layers, True) == [[]]

@@ -191,7 +191,8 @@ def test_launcher_adds_our_arguments_to_the_scripts_own(checkout: Path, tmp_path
 
 def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> None:
     said = run_main("moe_plugin.hosts.megatron.launch",
-                    ["--moe-cpu", str(checkout / "pretrain_gpt.py"), "--moe-top-k", "3"], 1,
-                    checkout, fails=True)
+                    ["--moe-cpu", str(checkout / "pretrain_gpt.py"), "--moe-top-k", "3",
+                     "--moe-capacity-facto", "1.0"], 1, checkout, fails=True)
     assert "unrecognized arguments: --moe-top-k" in said
+    assert "--moe-capacity-facto" in said and "did you mean --moe-capacity-factor" in said
     assert said.count("\n") == 1, "the script has a thousand lines of usage"

@@ -35,6 +35,20 @@ def test_json_of_the_layer(capsys: pytest.CaptureFixture[str]) -> None:
         found["median_ms"] / found["bound_ms"]) and found["peers"] == []
 
 
+def test_quick_measures_a_small_layer_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def run(problem: Problem, names: object, rounds: int) -> layer.LayerReport:
+        measured.append((problem.tokens, problem.model_dim, problem.hidden_dim, rounds))
+        return layer.LayerReport(problem, 1.0, 1.0, [], {}, 1, 1, False)
+
+    monkeypatch.setattr(layer, "run", run)
+    for more in ([], ["--tokens", "32"]):
+        with contextlib.suppress(Exception):  # a report without results has no page
+            main(["bench", "layer", "--quick", "--json", *more])
+    assert measured == [(256, 64, 128, 3), (32, 64, 128, 3)]
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peers_agree_and_are_drawn(dtype: str, gated: bool, tmp_path: object) -> None:

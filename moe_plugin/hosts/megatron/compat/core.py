@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -158,20 +159,65 @@ def is_native_router(router: torch.nn.Module) -> bool:
     return isinstance(router, TopKRouter)
 
 
+def has_native_layers(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether parts of a model contain Megatron's MoE layer, or a subclass, as ours is."""
+    return any(isinstance(module, MoELayer) for chunk in chunks for module in chunk.modules())
+
+
 def injects_router(submodules: Any) -> bool:
     """True where the spec names a router other than Megatron's own."""
     return getattr(submodules, "router", TopKRouter) not in (None, TopKRouter)
 
 
-def call_native_router(router: torch.nn.Module, x_SBD: Tensor,
-                       padding_SB: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(probs_TE, routing_map_TE) of a native router.
+@dataclass(frozen=True)
+class Undropped:
+    """What a native router chose before its own capacity dropped some choices.
+
+    Attributes:
+        probs_TE, map_TE: gate weights, and True for the chosen experts.
+        capacity: tokens that each expert accepts.
+    """
+
+    probs_TE: Tensor
+    map_TE: Tensor
+    capacity: int
+
+
+def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tensor | None
+                       ) -> tuple[Tensor, Tensor, Undropped | None]:
+    """(probs_TE, routing_map_TE, the same before dropping) of a native router. The last is None
+    unless the router has a capacity.
 
     padding_SB: True = padding; left out where this version's router does not take it.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
-    return router(
-        x_SBD, padding_mask=padding_SB) if takes_mask and padding_SB is not None else router(x_SBD)
+    given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
+    if not is_native_router(router) or router.config.moe_expert_capacity_factor is None:
+        return *router(x_SBD, **given), None
+    with _undropped() as found:
+        probs_TE, map_TE = router(x_SBD, **given)
+    return probs_TE, map_TE, found[0] if found else None
+
+
+@contextlib.contextmanager
+def _undropped() -> Iterator[list[Undropped]]:
+    """Inside, the list gets what Megatron's router passes to its own dropping of choices. The
+    router returns only what is left, and padding to capacity adds experts that nothing chose.
+    """
+    found, drop = list[Undropped](), router_module.apply_router_token_dropping
+
+    def noted(probs_TE: Tensor, map_TE: Tensor, router_topk: int, capacity_factor: float,
+              *args: Any, **settings: Any) -> Any:
+        tokens, experts = map_TE.shape
+        slots = moe_utils.get_capacity(tokens * router_topk, experts, capacity_factor)
+        found.append(Undropped(probs_TE.detach(), map_TE.bool(), slots))
+        return drop(probs_TE, map_TE, router_topk, capacity_factor, *args, **settings)
+
+    router_module.apply_router_token_dropping = noted
+    try:
+        yield found
+    finally:
+        router_module.apply_router_token_dropping = drop
 
 
 def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:

@@ -8,15 +8,21 @@ import argparse
 import contextlib
 import functools
 import importlib
+import importlib.util
+import os
 import re
+import subprocess
 import sys
+import sysconfig
 import typing
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from multiprocessing import spawn
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moe_plugin.messages import short
 from moe_plugin.observe.given import OFF, ON, chosen, shown
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -196,12 +202,41 @@ def keep_compiled_helpers() -> None:
     """Do not compile the helpers of Megatron's datasets again where they can be imported.
 
     0.17 to 0.19: the training code runs `make`, but the wheels, which have the compiled module,
-    have no Makefile.
+    have no Makefile. A checkout's Makefile asks the `python3` of the path, which may be another
+    Python than this one, for the headers and for the suffix of the module.
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
+    compiled: Callable[[], None] = functools.partial(
+        compile_helpers, Path(str(datasets.__file__)).parent)
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
-        datasets.compile_helpers = lambda: None  # type: ignore[attr-defined]
+        compiled = lambda: None  # noqa: E731
+    datasets.compile_helpers = compiled  # type: ignore[attr-defined]
+
+
+def compile_helpers(folder: Path) -> None:
+    """Compile the helpers of a checkout's datasets for this Python.
+
+    Raises:
+        ValueError: something is missing; the message says what to install.
+    """
+    what = f"Megatron's dataset helpers in {short(str(folder))}, which are compiled in a first run,"
+    if importlib.util.find_spec("pybind11") is None:
+        raise ValueError(f"{what} need the package pybind11; install it with "
+                         f"{short(sys.executable)} -m pip install pybind11")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    command = ["make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"]
+    try:
+        done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True,
+                              text=True, check=False)
+    except FileNotFoundError as error:
+        raise ValueError(f"{what} need make and a C++ compiler; install both, such as with "
+                         "apt-get install make g++") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise ValueError(f"{what} cannot be compiled for this Python: {short(said, 300)}; install "
+                         f"make and a C++ compiler, and try {short(' '.join(command), 300)}")
+    importlib.invalidate_caches()
 
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider],
@@ -224,8 +259,7 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider],
 
             def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 _own.update(action.dest for action in parser._actions if not _parsers)
-                parser.parse_known_args = remembered(  # type: ignore[method-assign]
-                    parser.parse_known_args)
+                parser.parse_known_args = remembered(parser)  # type: ignore[method-assign]
                 _parsers[:] = [provider(parser)]
                 return _parsers[0]
 
@@ -233,12 +267,12 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider],
 
         return parse_args
 
-    def remembered(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def remembered(parser: argparse.ArgumentParser) -> Callable[..., Any]:
 
-        @functools.wraps(parse)
         def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
             _words[:] = sys.argv[1:] if args is None else args
-            return parse(args, namespace)
+            # a provider may have changed the parser's class, whose method then suggests names
+            return type(parser).parse_known_args(parser, args, namespace)
 
         return parse_known_args
 

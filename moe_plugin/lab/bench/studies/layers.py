@@ -46,6 +46,8 @@ TOO_LARGE_FOR_EINSUM = 1 << 31  # elements of T x E x C
 GENERATED = 64  # tokens of a decoding batch
 MOST_MIB = 20.0  # aim for the layer's memory beside its inputs
 SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
+QUICK = {"tokens": 256, "model_dim": 64, "hidden_dim": 128}
+QUICK_ROUNDS = 3
 PROBLEMS = {
     "device": Option("cuda" if torch.cuda.is_available() else "cpu", "where", choices=LAYERS),
     "threads": Option(2, "CPU threads"), "rounds": Option(25, "timed rounds", quick=1),
@@ -96,11 +98,14 @@ class OneLayer:
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
-        problem = problem_of(args)
+        problem, rounds = problem_of(args), args.rounds
+        if args.quick:  # no larger than these
+            sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
+            problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
         if args.plot:
             report.check_figure(args.plot)
         names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
-        found = layer.run(problem, names, args.rounds)
+        found = layer.run(problem, names, rounds)
         if args.plot:
             plots.layer_plot(found, args.plot)
         return found.as_dict()
