@@ -159,9 +159,11 @@ class Contest(Generic[Choice]):
         return [c for c in self.choices if c not in self.behind | self.failed]
 
     def begin(self, *, check: bool = False, every: bool = False) -> None:
-        """A round of those that are to be told apart.
+        """Begin a round of the candidates that are to be told apart.
 
-        check: of all that are not far behind. every: of those that are far behind, too.
+        Args:
+            check: the round has all candidates that are not far behind.
+            every: it also has those that are far behind.
         """
         if every:
             self.behind.clear()
@@ -297,7 +299,8 @@ class Checks:
     """When a choice that was made is checked: soon, then more and more seldom.
 
     Attributes:
-        calls: since the last check. interval: from one to the next.
+        calls: since the last check.
+        interval: calls from one check to the next.
     """
 
     calls: int = 0

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_recomputed_step_has_the_bits_of_one_that_is_not(name: str, kind: str) -> None:
-    check(step(ROUTERS[name], KINDS[kind]), expected(name))
+    check(step(ROUTERS[name], KINDS[kind]), expected(name), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +61,7 @@ def test_a_pass_without_backward_leaves_nothing_to_a_later_one(between: str, nam
         losses[0].backward()
         return seen(blocks, xs, losses)
 
-    check(run_twice(KINDS[kind]), run_twice(None))
+    check(run_twice(KINDS[kind]), run_twice(None), kind)
 
 
 class Failing(torch.autograd.Function):
@@ -80,7 +80,7 @@ class Failing(torch.autograd.Function):
 @pytest.mark.parametrize("name", DRAWING)
 @pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0)])
 def test_backward_passes_in_any_order(order: tuple[int, ...], name: str, kind: str) -> None:
-    check(step(ROUTERS[name], KINDS[kind], order=order), expected(name, order=order))
+    check(step(ROUTERS[name], KINDS[kind], order=order), expected(name, order=order), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import logging
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def test_bad_settings() -> None:
     with pytest.raises(ValueError,
                        match=r"experts.compute_selection='fastest' .* one of measured, rule"):
         ExpertsConfig(compute_selection="fastest")
-    with pytest.raises(ValueError, match=r"experts.compute_selection=3 "):
+    with pytest.raises(ValueError, match=r"experts.compute_selection='3' "):
         from_dict({"experts": {"compute_selection": 3}})
 
 
@@ -257,27 +256,6 @@ def test_files_without_a_spread_are_not_trusted(tmp_path: Path,
     assert files.get(("key", ())) is None and files.listed() == [] and not caplog.records
 
 
-def write_often(folder: Path, number: int) -> None:
-    for _ in range(20):
-        ChoiceFiles(folder).put(("key", ()), Kept(f"name {number}", "why " * number))
-
-
-def test_fifty_processes_write_one_key_at_once(tmp_path: Path) -> None:
-    """A reader finds a complete file at any time, and nothing else is left behind."""
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_often, args=(tmp_path, n)) for n in range(50)]
-    for writer in writers:
-        writer.start()
-    files, seen = ChoiceFiles(tmp_path), set()
-    while any(writer.is_alive() for writer in writers):
-        kept = files.get(("key", ()))
-        seen.add(kept is not None and kept.why == "why " * int(kept.name.split()[1]))
-    assert all(writer.exitcode == 0 for writer in writers)
-    assert len(list(files.place().iterdir())) == 1 and files.get(("key", ())) is not None
-    assert seen <= {True, False} and True in seen
-    assert files.forget_all() == 1 and files.listed() == []
-
-
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "null", '{"key": "key"}', '{"key": "key", "name": 3, "why": ""}',
@@ -345,6 +323,9 @@ def test_measuring_changes_nothing(small_counts: MeasuredChoices, kind: str,
     trials = []
     monkeypatch.setattr(auto, "trial",
                         lambda *args, real=auto.trial: trials.append(real(*args)) or trials[-1])
+    # a clock that shows the same for all, whatever else the machine does
+    monkeypatch.setattr("moe_plugin.tuning.compute_times.timed",
+                        lambda run, device: (run(), lambda: 1e-3)[1])
     first = torch.autograd.grad(layer(x).output.square().sum(), [x, *layer.parameters()])
     assert torch.equal(state, torch.get_rng_state()) and all(
         torch.equal(p, before[n]) for n, p in layer.named_parameters())
