@@ -42,7 +42,8 @@ def counted(run: Callable[[], Any]) -> tuple[int, int, int]:
 def _a_call() -> tuple[int, int, int]:
     layer = MoELayer(MoEConfig(model_dim=64, num_experts=8))
     x_TD = torch.randn(32, 64)
-    for _ in range(4):  # in calls 1, 2, 4, 8, ... ranks compare samples of their experts
+    # in calls 1, 2, 4, 8, ..., 256 ranks compare samples of their experts; one call counts to that
+    for _ in range(4):
         layer(x_TD).output.sum().backward()
     return counted(lambda: layer(x_TD))
 
@@ -55,7 +56,7 @@ def test_a_call_on_one_rank() -> None:
 @pytest.mark.distributed
 def test_a_call_on_two_ranks() -> None:
     calls, functions, files = map(max, zip(*run_gloo(2, _a_call), strict=True))
-    assert calls <= 154 and functions <= 124 and files <= 29, (calls, functions, files)
+    assert calls <= 155 and functions <= 125 and files <= 30, (calls, functions, files)
 
 
 def test_building_a_layer() -> None:
