@@ -217,13 +217,13 @@ class _Replay:
     passes: int = 0  # of this step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """The choices of this pass; None: it is not one of training."""
-        if not self.router.training:
-            return None
-        if inside_backward():
+        """The choices of this pass; None: it does not count, and so the trace has none."""
+        if self.router.training and inside_backward():
             raise RuntimeError(
                 "a recomputation found no recorded routing: with observe.replay recompute by "
                 "torch.utils.checkpoint.checkpoint")
+        if not counts(self.router.training):
+            return None
         step = self._records
         if self.passes == len(step):
             raise self._differs("more")

@@ -105,8 +105,8 @@ def test_passes_that_train_count_once_and_others_do_not(name: str, way: str) -> 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_step_that_is_not_made_moves_nothing_and_leaves_nothing(name: str) -> None:
-    layer, steps = layer_of(COUNTING[name]), RouterSteps([])
-    steps.models = [layer]
+    layer = layer_of(COUNTING[name])
+    steps = RouterSteps([layer])
     nothing, saved = counted(layer), {k: v.clone() for k, v in layer.router.state_dict().items()}
     for facts in (StepFacts(1, skipped=True), StepFacts(1, made=False)):
         layer(torch.randn(TOKENS, 6)).output.sum().backward()
