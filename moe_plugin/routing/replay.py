@@ -406,8 +406,8 @@ def counts(training: bool) -> bool:
     return _is_first_pass()
 
 
-@torch.compiler.disable
 def _is_first_pass() -> bool:
+    # not compiled: the compiler breaks its graph at what reads the call stack
     # autograd follows a function from which it will come back, as those of reentrant checkpoints
     return _first.get() or any(isinstance(first, FunctionCtx) and first.next_functions
                                for first in enclosing()[1])
