@@ -173,7 +173,8 @@ def _check_types(section: SettingsSection) -> None:
             if not isinstance(value, hint):
                 raise ValueError(f"{prefix}{name}={short(value)} is a {kind.__name__}; must be "
                                  f"{hint.__name__}(...)")
-        elif not ((kind in plain and not (says_none(value) and type(None) in plain))
+        elif not ((kind in plain and not (kind is str and type(None) in plain
+                                          and says_none(value)))
                   or (kind in numbers and -LARGEST <= value <= LARGEST)):
             value = _convert(hint, value, prefix + name)
             setattr(section, name, value)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.routing.replay import record_routing, replay_routing
+from moe_plugin.routing.replay import first_pass, record_routing, replay_routing
 
 Place = tuple[nn.Module, str]  # of a buffer
 
@@ -63,7 +63,8 @@ class BlockPasses:
         module = self.modules[number]
         before = _values(module) if keep else {}
         for m, x in enumerate(self._x):
-            with torch.no_grad(), self.randomness(m, number), record_routing() as tape:
+            with (torch.no_grad(), first_pass(), self.randomness(m, number),
+                  record_routing() as tape):
                 y, own = self._call(number, x)
             if keep:
                 self._inputs[number].append(x)

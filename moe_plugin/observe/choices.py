@@ -25,7 +25,7 @@ from moe_plugin.planner.order_files import dump_choices
 from moe_plugin.records import Routing
 from moe_plugin.regular_files import check_output, make_folder
 from moe_plugin.routing.contract import expert_groups_of
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.replay import counts
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class _LayerChoices:
             self.recent.clear()
 
     def _add(self, router: nn.Module, args: Any, routing: Routing) -> None:
-        if not router.training or torch.compiler.is_compiling() or inside_backward():
+        if torch.compiler.is_compiling() or not counts(router.training):
             return
         self._follow()
         ids_TK, experts = routing.ids_TK.detach(), self.experts
@@ -160,8 +160,8 @@ class _LayerChoices:
         some = chosen_TE.amax(1).sum()
         with torch.autocast(ids_TK.device.type, enabled=False):
             pairs_EE = chosen_TE.T @ chosen_TE  # whole numbers, exact below 2^24 tokens
-        counts = torch.cat([pairs_EE.flatten(), some[None]]).to(torch.int64)
-        self.counts = counts if self.counts is None else self.counts + counts
+        new = torch.cat([pairs_EE.flatten(), some[None]]).to(torch.int64)
+        self.counts = new if self.counts is None else self.counts + new
         self.recent.append(ids_TK[::max(1, ids_TK.shape[0] // TOKENS)][:TOKENS].clone())
 
     def taken(self) -> Tensor:

@@ -13,7 +13,7 @@ from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats, MoEOutput
 from moe_plugin.routing.model_masks import TokenMasks, follow_masks
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.replay import counts
 
 Take = Callable[[str, LayerStats], None]
 
@@ -56,13 +56,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _of_layer(take: Take, name: str, layer: nn.Module, _: Any, out: MoEOutput) -> None:
-    if layer.training and out.stats is not None and not inside_backward():
+    if out.stats is not None and counts(layer.training):
         take(name, out.stats)
 
 
 def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: nn.Module,
                 args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-    if module.training and not inside_backward():
+    if counts(module.training):
         ids_TK = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         take(name, _stats(ids_TK, experts, masks.of(ids_TK)))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.output import MoEOutput
+from moe_plugin.routing.replay import counts
 
 
 class RankSkew:
@@ -43,7 +44,7 @@ class RankSkew:
 
 
 def _take(loads: list[Tensor], layer: nn.Module, _: Any, out: MoEOutput) -> None:
-    if layer.training and out.stats is not None:
+    if out.stats is not None and counts(layer.training):
         loads.append(out.stats.kept_KE.sum(0))
 
 

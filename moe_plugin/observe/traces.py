@@ -33,7 +33,7 @@ from moe_plugin.regular_files import check_input, check_output, make_folder
 from moe_plugin.routing import Router
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.forced import check_replaceable
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.replay import counts, inside_backward
 
 Key = tuple[str, int | None, int]  # block, mtp_idx, layer
 
@@ -130,8 +130,9 @@ class RoutingTrace:
 
     def _hook(self, key: Key) -> Callable[[nn.Module, Any, Routing], None]:
         def hook(router: nn.Module, args: Any, routing: Routing) -> None:
-            counts = router.training and not (inside_backward() or torch.compiler.is_compiling())
-            if counts and (not self.steps or self.ended < self.steps):
+            if torch.compiler.is_compiling() or not counts(router.training):
+                return
+            if not self.steps or self.ended < self.steps:
                 self.records.append((key, routing.ids_TK.detach()))
         return hook
 
@@ -216,13 +217,13 @@ class _Replay:
     passes: int = 0  # of this step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """The choices of this pass; None: it is not one of training."""
-        if not self.router.training:
-            return None
-        if inside_backward():
+        """The choices of this pass; None: it does not count, and so the trace has none."""
+        if self.router.training and inside_backward():
             raise RuntimeError(
                 "a recomputation found no recorded routing: with observe.replay recompute by "
                 "torch.utils.checkpoint.checkpoint")
+        if not counts(self.router.training):
+            return None
         step = self._records
         if self.passes == len(step):
             raise self._differs("more")

@@ -8,6 +8,7 @@ from moe_plugin.routing.contract import (
     RouterModule,
     finish_step,
     finish_step_of_any,
+    forget_step,
     needs_of,
 )
 from moe_plugin.routing.losses import losses
@@ -45,7 +46,7 @@ __all__ = [
     "QuantileRouter", "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter",
     "ScoreFunction", "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
     "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
-    "build_router", "finish_step", "finish_step_of_any",
+    "build_router", "finish_step", "finish_step_of_any", "forget_step",
     "layer_router", "losses", "needs_of", "number_layers", "only_read", "router_selections",
     "routers", "score_functions",
 ]

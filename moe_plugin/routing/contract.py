@@ -36,6 +36,9 @@ class HasFinishStep:
     def finish_step(self) -> None:
         """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
 
+    def forget_step(self) -> None:
+        """Forget what was counted since the last step; nothing moves by it. Not collective."""
+
 
 class BuffersKeepDtype(nn.Module):
     """Base of modules whose buffers keep their values and dtypes whatever lowers (`half()`) or
@@ -189,3 +192,12 @@ def finish_step_of_any(model: nn.Module) -> bool:
     for module in found:
         module.finish_step()
     return bool(found)
+
+
+def forget_step(model: nn.Module) -> None:
+    """Call `forget_step` of all routers of a model, in place of `finish_step` after passes whose
+    step is not made: nothing moves, and counts restart. Not collective.
+    """
+    for module in model.modules():
+        if isinstance(module, HasFinishStep):
+            module.forget_step()

@@ -21,8 +21,8 @@ Under torch.compile nothing is recorded: the compiled backward reuses the values
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import FrameType
@@ -39,6 +39,7 @@ _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", defa
 _top_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 _ATTRIBUTE = "moe_plugin_recording"  # of the object that stands for a checkpointed call
+_first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 
 @dataclass(frozen=True)
@@ -388,6 +389,40 @@ def replaying() -> bool:
         return False
     source, _ = enclosing()
     return source is not None and not isinstance(source, FunctionCtx)
+
+
+def counts(training: bool) -> bool:
+    """Whether a pass of a layer counts in what moves once per step, and in statistics.
+
+    It does in training mode with gradients, once: a recomputation does not count again, and a pass
+    without gradients counts only as the first one of a call that is recomputed with gradients.
+
+    training: of the layer.
+    """
+    if not training or inside_backward():
+        return False
+    if torch.is_grad_enabled():
+        return torch.compiler.is_compiling() or runs_once(training) or enclosing()[0] is None
+    return _is_first_pass()
+
+
+def _is_first_pass() -> bool:
+    # not compiled: the compiler breaks its graph at what reads the call stack
+    # autograd follows a function from which it will come back, as those of reentrant checkpoints
+    return _first.get() or any(isinstance(first, FunctionCtx) and first.next_functions
+                               for first in enclosing()[1])
+
+
+@contextmanager
+def first_pass() -> Iterator[None]:
+    """Inside, passes without gradients are the first ones of calls that run again with gradients,
+    whoever repeats them: they count, and what repeats them undoes what the repetition counts.
+    """
+    token = _first.set(True)
+    try:
+        yield
+    finally:
+        _first.reset(token)
 
 
 def inside_backward() -> bool:

@@ -21,7 +21,7 @@ from moe_plugin.planner.peer_choice import Throughput
 from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.records import ExpertRows, RowCounts
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.replay import counts
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LayerReplicas:
         """The plan of a call; its load counts in training."""
         if self._paused:
             return None
-        if self.experts.training and not inside_backward():
+        if counts(self.experts.training):
             self.standing.add(counts_WV)
         return self.standing.plan(counts_WV)
 

@@ -17,6 +17,7 @@ from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.config import OffloadConfig, with_overrides
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients.norm import PartedClip, clip_grad_norm_
+from moe_plugin.hosts.plain.blocks import MoEBlock
 from moe_plugin.hosts.plain.streamed import streamed_trainer
 from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.flat import aligned_buffer
@@ -536,23 +537,28 @@ def test_plans_segments_from_what_blocks_took(tmp_path):
 
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_step_that_is_not_finite_changes_nothing(where, tmp_path):
-    """No weight, no state of an optimizer; the next step is that of a trainer that never saw it."""
+    """No weight, no state of an optimizer or a router; the next step is as of a trainer that never
+    saw it.
+    """
     def made():
         torch.manual_seed(0)
         tier = HostTier("cpu") if where == "host" else DiskTier(tmp_path)
-        return StreamedTrainer([nn.Linear(4, 4) for _ in range(3)],
+        moe = MoEBlock(4, num_experts=4, router="sigmoid_bias")
+        return StreamedTrainer([nn.Linear(4, 4), moe, nn.Linear(4, 4)],
                                lambda y, target: (y - target).square().mean(),
                                partial(torch.optim.Adam, lr=0.1), tier, clip=PartedClip(1.0),
                                skip_not_finite=True)
 
     good = [(torch.randn(3, 4), torch.zeros(3, 4))]
-    bad = [(torch.full((3, 4), float("inf")), torch.zeros(3, 4))]
+    bad = [(torch.randn(5, 4), torch.full((5, 4), float("inf")))]
     results = []
     for steps in ([good, bad, good], [good, good]):
         trainer = made()
         norms = [trainer.step(batch).norm for batch in steps]
         trainer.settle()
-        results.append([x.clone() for block in trainer.blocks for x in block.read()])
+        results.append([x.clone() for block in trainer.blocks
+                        for x in (*block.read(), *block.module.buffers())])
+        assert results[-1][-4].any()  # the biases
         assert [bool(norm.isfinite()) for norm in norms] == [batch is good for batch in steps]
         trainer.close()
     assert all(map(torch.equal, *results))

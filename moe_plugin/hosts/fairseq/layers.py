@@ -98,9 +98,9 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     The gate loss is the weighted sum of the router losses.
 
     Attributes: `stats`: of the last forward pass. `observer`: if set, called with the statistics of
-    every training pass that counts. Expert parameters have their gradient scaled by
-    `gradient_factor` and the number of their replicas, over which the trainer averages, and that
-    number as a mark.
+    every training pass that counts. `ignored`: the batch stands for a missing one, and none of its
+    tokens is real. Expert parameters have their gradient scaled by `gradient_factor` and the number
+    of their replicas, over which the trainer averages, and that number as a mark.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -111,6 +111,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         self.mask_padding = settings.mask_padding
         self.stats: LayerStats | None = None
         self.observer: Callable[[LayerStats], None] | None = None
+        self.ignored = False
         self._evaluates = settings.evaluation is not None
         self._turns = None if settings.evaluation is None else settings.evaluation.turns
         self._drops = None if settings.evaluation is None else settings.evaluation.drops
@@ -140,6 +141,8 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         length = x_BTD.shape[1]
         if padding_BT is not None and self.mask_padding:
             mask_BT = ~padding_BT[:, -length:].bool()
+        if self.ignored:
+            mask_BT = x_BTD.new_zeros(x_BTD.shape[:2], dtype=torch.bool)
         known = "token_ids" in self.needs and self.tokens_BT is not None
         ids_BT = self.tokens_BT[:, -length:] if known else None  # incremental decoding: the last
         info = token_info(x_BTD, ids_BT, self.needs, batch_axis=0)

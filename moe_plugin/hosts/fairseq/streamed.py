@@ -89,7 +89,7 @@ class DecoderPart(nn.Module):
         """See the class; of an MoE layer in its second pass also its share of the loss."""
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
-            moe.moe_layer.tokens_BT = call.tokens
+            moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
         y = self._features(x, call.tokens, self.first)
         if self.last:
             return self._output(y)

@@ -61,7 +61,7 @@ class MoETrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
-        self._validating, self._epoch_batches = False, 0
+        self._validating, self._dummy, self._epoch_batches = False, False, 0
         self._reducer: ReplicaReducer | None = None  # made with the first optimizer
         of_run.check(cfg, model)
         if self.has_experts:
@@ -115,6 +115,15 @@ class MoETrainer(Trainer):
                                 self.get_num_updates())
         with collectives_named(_OF_STEP, self._group):
             return super().train_step(batches, raise_oom)
+
+    def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
+        """fairseq's; where it takes another batch for a missing one, layers ignore its tokens."""
+        prepared, dummy = super()._prepare_sample(sample, is_dummy)
+        if dummy != self._dummy:
+            self._dummy = dummy
+            for layer in moe_layers(self._model):
+                layer.moe_layer.ignored = dummy
+        return prepared, dummy
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """fairseq's."""

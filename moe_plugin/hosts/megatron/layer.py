@@ -44,7 +44,7 @@ from moe_plugin.pregate import chosen_together, has_own_gate
 from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.contract import keeps_init
-from moe_plugin.routing.replay import inside_backward, replaying
+from moe_plugin.routing.replay import counts, replaying
 from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 
 logger = logging.getLogger(__name__)
@@ -336,8 +336,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if self.plan.native_router:
             self.moe.router.batch_size = x_SBD.shape[1]
         # a pre-gate begins its layer's step in the block before
-        if (has_own_gate(self.moe) and self.training and not inside_backward()
-                and not self.continues and self._clock.new_step(self._passes_a_step())):
+        if (has_own_gate(self.moe) and counts(self.training) and not self.continues
+                and self._clock.new_step(self._passes_a_step())):
             self._finish_step()
         part = 0 if self.shares_tokens else self.groups.tensor.rank()
         ids_SB = ids_of(x_SBD, self.tokens_BT, self.needs, part,

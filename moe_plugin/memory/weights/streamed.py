@@ -28,7 +28,7 @@ from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierError
 from moe_plugin.memory.weights.blocks import MakeOptimizer, Scale, StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
 from moe_plugin.memory.weights.slots import Slots, place_sizes
-from moe_plugin.routing import finish_step_of_any
+from moe_plugin.routing import finish_step_of_any, forget_step
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -266,9 +266,10 @@ class StreamedTrainer:
         self.steps += 1
 
     def forget(self) -> None:
-        """Drop the gradients of `accumulate`."""
+        """Drop the gradients of `accumulate`, and what routers counted."""
         for block in self.blocks:
             block.forget_gradients()
+            forget_step(block.module)
         if self.clip is not None:
             self.clip.forget()
 

@@ -22,7 +22,7 @@ from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
 from moe_plugin.routing.forced import balanced
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.replay import inside_backward, runs_once
+from moe_plugin.routing.replay import counts, inside_backward, runs_once
 from moe_plugin.routing.token_ids import check_integers, check_range
 
 # settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
@@ -322,16 +322,16 @@ class Router(BuffersKeepDtype, RouterModule):
     def _count_step(self, call: RoutingCall) -> Tensor:
         mine_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
         all_E = self.batch_comm.all_reduce(mine_E)
-        if not self.training:
-            return all_E
-        if inside_backward():
+        if self.training and inside_backward():
             raise RuntimeError(
                 f"loss global_batch of {type(self).__name__}: this recomputation cannot repeat the "
                 "load of its first pass, which was not recorded; checkpoint by "
                 "torch.utils.checkpoint.checkpoint, and with torch.compile inside the compiled "
                 "function: torch.compile(lambda x: checkpoint(block, x))")
-        self.step_load_E = self.step_load_E + all_E
-        return self.step_load_E
+        if not counts(self.training):
+            return all_E
+        self.step_load_E.add_(all_E)
+        return self.step_load_E.clone()  # the next pass adds to it
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
         """Padding goes nowhere, weights are scaled, losses and entropy computed.
@@ -382,8 +382,13 @@ class Router(BuffersKeepDtype, RouterModule):
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
     def finish_step(self) -> None:
-        """Restart the counts of `global_batch`; see `moe_plugin.routing.finish_step`."""
-        self.step_load_E = torch.zeros_like(self.step_load_E)
+        """Restart the counts; see `moe_plugin.routing.finish_step`."""
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Restart the counts of `global_batch`, and those of `step_sums`."""
+        for sums in (self.step_load_E, *self.step_sums()):
+            sums.zero_()
 
 
 def _check_sequences(info: TokenInfo, tokens: int) -> None:

@@ -69,4 +69,4 @@ class DenseToSparseRouter(Router):
         """Count the step; the temperature of a frozen router stays."""
         super().finish_step()
         if not self.frozen:
-            self.step = self.step + 1
+            self.step.add_(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_plugin.kernels.router import group_members
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.replay import counts
 from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 
@@ -120,8 +120,8 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     DeepSeek-V3.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    A recomputation in backward does not count, a pass with replayed choices does; the one
-    collective is in `finish_step`.
+    Passes count as `moe_plugin.routing.replay.counts` says, those with replayed choices, too; the
+    one collective is in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
@@ -146,9 +146,9 @@ class SigmoidBiasRouter(GroupLimitedRouter):
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Count the choices of a step; see `Router.after_choice`."""
-        if self.training and not inside_backward():
+        if counts(self.training):
             self.note_adapter()
-            self.load_E = self.load_E + call.own_load_KE.sum(0)
+            self.load_E.add_(call.own_load_KE.sum(0))
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:
@@ -157,12 +157,16 @@ class SigmoidBiasRouter(GroupLimitedRouter):
 
     def finish_step(self) -> None:
         """Move the biases by the load of all ranks and restart the counts. Collective."""
-        super().finish_step()
         load_E = self.step_comm.all_reduce(self.load_E).double()
         if not self.frozen:
             step_E = self.config.bias_rate * torch.sign(load_E.mean() - load_E)
-            self.bias_E = self.bias_E + step_E.to(self.bias_E.dtype)
-        self.load_E = torch.zeros_like(self.load_E)
+            self.bias_E.add_(step_E.to(self.bias_E.dtype))
+        super().finish_step()
+
+    def forget_step(self) -> None:
+        """Restart the counts, also of biases that stay; see `Router.forget_step`."""
+        super().forget_step()
+        self.load_E.zero_()
 
 
 @routers.register("softmax_bias")

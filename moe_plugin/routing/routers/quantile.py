@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.routing.replay import counts
 from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 
@@ -27,8 +27,8 @@ class QuantileRouter(Router):
     there the tokens of ranks that share a sequence are one pass, here each rank's are.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    A recomputation in backward does not count, nor does a pass with a logit of a real token that is
-    not finite; a pass with replayed choices does. The one collective is in `finish_step`.
+    Passes count as `moe_plugin.routing.replay.counts` says, those with replayed choices, too, but
+    for one with a logit of a real token that is not finite. The one collective is in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
@@ -50,11 +50,11 @@ class QuantileRouter(Router):
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Note the quantiles of a pass; see `Router.after_choice`."""
-        if self.training and not inside_backward() and call.k < self.num_experts:
+        if call.k < self.num_experts and counts(self.training):
             self.note_adapter()
             if call.ids_TK.shape[0]:
-                self.passes_E = self.passes_E + quantiles(
-                    call.logits_TE.detach(), self._biased(call), call.real_T, call.k)
+                self.passes_E.add_(quantiles(
+                    call.logits_TE.detach(), self._biased(call), call.real_T, call.k))
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:
@@ -66,15 +66,14 @@ class QuantileRouter(Router):
 
     def finish_step(self) -> None:
         """Move the biases by the quantiles of all ranks and restart. Collective."""
-        super().finish_step()
         passes_E = self.step_comm.all_reduce(self.passes_E).double()
         if not self.frozen:
             keep, count = self.config.quantile_ema, passes_E[-1]
             mean_E = passes_E[:-1] / torch.where(count > 0, count, 1)
             new_E = keep * self.bias_E - (1 - keep) * mean_E
             new_E = torch.where(count > 0, new_E - new_E.mean(), self.bias_E)
-            self.bias_E = new_E.to(self.bias_E.dtype)
-        self.passes_E = torch.zeros_like(self.passes_E)
+            self.bias_E.copy_(new_E)
+        super().finish_step()
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
