@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import serialization
 from torch.utils import _pytree
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
         _pytree.register_pytree_node(
             cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
             serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+        # `torch.export.load` reads example arguments with `weights_only`; making one of these runs
+        # no code
+        serialization.add_safe_globals([cls])
         return cls
 
     return register

@@ -15,19 +15,19 @@ STEP = 32  # choices that a block is compared with at once
 
 
 @triton.jit
-def expert_of(ids, n, number, EXPERTS: tl.constexpr):
+def expert_of(ids, n, number, experts):
     """ids[n], -1 behind the last one. A number that no expert has counts as -1, so that nothing is
     written outside of the results. Who brings the numbers checks them.
     """
     mine = tl.load(ids + n, mask=n < number, other=-1)
-    return tl.where(mine < EXPERTS, mine, -1).to(tl.int32)
+    return tl.where(mine < experts, mine, -1).to(tl.int32)
 
 
 @triton.jit
-def histogram_kernel(ids, counts, number, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
     """counts[e, block] += how often e occurs in the block; whole numbers add up in any order."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = expert_of(ids, n, number, EXPERTS)
+    mine = expert_of(ids, n, number, experts)
     tl.atomic_add(counts + mine * tl.num_programs(0) + tl.program_id(0), 1, mask=mine >= 0)
 
 
@@ -68,11 +68,11 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 
 @triton.jit
-def load_kernel(ids, load, number, EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
     """load[n % K, ids[n]] += 1; whole numbers add up in any order."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = expert_of(ids, n, number, EXPERTS)
-    tl.atomic_add(load + (n % K) * EXPERTS + mine, 1, mask=mine >= 0)
+    mine = expert_of(ids, n, number, experts)
+    tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)
 
 
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -113,13 +113,6 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
     return pieces * step + step + (pieces - 1) * max(step, gather) + gather
 
 
-def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool = False) -> str:
-    """The faster of `s1` and `s2` by the closed form; if equal s1, which also splits the gate's
-    work.
-    """
-    return min(("s1", "s2"), key=lambda s: schedule_s(shape, cluster, s, overlap))
-
-
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
     """The faster of `s1` and `s2` as layers run them (`run_s`); if equal s1."""
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

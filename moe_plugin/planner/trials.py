@@ -27,7 +27,7 @@ FEW_ROUNDS = 3  # of so many rounds the spread counts twice
 NEVER_COME = 8  # calls without a time, after which the times of a round come no more
 
 
-class Compared(NamedTuple):
+class PairedComparison(NamedTuple):
     """How a candidate's time differs from another's: logarithms of their quotient.
 
     Attributes:
@@ -43,7 +43,7 @@ class Compared(NamedTuple):
     rounds: int
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[float, float]], smallest: bool = True) -> Compared:
+    def of(cls, pairs: Sequence[tuple[float, float]], smallest: bool = True) -> PairedComparison:
         """From the two times of each round, by their quotients or, with `smallest`, by the smallest
         times if that has less spread. Of less than two rounds no spread is known: infinity.
         """
@@ -220,9 +220,9 @@ class Contest(Generic[Choice]):
                     self._factors[choice]) > self.rules.behind:
                 self.behind.add(choice)
 
-    def compare(self, one: Choice, other: Choice) -> Compared:
+    def compare(self, one: Choice, other: Choice) -> PairedComparison:
         """The times of two candidates, by the rounds in which both have one."""
-        return Compared.of([(times[one], times[other]) for times in self.rounds
+        return PairedComparison.of([(times[one], times[other]) for times in self.rounds
                             if one in times and other in times], self.rules.smallest)
 
     def base(self) -> Choice:

@@ -24,7 +24,7 @@ import torch
 from moe_plugin.machine import record_event, user_cache
 from moe_plugin.messages import warn_once
 from moe_plugin.planner.trials import ContestRules
-from moe_plugin.tuning.decisions import Kept, TunerSettings
+from moe_plugin.tuning.decisions import KeptDecision, TunerSettings
 from moe_plugin.tuning.engine import Tuner
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class ChoiceFiles:
         return user_cache("choices of expert compute are not kept between runs",
                           self._folder) / "expert-compute"
 
-    def get(self, key: Key) -> Kept | None:
+    def get(self, key: Key) -> KeptDecision | None:
         """The decision in a key's file; None if it is absent or cannot be read."""
         try:
             found = _load(self._path(key))
@@ -194,7 +194,7 @@ class ChoiceFiles:
             return None  # `put` logs why
         return found[1] if found and found[0] == key[0] else None
 
-    def put(self, key: Key, kept: Kept) -> None:
+    def put(self, key: Key, kept: KeptDecision) -> None:
         """Write a key's file; where this fails, log why."""
         try:
             path = self._path(key)
@@ -227,7 +227,7 @@ class ChoiceFiles:
             path.unlink(missing_ok=True)
         return len(paths)
 
-    def listed(self) -> list[tuple[str, Kept]]:
+    def listed(self) -> list[tuple[str, KeptDecision]]:
         """(key, decision) of every file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
@@ -239,7 +239,7 @@ class ChoiceFiles:
         return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"
 
 
-def _load(path: Path) -> tuple[str, Kept] | None:
+def _load(path: Path) -> tuple[str, KeptDecision] | None:
     """(key, decision) of a file; None if it is absent, of another version or cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -252,7 +252,7 @@ def _load(path: Path) -> tuple[str, Kept] | None:
         texts = [record["key"], record["name"], record["why"]]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("its names are no texts")
-        return record["key"], Kept(record["name"], record["why"], record["spread"],
+        return record["key"], KeptDecision(record["name"], record["why"], record["spread"],
                                    record["seconds"], record["behind"], record["made"])
     except FileNotFoundError:
         return None

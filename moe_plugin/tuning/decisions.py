@@ -59,7 +59,7 @@ class TunerDecision:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptDecision:
     """A decision that outlives the process.
 
     Attributes:
@@ -81,10 +81,10 @@ class Kept:
 class Memory(Protocol[Bucket]):
     """Decisions that outlive the process, by bucket."""
 
-    def get(self, bucket: Bucket) -> Kept | None:
+    def get(self, bucket: Bucket) -> KeptDecision | None:
         """None: nothing is known."""
 
-    def put(self, bucket: Bucket, kept: Kept) -> None:
+    def put(self, bucket: Bucket, kept: KeptDecision) -> None:
         """Keep a decision."""
 
     def forget(self, bucket: Bucket) -> None:

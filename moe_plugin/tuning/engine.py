@@ -22,7 +22,7 @@ from moe_plugin.planner.trials import Checks, Contest, Decision
 from moe_plugin.planner.units import show_time
 from moe_plugin.tuning.decisions import (
     Bucket,
-    Kept,
+    KeptDecision,
     Memory,
     TunerDecision,
     TunerSettings,
@@ -333,7 +333,7 @@ class Tuner(Generic[Bucket, Choice]):
         if self.memory is None:
             return
         if decision.sure and seconds:
-            self.memory.put(bucket, Kept(
+            self.memory.put(bucket, KeptDecision(
                 str(entry.settled), why, entry.spread, {str(c): s for c, s in seconds.items()},
                 {str(c): contest.factor(c) for c in contest.behind}))
         else:

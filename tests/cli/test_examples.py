@@ -41,7 +41,7 @@ def test_blocks_are_found() -> None:
             ("python", "yaml", "bash", "text"), True)
     page = "a\n\n    code\n    more\n\n* list\n    of two\n\n```bash\n\n    fenced\n```\n"
     assert indented(page) == ["    code"]
-    assert commands("a b \\\n  --c ...  # why\n\n$(which d) 'e f'\n") == [
+    assert commands("a b \\\n  --c ...  # why\n\n\"$(which d)\" 'e f'\n") == [
         ["a", "b", "--c", "..."], ["d", "e f"]]
 
 

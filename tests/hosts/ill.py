@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import math
@@ -27,7 +28,7 @@ from moe_plugin.observe.drops import RULE as DROPS
 from moe_plugin.observe.findings import RULES as ALL_RULES
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import read_run
-from moe_plugin.tuning import layout_tuner
+from moe_plugin.planner.trials import ContestRules
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 
 STEPS, JUMP_TO, LAST = 46, 300, 344  # after the first step a run goes on at JUMP_TO
@@ -70,7 +71,8 @@ class Ill:
         monkeypatch.setattr(MoELayer, "__init__", built)
         monkeypatch.setattr(LayoutTuner, "layout", chosen)
         # on a loaded machine all layouts but one may be far behind, which ends the trials
-        monkeypatch.setattr(layout_tuner, "PRUNE", math.inf)
+        monkeypatch.setattr(ContestRules, "__init__", functools.partialmethod(
+            ContestRules.__init__, behind=math.inf))
 
     def begin(self, model: nn.Module) -> None:
         """A step begins."""

@@ -29,6 +29,7 @@ ASKED_BY_BENCHMARKS = {
     "hosts.megatron.compat.core.destroy_groups",
     "hosts.megatron.compat.core.forget_losses", "hosts.megatron.compat.core.gpt_moe_layer_spec",
     "hosts.megatron.compat.cpu.building",
+    "planner.shared_token_schedules.schedule_s", "planner.shared_token_schedules.schedule_tasks",
     "planner.units.parse_rate", "planner.units.parse_time",
 }
 

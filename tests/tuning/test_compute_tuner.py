@@ -34,7 +34,7 @@ from moe_plugin.tuning.compute_tuner import (
     candidates,
     why_unmeasured,
 )
-from moe_plugin.tuning.decisions import Kept
+from moe_plugin.tuning.decisions import KeptDecision
 from tests.experts.problems import parameters, problem
 
 pytestmark = pytest.mark.fast
@@ -236,7 +236,8 @@ def test_a_file_from_a_bad_moment_heals(tmp_path: Path) -> None:
     """What one run measured while the machine was busy does not last for all later ones."""
     bad, key = MeasuredChoices(tmp_path), ("key", ("fused", "grouped"))
     seconds = {"fused": 74.4, "grouped": 0.0883}
-    bad.files.put(key, Kept("grouped", "measured: fused 1.24 min, grouped 88.3 ms", 0.1, seconds))
+    bad.files.put(key, KeptDecision("grouped", "measured: fused 1.24 min, grouped 88.3 ms", 0.1,
+                                    seconds))
     times = Times({"fused": 0.05, "grouped": 0.06})
     times.names = ("fused", "grouped")
     assert choose(bad, "key", times).name == "grouped"
@@ -250,7 +251,7 @@ def test_files_without_a_spread_are_not_trusted(tmp_path: Path,
                                                 caplog: pytest.LogCaptureFixture) -> None:
     """Those of earlier versions: they are neither used nor worth a warning."""
     files = ChoiceFiles(tmp_path)
-    files.put(("key", ()), Kept("grouped", "measured"))
+    files.put(("key", ()), KeptDecision("grouped", "measured"))
     [path] = files.place().glob("*.json")
     path.write_text('{"key": "key", "name": "grouped", "why": "measured: fused 1.24 min"}')
     assert files.get(("key", ())) is None and files.listed() == [] and not caplog.records
@@ -352,6 +353,8 @@ def test_modules_share_what_one_measured(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(auto, "trial", lambda load, *rest, real=auto.trial, **part:
                         trials.append(load.label) or real(load, *rest, **part))
+    monkeypatch.setattr("moe_plugin.tuning.compute_times.timed",
+                        lambda run, device: (run(), lambda: 1e-3)[1])
     (one, x), (two, _) = layer_and_input(), layer_and_input()
     one(x)
     made = len(trials)
@@ -447,7 +450,7 @@ def test_every_candidate_runs_in_a_trial(gated: bool) -> None:
 
 def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> None:
     assert registries.choice_rows() == []
-    small_counts.files.put(("a CPU: 64 rows an expert, of fused grouped", ()), Kept(
+    small_counts.files.put(("a CPU: 64 rows an expert, of fused grouped", ()), KeptDecision(
         "fused", "measured: fused 1 s, grouped 2 s", 0.07))
     [row] = registries.choice_rows()
     assert row["name"] in strategies and "rows an expert" in row["load"] and row["why"].startswith(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.trials import ContestRules
-from moe_plugin.tuning.decisions import Kept, TunerSettings
+from moe_plugin.tuning.decisions import KeptDecision, TunerSettings
 from moe_plugin.tuning.engine import Tuner
 
 CHOICES = list(legal_choices(2, 8, degrees=(1, 2, 4), algorithms=("linear", "2dh")))
@@ -303,13 +303,13 @@ def test_a_candidate_that_cannot_run_is_not_tried_again() -> None:
 class Known:
     """Decisions of earlier processes."""
 
-    def __init__(self, **results: Kept) -> None:
+    def __init__(self, **results: KeptDecision) -> None:
         self.results = {int(name[1:]): kept for name, kept in results.items()}
 
-    def get(self, bucket: int) -> Kept | None:
+    def get(self, bucket: int) -> KeptDecision | None:
         return self.results.get(bucket)
 
-    def put(self, bucket: int, kept: Kept) -> None:
+    def put(self, bucket: int, kept: KeptDecision) -> None:
         self.results[bucket] = kept
 
     def forget(self, bucket: int) -> None:
@@ -317,7 +317,7 @@ class Known:
 
 
 def test_memory_replaces_trials() -> None:
-    memory = Known(_1=Kept("a", "by hand"), _2=Kept("gone", ""))
+    memory = Known(_1=KeptDecision("a", "by hand"), _2=KeptDecision("gone", ""))
     t = Tuner(lambda bucket: dict.fromkeys("cba"), TunerSettings(tries=None), memory)
     assert t.known(1) and t.choose(1) == "a"
     assert (t.latest(1).event, t.latest(1).why) == ("restore", "by hand")
@@ -333,7 +333,7 @@ def test_memory_replaces_trials() -> None:
 
 def test_a_kept_decision_that_is_wrong_is_found_out_and_replaced() -> None:
     """By one round after a few calls, which others confirm."""
-    memory = Known(_0=Kept("a", "in a bad moment", 0.01, {"a": 0.1, "b": 70.0}, {"c": 9.0}))
+    memory = Known(_0=KeptDecision("a", "in a bad moment", 0.01, {"a": 0.1, "b": 70.0}, {"c": 9.0}))
     t = Tuner(lambda bucket: dict.fromkeys("cba"),
               TunerSettings(tries=None, watch=math.inf), memory)
     assert t.known(0)

@@ -6,12 +6,12 @@ import multiprocessing
 from pathlib import Path
 
 from moe_plugin.tuning.compute_times import ChoiceFiles
-from moe_plugin.tuning.decisions import Kept
+from moe_plugin.tuning.decisions import KeptDecision
 
 
 def write_often(folder: Path, number: int) -> None:
     for _ in range(20):
-        ChoiceFiles(folder).put(("key", ()), Kept(f"name {number}", "why " * number))
+        ChoiceFiles(folder).put(("key", ()), KeptDecision(f"name {number}", "why " * number))
 
 
 def test_fifty_processes_write_one_key_at_once(tmp_path: Path) -> None:

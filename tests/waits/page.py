@@ -50,7 +50,7 @@ GPU: other dtypes than bfloat16, widths that are not multiples of 16 bytes, auto
 Not measured: `deepep`, `deepep_v2`, `hybridep` and `nccl_ep`, whose packages need a GPU: the sizes
 arrive with the rows, so the host waits in each call, in `dispatch`, after rows have left ([how
 often](dispatchers.md#packages-that-send-tokens)); in backward it does not wait. The first call of a
-layer agrees on more, training calls 1, 2, 4, ..., 256 compare experts of ranks (one wait each), and
+layer agrees on more, training calls 2, 4, 8, ..., 256 compare experts of ranks (one wait each), and
 trials of `auto` (layouts, exchanges) wait to measure. A CPU has nothing to wait for, and takes
 counts as they are.
 

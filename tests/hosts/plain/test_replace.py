@@ -210,7 +210,8 @@ def test_torchs_own_transformer(activation: str) -> None:
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 
     def run() -> Tensor:
-        return model(source, target, src_key_padding_mask=padding)
+        # blocks give zeros for padding, so that nothing may read it
+        return model(source, target, src_key_padding_mask=padding, memory_key_padding_mask=padding)
 
     before = run()
     with torch.no_grad():
