@@ -104,9 +104,8 @@ def _everything(report: dict[str, Any]) -> list[str]:
         _table("What hosts do around a run's steps, and why another does not",
                [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
                "name", "state", "what"),
-        _table("Decisions that are kept: expert compute that auto has measured (for other loads it "
-               "uses a rule: docs/kernels.md), the age and the spread of the measurements; "
-               "forgotten by: moe-plugin doctor --forget-decisions",
+        _table("Kept decisions: how auto computes experts, with the age and the spread of its "
+               "measurements (docs/kernels.md). moe-plugin doctor --forget-decisions removes them",
                [{**r, "load": _load(r["load"]), "age": f"{r['age']} ago",
                  "spread": f"spread {r['spread']}"} for r in report["expert_compute_choices"]]
                or [{"name": "none yet"}], "name", "load", "why", "age", "spread"),

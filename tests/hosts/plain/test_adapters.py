@@ -163,7 +163,7 @@ def test_state_of_a_router_moves_where_its_adapter_trains(targets: list[str], mo
                                                           router: str, state: str) -> None:
     """peft freezes all other parameters, so the router without an adapter is frozen."""
     model = with_lora(Model(router=router).double(), targets)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     trained(model, steps=1)
     finish_step(model)
     found = {n: v for n, v in model.state_dict().items() if n.endswith(state)}
