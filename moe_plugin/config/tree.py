@@ -282,8 +282,7 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False,
     """
     values = _read(path, trust_imports, apart)
     with _of_file(path), unread_allowed():  # errors name keys, types and bounds
-        trees = (with_overrides(MoEConfig(), of_layer(values)),
-                 with_overrides(RunConfig(), of_run(values)))
+        trees = _trees_of(values)
     typed = {leaf: value for tree in trees for leaf, value in flatten(to_dict(tree)).items()}
     return {leaf: typed.get(leaf, value)
             for leaf, value in canonical(flatten(values), aliases(MoEConfig)).items()}
@@ -298,9 +297,13 @@ def unread(values: Mapping[str, Any]) -> set[str]:
         ValueError: see `from_dict`.
     """
     with unread_allowed() as met:
-        with_overrides(MoEConfig(), of_layer(values))
-        with_overrides(RunConfig(), of_run(values))
+        _trees_of(values)
     return met
+
+
+def _trees_of(values: Mapping[str, Any]) -> tuple[MoEConfig, RunConfig]:
+    return (with_overrides(MoEConfig(), of_layer(values)),
+            with_overrides(RunConfig(), of_run(values)))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

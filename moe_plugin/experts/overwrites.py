@@ -30,7 +30,7 @@ class OverwriteCheck:
     Every comparison costs one all-gather of 4 KiB from each rank (5 KiB the first time); there are
     8 in the life of a layer. The ranks compare each other's changes since the previous comparison
     (at first those until the first call, since the layer was built or loaded, and those after it),
-    so that experts that start equal are no error.
+    so that experts that start equal do not raise an error.
 
     Args:
         comm: the expert-parallel group.
@@ -133,8 +133,8 @@ class OverwriteCheck:
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Values [VALUES] from all parameters in turn, float32; zeros where there are too few, and for
-    parameters without memory or in shards.
+    """Take VALUES values from all parameters, float32, the same number from each. There are zeros
+    where a parameter has too few values, no memory, or is in shards.
     """
     found, several = [], [p for p in parameters if p.numel() and p.is_floating_point()]
     each = max(1, VALUES // max(1, len(several)))

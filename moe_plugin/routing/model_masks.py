@@ -222,7 +222,7 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
 def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
     """Real tokens by a padding mask: bool, True = padding, or numbers that are added to scores."""
     if not isinstance(value, Tensor) or value.dim() > 2:
-        _warn(f"{type(module).__name__} got a padding mask that is no tensor [B, S]")
+        _warn(f"{type(module).__name__} got a padding mask that is not a tensor [B, S]")
         return None
     real = value == 0 if value.is_floating_point() else ~value.bool()
     attention = getattr(module, "self_attn", None)

@@ -155,6 +155,18 @@ def test_the_state_of_a_trainer_of_transformers(tmp_path: Path) -> None:
     assert read_run(tmp_path).host == "transformers"
 
 
+@pytest.mark.parametrize("text", [
+    '{"log_history": 3}', '{"log_history": [3]}', "[]", '{"log_history": [{"step": "x"}]}', "{",
+    '{"log_history": [{"step": 1, "loss": 1' + "0" * 400 + "}]}"])
+def test_a_damaged_state_of_a_trainer(tmp_path: Path, text: str) -> None:
+    """The other files of the folder are read nevertheless."""
+    (tmp_path / "trainer_state.json").write_text(text)
+    write(tmp_path, stats_jsonl=layer_row(1, host="transformers"))
+    run = read_run(tmp_path)
+    assert run.host == "transformers" and len(run.layers["layer1"]) == 1
+    assert all(record.loss is None for record in run.steps)
+
+
 def test_losses_without_label_smoothing_are_compared() -> None:
     """Both criteria log the loss without label smoothing; one also logs the loss with it."""
     dense = parse_step('| train_inner | {"loss": "3.5", "nll_loss": "2.5", "num_updates": "7"}')

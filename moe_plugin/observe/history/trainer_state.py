@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.observe.history.json_lines import step_number
+from moe_plugin.observe.history.json_lines import LARGEST, step_number
 from moe_plugin.observe.history.records import StepRecord
 
 FILE = "trainer_state.json"
@@ -43,11 +43,13 @@ def parse(text: bytes) -> list[tuple[str, StepRecord]]:
         ValueError: the text is not such a state.
     """
     state = json.loads(text)
-    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise ValueError("it has no log_history, which a Trainer of transformers writes")
     found = []
-    for row in state["log_history"]:
-        step = step_number(row.get("step"), "step")
+    for row in history:
+        number = _number(row.get("step"))
+        step = step_number(math.nan if number is None else number, "step")
         if "eval_loss" in row:
             found.append(("valid", StepRecord(step=step, valid_loss=_number(row["eval_loss"]))))
         elif "loss" in row:
@@ -61,4 +63,6 @@ def parse(text: bytes) -> list[tuple[str, StepRecord]]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or LARGEST < abs(value) < math.inf:
+        return None
+    return float(value)
