@@ -27,7 +27,7 @@ from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.dispatch.wire import FORMATS
 from moe_plugin.hosts.plain.swarm import StagePeer, Swarm, make_stage
 from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
-from moe_plugin.hosts.plain.swarm.messages import PeerError, ask
+from moe_plugin.hosts.plain.swarm.messages import MessageServer, PeerError, ask
 from moe_plugin.hosts.plain.swarm.saved import save_swarm
 from moe_plugin.hosts.plain.swarm.stage import ServedStage
 from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
@@ -106,7 +106,7 @@ class Crew:
               optimizer: Any = SGD, **about: float) -> None:
         def serve() -> None:
             torch.set_num_threads(1)
-            kind(("127.0.0.1", self.port), STAGES, optimizer, loss, timeout_s=5.0, **about).run()
+            kind(("127.0.0.1", self.port), STAGES, optimizer, loss, timeout_s=20.0, **about).run()
 
         self.processes += [fork(serve, None, len(self.processes) + i) for i in range(number)]
 
@@ -128,7 +128,8 @@ def crew() -> Iterator[Crew]:
 def swarm_of(made: Crew, peers: int, **options: Any) -> Swarm:
     swarm = Swarm(len(STAGES), port=made.port, seed=SEED, **{
         "wire": "none", "timeout_s": 5.0, "rebalance_s": None, **options})
-    swarm.wait_for(peers)
+    # a busy machine may start processes slowly
+    assert swarm.members.wait_for(peers, 120.0), f"{len(swarm.members)} of {peers} peers have come"
     return swarm
 
 
@@ -286,6 +287,15 @@ def test_a_silent_peer() -> None:
             alone(4), rel=2e-6)
         assert sum(map(len, swarm.members.stages)) == 6
         swarm.close()
+
+
+def test_peers_that_come_together_are_all_accepted() -> None:
+    server = MessageServer("127.0.0.1", 0, lambda request: request)
+    server._server.shutdown()  # nobody takes connections, as on a machine that is busy
+    with contextlib.ExitStack() as opened:
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(server.address, timeout=0.9))
+    server._server.server_close()
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))

@@ -136,6 +136,9 @@ def ask(address: Address, what: str, timeout_s: float, /, **values: Any) -> Mess
 
 class _TCPServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True  # a trainer that begins again has the port of the one before
+    # Peers come together. Linux drops a connection that finds the queue full, and the peer tries
+    # again only after 1, 3 and 7 seconds.
+    request_queue_size = 1024
     daemon_threads, block_on_close = True, False
 
 
