@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from moe_plugin.hosts.megatron.pipeline import slice_trials
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
+from moe_plugin.planner.pipeline.slices import SliceProfile
 from moe_plugin.planner.trials import Steady
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.test_megatron_pipeline import DENSE, SGD, begun, logs_dense, steps
 from tests.hosts.megatron.training import EP2, MODEL, PP2, RECOMPUTE, TP2, Run, ran, refusal
+from tests.tuning.test_noise import AIM, NOISES, STEPS, TRIALS, Noise
 
 pytestmark = pytest.mark.megatron
 # balance losses count a slice; the z loss is a mean over tokens, and equal
@@ -335,3 +340,38 @@ def test_auto_tries_slices_where_they_are_allowed(data: str) -> None:
     assert one[0] == one[1] and sum(one[0][1]) == 32  # one micro-batch a step is measured, too
     for message in on_ranks(2, refusal, [*argv, "best", "--deterministic-mode"]):
         assert "deterministic_mode=True" in message
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_chosen_slices_survive_noise(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best slices in the end, over 2,000 steps of simulated time that tuners of tests/tuning
+    meet, too.
+    """
+    def forward(length: int, context: int) -> float:
+        return 1.0 + length / 20 + 1e-4 * length * context
+
+    @functools.cache
+    def seconds(slices: tuple[int, ...]) -> float:
+        return SliceProfile(length=64, multiple=1, stages=4, micro_batches=2, forward=forward,
+                            backward=forward).pipeline(slices).simulate().seconds
+
+    monkeypatch.setattr(slice_trials, "transfer_s", lambda step, shape: 1e-3)
+    monkeypatch.setattr(slice_trials.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(slice_trials, "comm_of",
+                        lambda: SimpleNamespace(all_reduce=lambda x, op: x))
+    best = min(seconds((64 // n,) * n) for n in (1, 2, 4, 8))
+    for seed in range(3):
+        found, clock, total, measured = slice_trials.SliceTrials(64, 1), Noise(noise, seed), 0.0, 0
+        for clock.step in range(STEPS):
+            slices, timed = found.next(64)
+            slow = clock()
+            starts = [sum(slices[:i]) for i in range(len(slices))]
+            found.after(SimpleNamespace(
+                timed=timed, stages=4, batches=2, device=torch.device("cpu"),
+                shapes=lambda: ((64, 1, 8), (64, 1, 8)),
+                seconds={(kind, length, start): [slow * forward(length, start)] * 2
+                         for length, start in zip(slices, starts, strict=True)
+                         for kind in ("forward", "backward")} if timed else {}))
+            total, measured = total + seconds(slices), measured + timed
+        assert seconds(found.next(64)[0]) <= best / 0.95
+        assert total <= AIM * STEPS * best and measured <= TRIALS * STEPS, (total, measured)

@@ -1,7 +1,8 @@
 """The first steps of a run measure slices of several lengths; then the best ones are chosen.
 
 Every step trains, whatever it measures. All ranks choose the same slices, from the slowest rank's
-times.
+times. Now and then a step with the chosen slices is measured: if it is much faster than the trials
+said, the machine was busy during the trials, and they are repeated.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.pipeline.executor import transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.planner.pipeline.schedules import equal_slices
-from moe_plugin.planner.pipeline.slices import SliceProfile, fit
+from moe_plugin.planner.pipeline.slices import SliceProfile, fit, slice_seconds
+from moe_plugin.planner.trials import Checks
 
 COUNTS = (1, 2, 4, 8)  # equal slices of the trials
 ROUNDS = 2
+# of the seconds that the trials say: a later step that takes less shows that they were disturbed
+BUSY = 0.7
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +46,7 @@ class SliceTrials:
         self.samples: list[list[float]] = []
         counts = [count for count in COUNTS if count <= length // multiple]
         self._trials = [counts[-1], *counts * ROUNDS]  # the first step warms up
-        self._steps = 0
+        self._steps, self._checks = 0, Checks()
         self._best: dict[int, tuple[int, ...]] = {}  # slices by length of a sequence
         self._seconds: Seconds = defaultdict(list)
 
@@ -53,13 +57,16 @@ class SliceTrials:
     def next(self, length: int) -> tuple[tuple[int, ...], bool]:
         """(slices of the next step, whether it is measured); length: of its sequences."""
         if self.chosen is not None:
-            return self._best_of(length), False
+            self._checks.calls += 1
+            return self._best_of(length), length == self.length and self._checks.due()
         count = self._trials[self._steps]
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """After each step. The last trial's is a collective call of all ranks."""
+        """After each step; after the last trial and a check, a collective call of all ranks."""
         if self.chosen is not None:
+            if step.timed:
+                self._check(step)
             return
         self._steps += 1
         for key, seconds in step.seconds.items():
@@ -90,8 +97,23 @@ class SliceTrials:
                         ",".join(map(str, self.chosen)), best_s, whole_s)
             logger.info("slice_samples with batch (moe-plugin plan --pipeline): %s", [
                 [received[1], *sizes, float(f"{s:.3g}")] for *sizes, s in self.samples])
-        self._best[self.length] = self.chosen
+        self._best = {self.length: self.chosen}
         self._seconds.clear()
+        self._checks.changed()
+
+    def _check(self, step: SliceStep) -> None:
+        mine = sum(min(seconds) for seconds in step.seconds.values())
+        [slowest] = comm_of().all_reduce(torch.tensor(
+            [mine], dtype=torch.float64, device=step.device), "max").tolist()
+        forward_s, backward_s = (slice_seconds(times, self.chosen) for times in
+                                 (self.profile.forward, self.profile.backward))
+        if slowest >= BUSY * sum((*forward_s, *backward_s)):
+            self._checks.agreed()
+            return
+        self.chosen, self._steps = None, 0
+        if dist.get_rank() == 0:
+            logger.info("pipeline slices: a step took much less than the trials said, so that they "
+                        "are repeated")
 
     def _best_of(self, length: int) -> tuple[int, ...]:
         # of sequences of another length than the measured ones by the times of those
