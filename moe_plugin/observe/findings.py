@@ -8,19 +8,32 @@ whole run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_plugin.observe.history.records import LayerRecord, RunRecord, SpanRecord
-from moe_plugin.observe.layer_rules import DROPPED, LAYER_RULES, RECENT, LayerRule, named
+from moe_plugin.config.flags import setting_specs
+from moe_plugin.observe.history.records import OWN_LOOPS, LayerRecord, RunRecord, SpanRecord
+from moe_plugin.observe.layer_rules import (
+    BALANCE_WEIGHT,
+    DROPPED,
+    LAYER_RULES,
+    RECENT,
+    LayerRule,
+    named,
+)
 
 MEMORY = 20  # steps before one against which a loss is compared
 SPIKE, SPIKE_NATS, SLOWER = 1.3, 0.3, 0.7
 DOMINATES = 0.5  # of a step
 UNDECIDED = 0.25  # of a run, at its end
 DECIDED = ("settle", "keep", "restore")
+# fairseq multiplies both weights: --moe-losses alone would take the place of 1.0
+_BALANCE_WEIGHTS = {"fairseq": "--moe-gate-loss-wt", "megatron": "--moe-aux-loss-coeff",
+                    "transformers": "router_aux_loss_coef", "pytorch": "losses.switch"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,20 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
     if "drops" not in left_out:
         found += _dropped_in_validation(run)
     order = list(RULES)
-    return sorted(found, key=lambda one: (one.past, order.index(one.rule)))
+    return [dataclasses.replace(one, remedy=_for_host(one.remedy, run.host)) for one in
+            sorted(found, key=lambda one: (one.past, order.index(one.rule)))]
+
+
+def _for_host(remedy: str, host: str) -> str:
+    """A remedy with the host's own flags, or settings where the host has no command line."""
+    every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
+    remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
+    if host not in OWN_LOOPS:
+        return remedy
+    paths = {spec.flag: spec.path for spec in setting_specs()}
+    remedy = remedy.replace("--moe-losses ...,z=", "losses.z=")
+    return re.sub(r"(--moe-[a-z0-9-]+)( (?=[\w.]))?", lambda flag: paths.get(
+        flag[1], flag[1]) + ("=" if flag[2] else ""), remedy)
 
 
 def too_few(run: RunRecord) -> str:
@@ -69,9 +95,9 @@ def too_few(run: RunRecord) -> str:
     if most >= RECENT:
         return ""
     have = f"at most {most} of a layer" if most else "none"
-    return (f"There are too few records of layers to judge how balanced they are: {have}, and "
-            f"{RECENT} are needed; train longer, or write records more often with "
-            "--moe-stats-interval")
+    return _for_host(
+        f"There are too few records of layers to judge how balanced they are: {have}, and {RECENT} "
+        "are needed; train longer, or write records more often with --moe-stats-interval", run.host)
 
 
 def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]:
@@ -101,8 +127,7 @@ def _dropped_in_validation(run: RunRecord) -> Iterator[Finding]:
             "drops", f"{100 * share:.0f} % of the choices are dropped in validation, at step "
             f"{step:,}", "The validation loss is that of a model with fewer experts a token than "
             "in training, or none.", "--moe-capacity-factor none drops nothing; or raise "
-            "--moe-eval-token-fraction (fairseq's --moe-eval-capacity-token-fraction), "
-            "--moe-eval-capacity-factor", steps=(step, step))
+            "--moe-eval-token-fraction, --moe-eval-capacity-factor", steps=(step, step))
 
 
 def not_finite(run: RunRecord) -> Iterator[Finding]:
@@ -114,8 +139,8 @@ def not_finite(run: RunRecord) -> Iterator[Finding]:
             "not_finite",
             f"a loss or gradient is not finite at step {named([f'{s:,}' for s in bad])}",
             "Such a step is skipped on all ranks; after ten in a row training stops.",
-            "lower --lr or lengthen the warm-up; in fp16 lower the initial loss scale; "
-            "--moe-router-fp32 true", steps=(bad[0], bad[-1]))
+            "lower the learning rate or lengthen the warm-up; in fp16 lower the initial loss "
+            "scale; --moe-router-fp32 true", steps=(bad[0], bad[-1]))
 
 
 def spikes(run: RunRecord) -> Iterator[Finding]:
@@ -130,7 +155,7 @@ def spikes(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             "spikes", f"the loss jumps at step {named([f'{step:,}' for step in seen])}",
             f"It is {SPIKE:g} times the median of the {MEMORY} records before, or more.",
-            "lower --lr, clip gradients (--clip-norm, --clip-grad), add a z-loss "
+            "lower the learning rate, clip gradients, add a z-loss "
             "(--moe-losses ...,z=0.001); look whether a layer's balance changed at that step",
             steps=(seen[0], seen[-1]))
 

@@ -35,12 +35,14 @@ class HealthLog:
         skip: rules that somebody else warns of.
         unit: what records are counted in.
         tell: takes (step, rule, title, the rest), too.
+        host: whose flags remedies name, see `RunRecord.host`; empty: those of all.
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step",
-                 tell: Callable[[int, str, str, str], None] = lambda *_: None) -> None:
+                 tell: Callable[[int, str, str, str], None] = lambda *_: None,
+                 host: str = "") -> None:
         self._tell = tell
-        self.run, self._skip, self._unit = RunRecord(name="", host=""), tuple(skip), unit
+        self.run, self._skip, self._unit = RunRecord(name="", host=host), tuple(skip), unit
         self._said: dict[str, _Said] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:

@@ -298,47 +298,45 @@ def _waits_title(found: Found, past: bool) -> str:
             "experts that are not on the device")
 
 
-# in fairseq both weights multiply, and --moe-losses alone would take the place of 1.0
-_WEIGHT = ("--moe-losses switch=0.01; fairseq: --moe-gate-loss-wt; Megatron: --moe-aux-loss-coeff; "
-           "transformers: router_aux_loss_coef")
+BALANCE_WEIGHT = "{weight of the balance loss}"  # stands for the host's flag or setting
 
 LAYER_RULES = (
     LayerRule(
         "collapse", _concentration, _mean_is(lambda way: way >= COLLAPSED_WAY), _collapse_title,
         "The other experts learn nothing, and ranks wait for the one with the busy experts.",
-        f"set or raise a balance loss ({_WEIGHT}), or use --moe-router sigmoid_bias; "
+        f"set or raise a balance loss ({BALANCE_WEIGHT}), or use --moe-router sigmoid_bias; "
         "a collapsed router seldom recovers: go back to an earlier checkpoint", lasted=0.0),
     LayerRule(
         "dead_experts", _unchosen, _dead, _dead_title,
         "Their weights get no gradient: memory without use.",
-        f"raise the balance loss ({_WEIGHT}), add --moe-router-noise 1.0 or "
+        f"raise the balance loss ({BALANCE_WEIGHT}), add --moe-router-noise 1.0 or "
         "--moe-router-jitter 0.01 while training begins, or use fewer experts"),
     LayerRule(
         "drops", lambda r: r.drop_fraction, _mean_is(lambda share: share > DROPPED), _drops_title,
         "A dropped choice gives zeros for that expert: tokens at the end of a batch learn less "
         "than others.",
         "--moe-capacity-factor none drops nothing; or raise --moe-capacity-factor, or the balance "
-        f"loss ({_WEIGHT})"),
+        f"loss ({BALANCE_WEIGHT})"),
     LayerRule(
         "no_balance", _without_loss, _mean_is(lambda over: over >= 1),
         lambda found, past: f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, "
                             "and no balance loss is set",
         "Nothing keeps tokens from choosing the same experts.",
-        f"a balance loss ({_WEIGHT}), or a router that balances by itself, --moe-router "
+        f"a balance loss ({BALANCE_WEIGHT}), or a router that balances by itself, --moe-router "
         "sigmoid_bias"),
     LayerRule(
         "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
         "With experts on several ranks the others wait for it; with a capacity its tokens are "
         "dropped.",
-        f"raise the balance loss ({_WEIGHT}), or let other ranks compute its rows: --moe-spill "
-        "least_loaded"),
+        f"raise the balance loss ({BALANCE_WEIGHT}), or let other ranks compute its rows: "
+        "--moe-spill least_loaded"),
     LayerRule(
         "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "
                             f"{_where(found, past)}",
         "Its scores are 1 for one expert and 0 for the others: the other chosen experts get no "
         "weight and no gradient.",
-        "add a z-loss (--moe-losses switch=0.01,z=0.001), a lower learning rate, or "
+        "add a z-loss (--moe-losses ...,z=0.001), a lower learning rate, or "
         "--moe-router-fp32 true in a 16-bit model"),
     LayerRule(
         "waits_for_experts", lambda r: (r.calls or 0.0, r.store.get("stalls", 0.0)), _stalled,

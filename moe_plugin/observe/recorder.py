@@ -191,7 +191,7 @@ class StatsRecorder:
         self._layers: dict[str, _Collected] = {}
         self._copiers: dict[str, _Copies] = {}
         self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
-        self.health = HealthLog(skip, tell=self._alert)
+        self.health = HealthLog(skip, tell=self._alert, host=host)
         kinds = ((JsonlSink, config.jsonl), (TensorBoardSink, config.tensorboard),
                  (WandbSink, config.wandb))
         self.sinks: list[Sink] = [kind(place) for kind, place in kinds

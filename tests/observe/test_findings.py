@@ -110,6 +110,29 @@ def test_a_rule_speaks_of_its_run_alone(rule: str) -> None:
     assert findings(MADE[rule], skip=[rule]) == []
 
 
+HOSTS = {"fairseq": "--moe-gate-loss-wt", "megatron": "--moe-aux-loss-coeff",
+         "transformers": "router_aux_loss_coef", "pytorch": "losses.switch"}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_remedy_names_what_the_host_has(host: str) -> None:
+    """One host's weight, and a flag only where there is a command line."""
+    weighed = set()
+    for rule, made in MADE.items():
+        for found in findings(dataclasses.replace(made, host=host)):
+            assert "{" not in found.remedy
+            named = {other for other, weight in HOSTS.items() if weight in found.remedy}
+            assert named <= {host}, (rule, found.remedy)
+            assert host in ("fairseq", "megatron") or "--moe" not in found.remedy, found.remedy
+            weighed |= {rule} if named else set()
+    assert weighed >= {"collapse", "dead_experts", "no_balance", "uneven"}
+
+
+def test_an_unknown_host_is_told_the_weights_of_all() -> None:
+    [found, *_] = findings(dataclasses.replace(MADE["no_balance"], host="unknown"))
+    assert all(f"{host}: {weight}" in found.remedy for host, weight in HOSTS.items())
+
+
 def test_findings_name_the_steps_that_they_are_about() -> None:
     found = {rule: findings(MADE[rule])[0].steps for rule in ("not_finite", "spikes", "slower")}
     assert found == {"not_finite": (2, 2), "spikes": (26, 26), "slower": (41, 60)}
