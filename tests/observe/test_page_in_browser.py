@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run
-from moe_plugin.observe.report.page import render
+from moe_plugin.observe.report.page import render, render_comparison
 from tests.observe.chromium import Browser
 from tests.observe.test_report import DATA, embedded, hostile_run
 
@@ -124,6 +124,16 @@ def test_a_finding_leads_to_its_steps_in_the_plot(browser: Browser) -> None:
     begin, end = page.value("(({begin, end}) => [Number(begin), Number(end)])"
                             "(document.querySelector('#loss .live').dataset)")
     assert 50 < begin < 61 and 62 < end < 73 and page.complaints == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_comparison_shows_curves_first_and_every_run(browser: Browser, width: int) -> None:
+    """The first curve begins on the first screen; no column of a run is out of view."""
+    runs = [read_run(DATA / name) for name in ("fairseq", "megatron")]
+    page = browser.open(render_comparison(runs), width)
+    assert page.value("document.querySelector('#loss .live').getBoundingClientRect().top") < 600
+    assert page.value("""[...document.querySelectorAll(":is(#facts, #differences) .scroll")].map(
+        (one) => one.scrollWidth - one.clientWidth)""") == [0, 0]
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -56,8 +56,9 @@ def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ValueError(f"{len(runs)} runs to compare; give 2 to {MOST_RUNS} folders")
-    found = [ReportSection("Side by side", [_facts(runs), *_settings(runs), *_findings(runs)]),
-             ReportSection("Training", _training(runs)), ReportSection("Experts", _experts(runs))]
+    found = [ReportSection("Training", _training(runs)),
+             ReportSection("Side by side", [_facts(runs), *_settings(runs), *_findings(runs)]),
+             ReportSection("Experts", _experts(runs))]
     return [settled(section) for section in found if section.figures]
 
 
