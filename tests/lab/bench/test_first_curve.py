@@ -10,7 +10,7 @@ import pytest
 
 from moe_plugin.lab.bench.studies.first_curve import body, ways
 from moe_plugin.lab.bench.study import read_numbers
-from moe_plugin.lab.bench.train.curves import SHAPE, curve, draw
+from moe_plugin.lab.bench.train.curves import SHAPE, curve, draw, smoothed
 from moe_plugin.lab.bench.train.results import newest, reports
 from moe_plugin.lab.bench.train.sides import OURS
 from moe_plugin.planner.units import show_time
@@ -67,3 +67,11 @@ def test_the_picture_s_curves_are_equal_losses_at_measured_seconds(tmp_path: Pat
         assert ours == pytest.approx(native, abs=unit + 1e-5) and ours_s[-1] < native_s[-1]
     draw(numbers, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_line_is_the_mean_of_neighbouring_steps() -> None:
+    losses = [float(i % 2) for i in range(200)]
+    found = smoothed(losses)
+    assert len(found) == 200 and found[0][1:] == found[100][1:] == (0.0, 1.0)
+    assert all(0.4 < mean < 0.6 for mean, _, _ in found)
+    assert smoothed([3.0, 1.0]) == [(3.0, 3.0, 3.0), (1.0, 1.0, 1.0)]

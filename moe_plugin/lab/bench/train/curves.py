@@ -1,4 +1,7 @@
-"""Loss over the time of training, ours and the host's own layer: the picture of `bench train`."""
+"""Loss over the time of training, ours and the host's own layer: the picture of `bench train`.
+
+A line is the mean of some neighbouring steps; the band around it holds each of their losses.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from moe_plugin.lab.bench.train.results import HOSTS, TrainReport, by_place, rep
 from moe_plugin.lab.bench.train.steps import SideTimes
 
 FILE = "train_curves.png"
+POINTS = 20  # of a line
 SHAPE = "few"  # eight experts, two for a token
 NATIVE = {"megatron": "Megatron-core's own layer",
           "fairseq": "the layer of fairseq's moe branch, as rewritten here"}
@@ -37,7 +41,9 @@ def _panel(axis: Any, report: TrainReport) -> None:
     native, ours = report.best("native"), report.side(sides.OURS)
     for side, name, color in ((native, NATIVE[report.host], OTHERS), (ours, "moe-plugin", OURS)):
         seconds, losses = curve(side)
-        axis.plot(seconds, losses, color=color, marker=".", label=name)
+        axis.plot(seconds, [mean for mean, _, _ in smoothed(losses)], color=color, label=name)
+        axis.fill_between(seconds, *zip(*((low, high) for _, low, high in smoothed(losses))),
+                          color=color, alpha=0.2, linewidth=0)
     shape = report.shape
     axis.set_title(f"{HOSTS[report.host]}: {shape.experts} experts, k = {shape.top_k}",
                    loc="left", fontsize="medium")
@@ -51,3 +57,10 @@ def _panel(axis: Any, report: TrainReport) -> None:
 def curve(side: SideTimes) -> tuple[list[float], list[float]]:
     """(seconds since the first timed step began, loss) at the end of each timed step."""
     return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
+
+
+def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
+    """(mean, least, largest) of the steps around each one; fewer at both ends."""
+    reach = len(losses) // (2 * POINTS)
+    windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]
+    return [(sum(near) / len(near), min(near), max(near)) for near in windows]
