@@ -198,7 +198,7 @@ class Workspace:
         return self.pool.empty(purpose, shape, like)
 
     def clear(self) -> None:
-        """Make states anew, and give back all memory that is free, other modules' too."""
+        """Rebuild all states, and give back all memory that is free, other modules' too."""
         self.pool.clear()
         with self._lock:
             self._states = {}

@@ -110,7 +110,7 @@ def upcycle(source: Source, plan: Upcycling) -> View:
         raise CheckpointError(f"no layer becomes an MoE layer: every={plan.every}, and the model "
                               f"has MLPs in layers up to {last}; use a smaller --every")
     if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
-        logger.info("left out: %s of the optimizer, which a model of experts starts anew",
+        logger.info("left out: %s of the optimizer, which a model of experts starts from zero",
                     ", ".join(left_out))
     values = {**source.values, "model": replace(
         settings, top_k=plan.top_k, router="softmax", normalize_top_k=True,

@@ -62,7 +62,7 @@ def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
                 found.setdefault(key, {}).setdefault(int(record["step"]), []).append(ids_TK)
             except (ValueError, KeyError, TypeError, RuntimeError) as error:
                 raise ValueError(f"routing trace {short(str(path))}, line {number} is not a record "
-                                 f"of Megatron's form: {short(error)}; write it anew") from error
+                                 f"of Megatron's form: {short(error)}; write it again") from error
     in_order = sorted(found, key=lambda key: (key[0] != "decoder", key[1] or 0, key[2]))
     return {key: [found[key][step] for step in sorted(found[key])] for key in in_order}
 

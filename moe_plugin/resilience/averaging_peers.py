@@ -67,7 +67,7 @@ class StreamedPeer:
     Weights are averaged block by block, so that no peer ever has the whole model in memory. A peer
     that joins, or comes back, gets the others' weights in its first average, their counts (buffers
     of integers, which no average changes), with DiLoCo the outer optimizer's state, too; its own
-    optimizer begins anew, as with any local SGD.
+    optimizer begins again, as with any local SGD.
 
     Args:
         trainer: the same model and optimizer on every peer.

@@ -188,7 +188,7 @@ class ElasticReplica:
         self._lost_in_a_row = 0
         # A replica may make a step that fails for the others, and then answer too late: they make
         # it again without it. Its count must be less than theirs, or it would be taken for one of
-        # them, with other weights. They have met anew, in another quorum.
+        # them, with other weights. They have met again, in another quorum.
         self._count_steps(max(self._manager.current_step(), self._quorums.least_count))
         self.members = self._manager.num_participants()
         return True

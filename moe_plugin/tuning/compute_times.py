@@ -248,10 +248,10 @@ def _load(path: Path) -> tuple[str, KeptDecision] | None:
         numbers = [record["spread"], record["made"], *record["seconds"].values(),
                    *record["behind"].values()]
         if not all(isinstance(n, int | float) and 0 <= n < math.inf for n in numbers):
-            raise ValueError("its numbers are no times")
+            raise ValueError("not all of its numbers are times")
         texts = [record["key"], record["name"], record["why"]]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("its names are no texts")
+            raise ValueError("not all of its names are texts")
         return record["key"], KeptDecision(record["name"], record["why"], record["spread"],
                                    record["seconds"], record["behind"], record["made"])
     except FileNotFoundError:

@@ -355,7 +355,7 @@ def test_a_step_above_its_memory_is_said_and_planned_anew(tmp_path, caplog):
     train(blocks, steps=3, after=activations.after_step)
     before = activations.decision
     train(blocks, steps=1, batches=2, after=activations.after_step)
-    assert "above the limit of" in caplog.text and "planned anew" in caplog.text
+    assert "above the limit of" in caplog.text and "planned again" in caplog.text
     assert activations.decision.outcome.peak < before.outcome.peak
 
 

@@ -51,7 +51,7 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
         return
     outer = _scheduler.set((scheduler,))
     if not has_optimizer and not asked and scheduler is not None:
-        logger.info("checkpoint %s has no optimizer state: the optimizer starts anew", path)
+        logger.info("checkpoint %s has no optimizer state: the optimizer starts from zero", path)
         arguments["no_load_optim"] = True
     try:
         yield

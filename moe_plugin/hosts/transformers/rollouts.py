@@ -1,6 +1,6 @@
 """Routing of rollouts, replayed in models of `transformers`, whose routers are their own.
 
-Every family writes its router anew, and each takes the experts of a token by one `topk` of [T, E]
+Every family writes its own router, and each takes the experts of a token by one `topk` of [T, E]
 scores, whose values become the weights. While a rollout is replayed, that call gives the experts of
 the rollout, and their scores.
 """

@@ -179,7 +179,7 @@ class Trainer:
             return anew
 
         self.read_weights(place, leave)
-        head = f"; the head begins anew, for {len(self.classes)} other classes" if anew else ""
+        head = f"; the head begins again, for {len(self.classes)} other classes" if anew else ""
         self.say(f"begins with the weights of {place}{head}")
 
     def read_weights(self, place: Path, leave: Leave | None = None) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ others compute everything again (seconds of each block), one that warms up and t
 takes until two agree. All stay far below a limit that the plan can keep, and all compute the bits
 of any other policy. Then the planner chooses (`moe_plugin.planner.offload.activation_plan`). Now
 and then a step is measured again: one that is much faster says that the machine was busy then, and
-all is measured anew.
+all is measured again.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """Now and then measures a step, and everything anew where the plan's times came from a bad
+        """Now and then measures a step, and everything again where the plan's times came from a bad
         moment; collective after such a step.
         """
         if self.tell is not no_probe:
@@ -297,13 +297,13 @@ class AutoActivations(Activations):
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """A step that took more than the limit is said, and planned anew with a margin."""
+        """A step that took more than the limit is said, and planned again with a margin."""
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return
         self._margin *= MARGIN * self.limit / peak
         logger.warning(
-            "activations took %s in a step, above the limit of %s: planned anew for %s",
+            "activations took %s in a step, above the limit of %s: planned again for %s",
             show_size(peak), show_size(self.limit), show_size(int(self.limit * self._margin)))
         try:
             self._plan()

@@ -175,7 +175,7 @@ class StreamedTrainer:
         return OnDevice(self.device_bytes)
 
     def use_segments(self, segments: Sequence[int]) -> None:
-        """Cut the model anew, between two steps; arguments and errors as of the class."""
+        """Cut the model again, between two steps; arguments and errors as of the class."""
         if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
             raise ValueError(f"segments of {list(segments)} blocks: must be >= 1 each and sum up "
                              f"to the model's {len(self.blocks)}")

@@ -386,7 +386,7 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
     capsys.readouterr()
     for images, out, count in (("two", "fewer", 2), ("named", "others", 3)):
         assert run(images, out, *frozen) == 0
-        assert (f"begins with the weights of {checkpoint}; the head begins anew, for {count} other "
+        assert (f"begins with the weights of {checkpoint}; the head begins again, for {count} other "
                 "classes") in capsys.readouterr().out
         found = weights(out)
         heads = {"head.fc.weight", "head.fc.bias"}
@@ -396,7 +396,7 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
             if isinstance(first[name], Tensor):
                 torch.testing.assert_close(found[name], first[name])
     assert run("three", "same", *frozen) == 0
-    assert "anew" not in capsys.readouterr().out
+    assert "begins again" not in capsys.readouterr().out
     torch.testing.assert_close(weights("same")["head.fc.weight"], first["head.fc.weight"])
     # neither an evaluation nor a run that goes on has other classes than its weights
     assert run("two", "none", "--evaluate", "--init", checkpoint) == 2
@@ -407,7 +407,7 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
     path = tmp_path / "published"  # whose files have no names of classes
     write_published(build(TINY, 3), path)
     assert run("two", "of files", "--init", str(path), *frozen[2:]) == 0
-    assert "the head begins anew, for 2 other classes" in capsys.readouterr().out
+    assert "the head begins again, for 2 other classes" in capsys.readouterr().out
 
 
 def _settings(data: Path, out: Path) -> tuple[int, int, str]:

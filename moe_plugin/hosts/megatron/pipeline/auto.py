@@ -4,7 +4,7 @@ The first step warms up under Megatron's 1F1B. The next ones run in 1F1B's order
 passes, transfers and what backward needs, until two of them agree. With `pipeline.slices` nine
 steps more measure slices. Then all ranks agree on a schedule, which gives the same numbers as any
 other (with slices, up to rounding). Now and then a step is measured again: one that is much faster
-says that the machine was busy then, and all is measured anew.
+says that the machine was busy then, and all is measured again.
 """
 
 from __future__ import annotations
