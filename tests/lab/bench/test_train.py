@@ -153,11 +153,11 @@ def test_files_of_another_kind_are_refused() -> None:
 
 
 def test_shapes() -> None:
-    assert len(parse_shapes("all")) == 8 and parse_shapes("few,wide")[1] is SHAPES["wide"]
+    assert len(parse_shapes("all")) == 10 and parse_shapes("few,wide")[1] is SHAPES["wide"]
     assert parse_shapes(TINY) == [
         TrainShape(name=TINY, width=16, inner=16, experts=4, top_k=2, tokens=256, length=8)]
     assert [s.top_k for s in for_host(parse_shapes("fine,few"), "fairseq")] == [2, 2]
-    assert len(for_host(parse_shapes("all"), "fairseq")) == 6
+    assert len(for_host(parse_shapes("all"), "fairseq")) == 8
     with pytest.raises(ValueError, match="gated has gated experts, which fairseq's moe branch"):
         for_host(parse_shapes("gated"), "fairseq")
     assert SHAPES["few"].sentences(4) == 8
@@ -173,17 +173,21 @@ def test_sides_train_in_turn_on_equal_data_and_settle_before_they_count() -> Non
     text = torch.arange(200, dtype=torch.uint8)
 
     def made(name: str, settled_after: int) -> Side:
-        weight = torch.nn.Parameter(torch.zeros(3))
+        weight = torch.nn.Parameter(torch.zeros(3))  # the optimizer's copy
+        weight_16 = torch.zeros(3, dtype=torch.bfloat16)
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
 
         def step(number: int) -> float:
             calls.append((name, number))
+            loss = float(batch(text, number, 2, 4, 0).sum() + weight_16.sum())
             weight.grad = torch.ones(3)
             optimizer.step()
-            return float(batch(text, number, 2, 4, 0).sum() + weight.detach().sum())
+            weight_16.copy_(weight.detach())
+            return loss
 
         return Side(name, "ours", step, [optimizer],
-                    lambda: sum(n == name for n, _ in calls) >= settled_after)
+                    lambda: sum(n == name for n, _ in calls) >= settled_after,
+                    parameters=[weight_16])
 
     one, two = measure([made("one", 1), made("two", 5)], LocalComm(), steps=3, warm_up=2)
     assert calls == [*(("one", n) for n in range(2)), *(("two", n) for n in range(5)),

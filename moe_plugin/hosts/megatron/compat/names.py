@@ -27,6 +27,7 @@ _PLACES = {
     "rerun_state_machine": ("get_rerun_state_machine",),
     "transformer.attention": ("Attention",),
     "transformer.dot_product_attention": ("DotProductAttention",),
+    "transformer.module": ("Float16Module",),
     "transformer.transformer_config": ("TransformerConfig",),
     "transformer.transformer_layer": ("TransformerLayer",),
     "transformer.utils": ("make_sharded_object_for_checkpoint",),

@@ -51,7 +51,7 @@ class BranchMoE(nn.Module):
 
     def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [S, D] of tokens x_SD, and the gate's balance loss."""
-        loss, combine_SEC = gate(self.gate(x_SD.float()), self.top_k)
+        loss, combine_SEC = gate(self.gate(x_SD.to(self.gate.weight.dtype)).float(), self.top_k)
         slots = combine_SEC.shape[1] * combine_SEC.shape[2]
         chosen_VS = combine_SEC.bool().to(x_SD.dtype).permute(1, 2, 0).reshape(slots, -1)
         rows_VD = exchange(chosen_VS.mm(x_SD), self.comm)

@@ -57,6 +57,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     first = next(iter(models.values())).get_model()
     for made in models.values():
         _copy_weights(first, made.get_model())
+        made.begin_epoch(1)  # builds the optimizer, which in 16 bits copies the weights
     return [make.side(name, kind, made) for (name, kind), made in models.items()]
 
 
@@ -97,7 +98,7 @@ class _Maker:
         }
         given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
         parsed = options.parse_args_and_arch(options.get_training_parser(),
-                                             input_args=[*_FIXED, *given, *flags])
+                                             input_args=[*_FIXED, *given, *flags, *["--bf16"] * shape.bf16])
         config = convert_namespace_to_omegaconf(parsed)
         with open_dict(config):
             config.distributed_training.distributed_rank = self.rank
@@ -106,9 +107,7 @@ class _Maker:
         model = task.build_model(config.model)
         if change is not None:
             change(model, shape)
-        made = trainer.Trainer(config, task, model, task.build_criterion(config.criterion))
-        made.begin_epoch(1)
-        return made
+        return trainer.Trainer(config, task, model, task.build_criterion(config.criterion))
 
     def side(self, name: str, kind: str, made: Any) -> Side:
         from moe_plugin.hosts.fairseq.layers import moe_layers
@@ -123,7 +122,7 @@ class _Maker:
         tokens = self.sentences * self.shape.length
         settled = (lambda: True) if self.evaluate else tuners_settled(layers)
         return Side(name, kind, step, [made.optimizer.optimizer], settled,
-                    lambda: layout_of(layers, tokens))
+                    lambda: layout_of(layers, tokens), list(made.get_model().parameters()))
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape

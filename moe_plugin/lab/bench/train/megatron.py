@@ -71,6 +71,7 @@ def _config(shape: TrainShape, ranks: int) -> Any:
         moe_router_pre_softmax=shape.top_k == 1, moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.01, moe_router_dtype="fp32", hidden_dropout=0.0,
         attention_dropout=0.0, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        bf16=shape.bf16, params_dtype=torch.bfloat16 if shape.bf16 else torch.float32,
         gated_linear_unit=shape.gated, activation_func=F.silu if shape.gated else F.gelu)
 
 
@@ -112,12 +113,15 @@ def _make(shape: TrainShape, config: Any, settings: Settings | None = None,
         config, spec if settings is None else swap_moe(spec, dict(settings)),
         vocab_size=VOCABULARY, max_sequence_length=shape.length, parallel_output=True,
         share_embeddings_and_output_weights=True)
+    if shape.bf16:
+        model = names.Float16Module(config, model)
     chunk = names.DistributedDataParallel(
-        config=config, ddp_config=names.DistributedDataParallelConfig(), module=model)
+        config=config, module=model,
+        ddp_config=names.DistributedDataParallelConfig(grad_reduce_in_fp32=shape.bf16))
     chunk.broadcast_params()
     optimizer = names.get_megatron_optimizer(
         names.OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.01, clip_grad=1.0,
-                              params_dtype=torch.float32), [chunk])
+                              bf16=shape.bf16, params_dtype=config.params_dtype), [chunk])
     use_fused_adam(optimizer, fused)
     config.finalize_model_grads_func = names.finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -185,7 +189,8 @@ def _side(name: str, kind: str, made: _Made, source: _Source) -> Side:
     optimizers = [part.optimizer for part in parts(made.optimizer) if part.optimizer is not None]
     settled = (lambda: True) if source.evaluate else tuners_settled(layers)
     return Side(name, kind, evaluation if source.evaluate else step, optimizers, settled,
-                lambda: layout_of(layers, source.sentences * source.length))
+                lambda: layout_of(layers, source.sentences * source.length),
+                list(made.chunk.parameters()))
 
 
 def _copy_weights(source: _Made | None, target: _Made) -> None:
@@ -200,6 +205,7 @@ def _copy_weights(source: _Made | None, target: _Made) -> None:
     native = [m for m in theirs.modules() if _is_native(m)]
     for layer, other in zip(source.moe_layers(), native, strict=bool(native)):
         _copy_experts(layer, other)
+    target.optimizer.reload_model_params()  # its copies in float32
 
 
 def _is_native(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ class TrainShape:
         tokens: of one step, over all ranks.
         layers, length: transformer layers, tokens of a sentence.
         gated: experts are SwiGLU ones.
+        bf16: parameters and activations are in bfloat16, the optimizer's copies in float32.
     Raises: ValueError: sizes that do not fit together; it names value, bound and remedy.
     """
 
@@ -31,6 +32,7 @@ class TrainShape:
     layers: int = 2
     length: int = 128
     gated: bool = False
+    bf16: bool = False
 
     def __post_init__(self) -> None:
         for field in ("width", "inner", "experts", "top_k", "tokens", "layers", "length"):
@@ -51,7 +53,7 @@ class TrainShape:
 
     def label(self) -> str:
         return (f"width {self.width}, inner {self.inner}, {self.experts} experts, k {self.top_k}, "
-                f"{self.tokens:,} tokens" + ", gated" * self.gated)
+                f"{self.tokens:,} tokens" + ", gated" * self.gated + ", bf16" * self.bf16)
 
 
 # three of a study of native layers, and small forms of layers that people train
@@ -67,6 +69,10 @@ SHAPES = {
         TrainShape(name="gated", width=256, inner=352, experts=8, top_k=2, tokens=2048, gated=True),
         TrainShape(name="gated_fine", width=256, inner=96, experts=32, top_k=4, tokens=2048,
                    gated=True),
+        TrainShape(name="few_bf16", width=128, inner=128, experts=8, top_k=2, tokens=4096,
+                   bf16=True),
+        TrainShape(name="mixture_bf16", width=256, inner=512, experts=8, top_k=2, tokens=2048,
+                   bf16=True),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Side:
         optimizers: torch's, timed by themselves.
         settled: whether its tuners have chosen, the same on all ranks.
         layout: what runs, for the report.
+        parameters: of the model; in 16 bits the optimizers have copies of them.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Side:
     optimizers: Sequence[torch.optim.Optimizer]
     settled: Callable[[], bool] = lambda: True
     layout: Callable[[], str] = lambda: ""
+    parameters: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class _Run:
         self.losses: list[float] = []
         self.start = [([p.detach().clone() for g in optimizer.param_groups for p in g["params"]],
                        copy.deepcopy(optimizer.state_dict())) for optimizer in side.optimizers]
+        self.weights = [p.detach().clone() for p in side.parameters]
         for optimizer in side.optimizers:
             self.clock.watch(optimizer)
 
@@ -117,6 +120,7 @@ class _Run:
             self._restart()
             self._run(steps)
         self.start.clear()
+        self.weights.clear()
         self.clock.take()
 
     def _run(self, steps: int) -> None:
@@ -125,11 +129,9 @@ class _Run:
 
     def _restart(self) -> None:
         for optimizer, (weights, state) in zip(self.side.optimizers, self.start, strict=True):
-            held = (p for group in optimizer.param_groups for p in group["params"])
-            with torch.no_grad():
-                for parameter, value in zip(held, weights, strict=True):
-                    parameter.copy_(value)
+            _copy((p for group in optimizer.param_groups for p in group["params"]), weights)
             optimizer.load_state_dict(state)
+        _copy(self.side.parameters, self.weights)
         self.losses.clear()
 
     def timed(self) -> None:
@@ -148,6 +150,12 @@ class _Run:
                 for p in g["params"]}
         return SideTimes(side.name, side.kind, agree(self.seconds), agree(self.optimizer_s),
                          self.losses, sum(held.values()), side.layout())
+
+
+@torch.no_grad()
+def _copy(parameters: Iterable[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
