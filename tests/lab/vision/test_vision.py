@@ -386,8 +386,8 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
     capsys.readouterr()
     for images, out, count in (("two", "fewer", 2), ("named", "others", 3)):
         assert run(images, out, *frozen) == 0
-        assert (f"begins with the weights of {checkpoint}; the head begins again, for {count} other "
-                "classes") in capsys.readouterr().out
+        assert (f"begins with the weights of {checkpoint}; the head begins again, for {count} "
+                "other classes") in capsys.readouterr().out
         found = weights(out)
         heads = {"head.fc.weight", "head.fc.bias"}
         assert found["head.fc.weight"].shape == (count, 96)

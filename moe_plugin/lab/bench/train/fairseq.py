@@ -97,8 +97,9 @@ class _Maker:
             "batch-size": self.sentences, "distributed-world-size": self.ranks
         }
         given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        given += ["--bf16"] * shape.bf16
         parsed = options.parse_args_and_arch(options.get_training_parser(),
-                                             input_args=[*_FIXED, *given, *flags, *["--bf16"] * shape.bf16])
+                                             input_args=[*_FIXED, *given, *flags])
         config = convert_namespace_to_omegaconf(parsed)
         with open_dict(config):
             config.distributed_training.distributed_rank = self.rank
