@@ -17,7 +17,7 @@ from moe_plugin.gradients.muon import muon_groups
 from moe_plugin.hosts.plain.blocks import optimizer_groups
 from moe_plugin.hosts.plain.decay_rules import expert_biases
 
-BIASES = {"b_in_LF", "b_gate_LF", "b_out_LD"}
+BIASES = {"bias_in_LF", "bias_gate_LF", "bias_out_LD"}
 
 
 class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
