@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
-from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
 from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
@@ -245,12 +244,12 @@ class StreamedLanguageModel:
         self.model.upgrade_state_dict(state)
         self.trainer.settle()
         self.trainer.forget_places()
-        params, given = dict(self.model.named_parameters()), with_current_names(state)
+        params = dict(self.model.named_parameters())
         before = {name: p.data for name, p in params.items()}
         streams = {id(p) for b in self.trainer.blocks if b.streams for p in b.params}
         try:
             for name, p in params.items():
-                found = given.get(name)
+                found = state.get(name)
                 if found is not None and found.shape == p.shape and id(p) in streams:
                     p.data = found
             loaded = self.model.load_state_dict(state, *args, **kwargs)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import gather_objects
-from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replaces
 
@@ -328,5 +327,5 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
     """fairseq <= 0.12.3 dies of state that is not a tensor under `--ema-fp32`."""
     found = self.model.state_dict() if state_dict is None else state_dict
-    original(self, with_current_names({name: value for name, value in found.items()
-                                       if isinstance(value, torch.Tensor)}))
+    original(self, {name: value for name, value in found.items()
+                    if isinstance(value, torch.Tensor)})
