@@ -278,7 +278,7 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out.
+    """y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out.
 
     With silu this is SwiGLU (Shazeer 2020). `experts.clamp` cuts both factors, and
     `experts.linear_offset` is added to the second, see `kernels.expert_ffn.gated`.
