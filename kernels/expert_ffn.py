@@ -29,7 +29,7 @@ from moe_plugin.kernels.weight_grads import GradSums, LaterGrads
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.registry import Registry
 
-OPERANDS = ("w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD", "b_out_LD")
+OPERANDS = ("w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF", "w_out_LFD", "bias_out_LD")
 
 
 class LowRank(NamedTuple):
@@ -54,8 +54,8 @@ class FFNParameters:
     """Parameters of L experts as `FFNExperts` stores them, and how to compute with them.
 
     Attributes:
-        w_in_LDF, w_gate_LDF: [L, D, F], b_in_LF, b_gate_LF: [L, F], w_out_LFD: [L, F, D],
-            b_out_LD: [L, D] (all D columns also where experts are cut); of one floating-point
+        w_in_LDF, w_gate_LDF: [L, D, F], bias_in_LF, bias_gate_LF: [L, F], w_out_LFD: [L, F, D],
+            bias_out_LD: [L, D] (all D columns also where experts are cut); of one floating-point
             dtype. Plain experts have no gate.
         activation: a name in `ACTIVATIONS`.
         memory: for large temporaries.
@@ -85,11 +85,11 @@ class FFNParameters:
     """
 
     w_in_LDF: Tensor
-    b_in_LF: Tensor | None
+    bias_in_LF: Tensor | None
     w_gate_LDF: Tensor | None
-    b_gate_LF: Tensor | None
+    bias_gate_LF: Tensor | None
     w_out_LFD: Tensor
-    b_out_LD: Tensor | None
+    bias_out_LD: Tensor | None
     activation: str
     memory: Workspace
     choice: str = "rule"
@@ -113,8 +113,8 @@ class FFNParameters:
         all are in its dtype (float64 stays), and no gradient is left to the function: the fields
         are used, which redirect it themselves.
         """
-        fields = [x, self.w_in_LDF, self.b_in_LF, self.w_gate_LDF, self.b_gate_LF, self.w_out_LFD,
-                  self.b_out_LD]
+        fields = [x, self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF, self.bias_gate_LF,
+                  self.w_out_LFD, self.bias_out_LD]
         if not torch.is_autocast_enabled(x.device.type):
             for name in self.main_grad_weights:
                 fields[1 + OPERANDS.index(name)] = self.main_grad_weights[name]
@@ -186,15 +186,15 @@ def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
 
 def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParameters,
          elementwise: Callable[[Elementwise], Elementwise] = lambda f: f) -> Tensor:
-    first = [(p.w_in_LDF, p.b_in_LF)]
+    first = [(p.w_in_LDF, p.bias_in_LF)]
     if p.w_gate_LDF is not None:
-        first.append((p.w_gate_LDF, p.b_gate_LF))
+        first.append((p.w_gate_LDF, p.bias_gate_LF))
     inner = _products(matmul, rows_RD, counts, first, p.adapters.get("in"))
 
     def out(inner_RF: Tensor) -> Tensor:
         if p.dropout:
             inner_RF = F.dropout(inner_RF, p.dropout)
-        [out_RD] = _products(matmul, inner_RF, counts, [(p.w_out_LFD, p.b_out_LD)],
+        [out_RD] = _products(matmul, inner_RF, counts, [(p.w_out_LFD, p.bias_out_LD)],
                              p.adapters.get("out"))
         return out_RD
 

@@ -132,7 +132,7 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
     quarters = run_simulated(4, build)
     for name, value in whole.items():
         assert torch.equal(torch.cat([h[name] for h in halves]), value)
-        axis = {"w_in_LDF": 1, "b_in_LF": 0, "w_out_LFD": 0, "b_out_LD": 0}[name]
+        axis = {"w_in_LDF": 1, "bias_in_LF": 0, "w_out_LFD": 0, "bias_out_LD": 0}[name]
         for expert in range(2):
             assert torch.equal(
                 torch.cat([quarters[2 * expert + j][name][0] for j in range(2)], axis),

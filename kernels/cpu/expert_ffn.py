@@ -193,7 +193,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     # `native` computes a gated expert's activation again while it reads both factors anyway
     keep_after = keep and not (act.cheap or p.recompute or (native and p.w_gate_LDF is not None))
     # the output's bias has a part in the gates' gradient, and its own needs weighted rows
-    late = native is not None and gates_TK is not None and p.b_out_LD is None
+    late = native is not None and gates_TK is not None and p.bias_out_LD is None
     # under autocast each call has its own cast of the weights, and so gradients of its own
     own = p.sums is None or torch.is_autocast_enabled(x.device.type)
     sums = GradSums() if own else p.sums

@@ -53,7 +53,7 @@ def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
         raise CheckpointError(f"our layer has no {prefix + unknown[0]!r}; it has: "
                               f"{', '.join(LAYER_NAMES)}")
     experts, row, inner = shapes["experts.w_in_LDF"]
-    bias = "experts.b_in_LF" in shapes
+    bias = "experts.bias_in_LF" in shapes
     shared = shapes.get("shared.w_in.weight", (0,))[0]
     for other in ("shared.w_in", "latent.down"):
         if f"{other}.weight" in shapes and bias != (f"{other}.bias" in shapes):

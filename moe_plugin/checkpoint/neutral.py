@@ -21,7 +21,7 @@ positions, E the experts, F the width inside an expert or MLP, G the shared expe
     layers.N.moe.router.expert_bias      [E]            added to scores for the choice alone
     layers.N.moe.experts.w_in_LDF, w_gate_LDF           [E, D, F]; y = x w
     layers.N.moe.experts.w_out_LFD       [E, F, D]
-    layers.N.moe.experts.b_in_LF, b_gate_LF, b_out_LD   [E, F], [E, F], [E, D]
+    layers.N.moe.experts.bias_in_LF, bias_gate_LF, bias_out_LD   [E, F], [E, F], [E, D]
     layers.N.moe.shared.w_in.weight, w_gate             [G, D]
     layers.N.moe.shared.w_out.weight     [D, G]
     layers.N.moe.shared.gate.weight      [1, D]         scales the shared expert's output
@@ -67,7 +67,7 @@ NAMES = re.compile("|".join((
     r"layers\.\d+\.attention\.(?:q_a|q_b|kv_a|kv_b)\.(?:weight|bias)",
     r"layers\.\d+\.mlp\.(?:w_in|w_gate|w_out)\.(?:weight|bias)",
     r"layers\.\d+\.moe\.router\.(?:weight|bias|expert_bias)",
-    r"layers\.\d+\.moe\.experts\.(?:w_in_LDF|w_gate_LDF|w_out_LFD|b_in_LF|b_gate_LF|b_out_LD)",
+    r"layers\.\d+\.moe\.experts\.(?:w_in_LDF|w_gate_LDF|w_out_LFD|bias_in_LF|bias_gate_LF|bias_out_LD)",
     r"layers\.\d+\.moe\.shared\.(?:w_in|w_gate|w_out|gate)\.(?:weight|bias)",
     r"layers\.\d+\.moe\.latent\.(?:down|up)\.(?:weight|bias)",
 )))

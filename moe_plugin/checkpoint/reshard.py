@@ -28,6 +28,7 @@ from moe_plugin.checkpoint.source import (
     part_of,
 )
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
+from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.tuning.layout_selector import STATE_VERSION
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
@@ -245,6 +246,8 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
         ranks: columns of each rank, in rank order.
         description, paths: see `Source.describe` and `Source.files`.
     """
+    ranks = [{field: with_current_names(column) for field, column in rank.items()}
+             for rank in ranks]
     layers = moe_layers(ranks[0][MODEL])
     whole = {field: merge([rank.get(field, {}) for rank in ranks], layers) for field in ranks[0]}
     return column_source(format, whole, moe_layers(whole[MODEL]), values, description, paths)

@@ -170,7 +170,7 @@ def _experts(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
         bias = mlp[part + ".bias"]
         # gate weights sum to 1, so that each piece adds the whole output bias
         parts = [_scaled(bias, 1 - plan.shared)] * g if out else pieces_of(bias, g)
-        name = f"b{part[1:]}_{'LD' if out else 'LF'}"
+        name = f"bias{part[1:]}_{'LD' if out else 'LF'}"
         yield stacked([*parts] * copies).renamed(f"{prefix}experts.{name}")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.experts.lora import ExpertRanks
 from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
@@ -46,6 +47,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_load_state_dict_pre_hook(_rename)
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     @abstractmethod
@@ -113,6 +115,10 @@ class Experts(nn.Module):
         super()._apply(fn, recurse)
         self.mark()
         return self
+
+
+def _rename(experts: Experts, state: dict[str, Any], prefix: str, *_: object) -> None:
+    use_current_names(state, prefix)
 
 
 def _mark_loaded(experts: Experts, incompatible: object) -> None:

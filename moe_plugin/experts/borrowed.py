@@ -263,10 +263,10 @@ def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[in
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)
     made = {name: part.reshape(-1, *local[name].shape[1:])
             for name, part in zip(local, parts, strict=True)}
-    if place.shards > 1 and "b_out_LD" in made:
-        own = made["b_out_LD"].shape[1]
+    if place.shards > 1 and "bias_out_LD" in made:
+        own = made["bias_out_LD"].shape[1]
         before = [own * (number // place.local % place.shards) for number in numbers]
-        made["b_out_LD"] = torch.stack([
+        made["bias_out_LD"] = torch.stack([
             F.pad(bias_D, (n, own * (place.shards - 1) - n))
-            for bias_D, n in zip(made["b_out_LD"], before, strict=True)])
+            for bias_D, n in zip(made["bias_out_LD"], before, strict=True)])
     return made

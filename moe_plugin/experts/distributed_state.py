@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_plugin.dtensors import is_sharded
+from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.experts.parts import (
     ExpertPart,
     ExpertWindow,
@@ -77,6 +78,7 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Hook before `load_state_dict`: the inverse of `give`."""
+    use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
     own = {f"{prefix}experts.{name}": value for name, value in layer.experts.named_parameters()}
     keys = [key for key in state if key.startswith(prefix + "experts.")]

@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 # axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
 SHARD_AXIS = {
-    "w_in_LDF": 2, "b_in_LF": 1, "w_gate_LDF": 2, "b_gate_LF": 1, "w_out_LFD": 1, "b_out_LD": 1
+    "w_in_LDF": 2, "bias_in_LF": 1, "w_gate_LDF": 2, "bias_gate_LF": 1, "w_out_LFD": 1,
+    "bias_out_LD": 1
 }
 # of whatever such experts may store
 PART_AXIS = {**SHARD_AXIS, **ADAPTER_AXIS}
@@ -60,12 +61,12 @@ _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 
 @expert_kinds.register("ffn")
 class FFNExperts(Experts):
-    """y = act(x w_in + b_in) w_out + b_out, for the experts of this rank.
+    """y = act(x w_in + bias_in) w_out + bias_out, for the experts of this rank.
 
-    Storage: w_in_LDF, b_in_LF, w_out_LFD, b_out_LD. Where an expert is split into S shards (see
-    `Placement`), F here is hidden/S, and b_out holds D/S columns: shard j adds its bias to columns
-    [j*D/S, (j+1)*D/S) alone, so that the sum over shards counts each bias once. Nothing in this
-    layout depends on how rows are exchanged or computed.
+    Storage: w_in_LDF, bias_in_LF, w_out_LFD, bias_out_LD. Where an expert is split into S shards
+    (see `Placement`), F here is hidden/S, and bias_out holds D/S columns: shard j adds its bias to
+    columns [j*D/S, (j+1)*D/S) alone, so that the sum over shards counts each bias once. Nothing in
+    this layout depends on how rows are exchanged or computed.
     """
 
     gated = False
@@ -101,9 +102,9 @@ class FFNExperts(Experts):
         self.w_gate_LDF = parameter(width, inner) if self.gated else None
         self.w_out_LFD = parameter(inner, width)
         bias = config.experts.bias
-        self.b_in_LF = parameter(inner) if bias else None
-        self.b_gate_LF = parameter(inner) if bias and self.gated else None
-        self.b_out_LD = parameter(width // shards) if bias else None
+        self.bias_in_LF = parameter(inner) if bias else None
+        self.bias_gate_LF = parameter(inner) if bias and self.gated else None
+        self.bias_out_LD = parameter(width // shards) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -134,7 +135,7 @@ class FFNExperts(Experts):
         for name, axis in (("w_in_LDF", 1), ("w_gate_LDF", 1), ("w_out_LFD", 0)):
             if name in targets:
                 targets[name].copy_(self._draw(targets[name], axis, generator))
-        for name in ("b_in_LF", "b_gate_LF", "b_out_LD"):
+        for name in ("bias_in_LF", "bias_gate_LF", "bias_out_LD"):
             if name in targets:
                 targets[name].zero_()
 
@@ -259,13 +260,14 @@ class FFNExperts(Experts):
         if tensors is None and self.training and self.config.precision in ROUNDED:
             rounded = self.memory.state(RoundedWeights)
         tensors = self.local_parameters() if tensors is None else tensors
-        bias_LD, width = tensors.get("b_out_LD"), self.w_in_LDF.shape[1]
+        bias_LD, width = tensors.get("bias_out_LD"), self.w_in_LDF.shape[1]
         if bias_LD is not None and bias_LD.shape[1] < width:
             first_shard = self.placement.shard if first_shard is None else first_shard
             before = first_shard * (width // self.placement.shards)
             bias_LD = F.pad(bias_LD, (before, width - before - bias_LD.shape[1]))
-        return FFNParameters(tensors["w_in_LDF"], tensors.get("b_in_LF"), tensors.get("w_gate_LDF"),
-                             tensors.get("b_gate_LF"), tensors["w_out_LFD"], bias_LD,
+        return FFNParameters(tensors["w_in_LDF"], tensors.get("bias_in_LF"),
+                             tensors.get("w_gate_LDF"), tensors.get("bias_gate_LF"),
+                             tensors["w_out_LFD"], bias_LD,
                              self.config.activation, self.memory, self.config.compute_selection,
                              redirected, self.config.dropout if self.training else 0.0,
                              self.config.clamp, self.config.linear_offset,
@@ -276,7 +278,7 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out.
+    """y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out.
 
     With silu this is SwiGLU (Shazeer 2020). `experts.clamp` cuts both factors, and
     `experts.linear_offset` is added to the second, see `kernels.expert_ffn.gated`.

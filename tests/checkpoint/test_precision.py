@@ -211,7 +211,7 @@ def test_gates_of_tutel_that_are_wider_than_their_experts(experts: torch.dtype,
 @pytest.mark.parametrize(("name", "stays"), [
     ("decoder.layers.0.mlp.router.qb_beta", True), ("layers.3.moe.router.expert_bias", True),
     ("model.layers.0.mlp.gate.e_score_correction_bias", True), ("a.router.weight_ED", False),
-    ("a.router.bias", False), ("a.b_in_LF", False), ("bias_E", True)])
+    ("a.router.bias", False), ("a.bias_in_LF", False), ("bias_E", True)])
 def test_names(name: str, stays: bool) -> None:
     entry = TensorEntry((2,), torch.float32)
     weight, moment = marked((Derived((field, name), entry, torch.empty)

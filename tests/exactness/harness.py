@@ -29,7 +29,7 @@ from tests.oracle import (
 )
 
 NAMES = {"w_in": ("w_in_LDF", 1), "w_gate": ("w_gate_LDF", 1), "w_out": ("w_out_LFD", 0),
-         "b_in": ("b_in_LF", 0), "b_gate": ("b_gate_LF", 0), "b_out": ("b_out_LD", 0)}
+         "b_in": ("bias_in_LF", 0), "b_gate": ("bias_gate_LF", 0), "b_out": ("bias_out_LD", 0)}
 LATENT = {"down": "down.weight", "b_down": "down.bias", "up": "up.weight", "b_up": "up.bias"}
 
 

@@ -212,7 +212,7 @@ def test_a_block_that_changes_nothing_hands_on_what_the_next_gate_would_choose()
     for model in models:
         with torch.no_grad():
             model[0].moe.experts.w_out_LFD.zero_()
-            model[0].moe.experts.b_out_LD.zero_()
+            model[0].moe.experts.bias_out_LD.zero_()
         xs, masks = make_inputs(case)
         x = xs[0].requires_grad_()
         y, loss = run(model, x, masks[0])

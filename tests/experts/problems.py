@@ -29,10 +29,10 @@ def problem(s: Shape, gated: bool, bias: bool, empty_slots: bool,
 
     e, d, f = s.experts, s.width, s.inner
     p = {
-        "w_in_LDF": draw(e, d, f), "b_in_LF": draw(e, f) if bias else None,
+        "w_in_LDF": draw(e, d, f), "bias_in_LF": draw(e, f) if bias else None,
         "w_gate_LDF": draw(e, d, f) if gated else None,
-        "b_gate_LF": draw(e, f) if gated and bias else None, "w_out_LFD": draw(e, f, d),
-        "b_out_LD": draw(e, d) if bias else None
+        "bias_gate_LF": draw(e, f) if gated and bias else None, "w_out_LFD": draw(e, f, d),
+        "bias_out_LD": draw(e, d) if bias else None
     }
     gates = torch.rand(s.tokens, s.top_k, generator=g, dtype=torch.float64).requires_grad_()
     return draw(s.tokens, d), gates, p, RowPlan(plan.source_R, plan.position_TK, gates,

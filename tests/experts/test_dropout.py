@@ -30,7 +30,7 @@ def shows_its_mask(made: MoELayer) -> MoELayer:
     """Inner values are 1 for every token, and the output is the inner values times the weight."""
     experts = made.experts
     with torch.no_grad():
-        experts.w_in_LDF.zero_(), experts.b_in_LF.fill_(1.0), experts.b_out_LD.zero_()
+        experts.w_in_LDF.zero_(), experts.bias_in_LF.fill_(1.0), experts.bias_out_LD.zero_()
         experts.w_out_LFD.copy_(torch.eye(WIDTH).expand_as(experts.w_out_LFD))
         made.router.weight_ED.zero_()  # every weight is 1/4
     return made

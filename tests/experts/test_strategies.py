@@ -80,8 +80,8 @@ def test_rows_in_another_order_are_taken_and_put_back(name: str, gated: bool) ->
 
 @pytest.mark.parametrize("name", strategies.names())
 def test_frozen_parameters_get_no_gradient(name: str) -> None:
-    for frozen in ("x", "gates", "w_in_LDF", "b_in_LF", "w_gate_LDF", "b_gate_LF", "w_out_LFD",
-                   "b_out_LD"):
+    for frozen in ("x", "gates", "w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF",
+                   "w_out_LFD", "bias_out_LD"):
         x, gates, p, plan = problem(SMALL, True, True, False)
         every = {"x": x, "gates": gates, **p}
         free = torch.autograd.grad(
@@ -106,9 +106,9 @@ def test_autocast(name: str) -> None:
         got = strategies.get(name)(x, plan, parameters(p, "silu"))
     assert got.dtype == torch.bfloat16
     grads = torch.autograd.grad(got.float().square().mean(),
-                                [x, plan.weights_TK, p["w_in_LDF"], p["b_out_LD"]])
+                                [x, plan.weights_TK, p["w_in_LDF"], p["bias_out_LD"]])
     truth = torch.autograd.grad(want.square().mean(),
-                                [x, plan.weights_TK, p["w_in_LDF"], p["b_out_LD"]])
+                                [x, plan.weights_TK, p["w_in_LDF"], p["bias_out_LD"]])
     for mine, theirs in zip([got, *grads], [want, *truth], strict=True):
         assert mine.dtype == theirs.dtype or mine is got
         assert float(((mine.float() - theirs).norm() / theirs.norm()).detach()) < 0.03

@@ -117,10 +117,12 @@ def draws(seed: int) -> Callable[..., torch.Tensor]:
 def weights(draw: Callable[..., torch.Tensor], experts: int, width: int, inner: int, bias: bool,
             gated: bool) -> dict[str, torch.Tensor | None]:
     return {
-        "w_in_LDF": draw(experts, width, inner), "b_in_LF": draw(experts, inner) if bias else None,
+        "w_in_LDF": draw(experts, width, inner),
+        "bias_in_LF": draw(experts, inner) if bias else None,
         "w_gate_LDF": draw(experts, width, inner) if gated else None,
-        "b_gate_LF": draw(experts, inner) if bias and gated else None,
-        "w_out_LFD": draw(experts, inner, width), "b_out_LD": draw(experts, width) if bias else None
+        "bias_gate_LF": draw(experts, inner) if bias and gated else None,
+        "w_out_LFD": draw(experts, inner, width),
+        "bias_out_LD": draw(experts, width) if bias else None
     }
 
 
@@ -223,8 +225,8 @@ def test_no_rows_at_all() -> None:
     assert isinstance(plan, RowPlan)
     w_in, w_out = torch.randn(4, 4, 6, dtype=torch.float64, requires_grad=True), torch.randn(
         4, 6, 4, dtype=torch.float64, requires_grad=True)
-    p = dict.fromkeys(("b_in_LF", "w_gate_LDF", "b_gate_LF",
-                       "b_out_LD")) | {"w_in_LDF": w_in, "w_out_LFD": w_out}
+    p = dict.fromkeys(("bias_in_LF", "w_gate_LDF", "bias_gate_LF",
+                       "bias_out_LD")) | {"w_in_LDF": w_in, "w_out_LFD": w_out}
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     y = strategies.get("fused")(x, plan, parameters(p, "relu"))
     assert not y.any() and all(not g.any() for g in torch.autograd.grad(y.sum(), [x, w_in, w_out]))

@@ -35,7 +35,7 @@ def _parameters(gated: bool, sums: GradSums | None) -> FFNParameters:
 def _grads(name: str, gated: bool, sums: GradSums | None) -> list[list[torch.Tensor]]:
     """Of two passes through one graph."""
     p, g = _parameters(gated, sums), torch.Generator().manual_seed(2)
-    weights = [w for w in (p.w_in_LDF, p.w_gate_LDF, p.w_out_LFD, p.b_in_LF) if w is not None]
+    weights = [w for w in (p.w_in_LDF, p.w_gate_LDF, p.w_out_LFD, p.bias_in_LF) if w is not None]
     total = torch.zeros((), dtype=torch.float64)
     for counts in PIECES:
         x = torch.randn(sum(counts), D, generator=g, dtype=torch.float64)

@@ -63,8 +63,8 @@ def dense(layer: MoELayer, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     rows = []
     for x_D, ids, weights in zip(x_TD, ids_TK.tolist(), p_TK, strict=True):
         rows.append(sum(weight * (
-            nn.functional.gelu(x_D @ experts.w_in_LDF[e] + experts.b_in_LF[e])
-            @ experts.w_out_LFD[e] + experts.b_out_LD[e])
+            nn.functional.gelu(x_D @ experts.w_in_LDF[e] + experts.bias_in_LF[e])
+            @ experts.w_out_LFD[e] + experts.bias_out_LD[e])
             for e, weight in zip(ids, weights, strict=True)))
     return torch.stack(rows)
 

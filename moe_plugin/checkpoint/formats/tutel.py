@@ -61,9 +61,9 @@ NAMES: dict[str, tuple[str, bool]] = {
     "gates.0.sim_matrix": ("router.direction_EP", True),
     "gates.0.temperature": ("router.temperature", False),
     "experts.batched_fc1_w": ("experts.w_in_LDF", True),
-    "experts.batched_fc1_bias": ("experts.b_in_LF", False),
+    "experts.batched_fc1_bias": ("experts.bias_in_LF", False),
     "experts.batched_fc2_w": ("experts.w_out_LFD", False),
-    "experts.batched_fc2_bias": ("experts.b_out_LD", False),
+    "experts.batched_fc2_bias": ("experts.bias_out_LD", False),
 }
 
 

@@ -117,8 +117,8 @@ def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...
     e = layer.experts
     out_TD = x_TD.new_zeros(x_TD.shape)
     for i in range(EXPERTS):
-        inner_TF = F.gelu(x_TD @ e.w_in_LDF[i] + e.b_in_LF[i])
-        out_TD = out_TD + weight_TE[:, i, None] * (inner_TF @ e.w_out_LFD[i] + e.b_out_LD[i])
+        inner_TF = F.gelu(x_TD @ e.w_in_LDF[i] + e.bias_in_LF[i])
+        out_TD = out_TD + weight_TE[:, i, None] * (inner_TF @ e.w_out_LFD[i] + e.bias_out_LD[i])
     (out_TD * target_TD.double()).sum().backward()
     return out_TD.detach(), x_TD.grad, e.w_in_LDF.grad, e.w_out_LFD.grad
 

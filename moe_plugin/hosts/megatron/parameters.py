@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.former_names import IN_MEGATRON
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedTensor
 from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors
@@ -124,7 +125,8 @@ def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, 
         if place.shards > 1:
             where.append((ahead + SHARD_AXIS[name], place.shard, place.shards))
         found[prefix + name] = ShardedTensor.from_rank_offsets(
-            prefix + name, parameter, *offsets, *where, replica_id=replica, prepend_axis_num=ahead)
+            prefix + IN_MEGATRON.get(name, name), parameter, *offsets, *where,
+            replica_id=replica, prepend_axis_num=ahead)
     return found
 
 

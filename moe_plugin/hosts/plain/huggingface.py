@@ -34,7 +34,6 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
-from moe_plugin.hosts.plain.decay_rules import leave_biases_without_decay
 from moe_plugin.hosts.plain.restored import (
     ADAPTERS,
     all_alike,
@@ -131,7 +130,6 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
     use_model_masks(model)
-    leave_biases_without_decay()
     model.register_forward_pre_hook(_refuse_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_load_theirs)
     if hasattr(model, "save_pretrained"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from moe_plugin.config.named import overrides, refuse_timeout
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, use_model_masks
-from moe_plugin.hosts.plain.decay_rules import leave_biases_without_decay
 from moe_plugin.hosts.plain.feed_forward import FeedForward, read_feed_forward
 from moe_plugin.layer import MoELayer
 from moe_plugin.messages import short
@@ -31,8 +29,8 @@ from moe_plugin.records import HostContext
 
 logger = logging.getLogger(__name__)
 Match = str | Callable[[str, nn.Module], bool]
-_FFN_NAMES = {"w_in_LDF": "w_in_DF", "b_in_LF": "b_in_F", "w_gate_LDF": "w_gate_DF",
-              "b_gate_LF": "b_gate_F", "w_out_LFD": "w_out_FD", "b_out_LD": "b_out_D"}
+_FFN_NAMES = {"w_in_LDF": "w_in_DF", "bias_in_LF": "b_in_F", "w_gate_LDF": "w_gate_DF",
+              "bias_gate_LF": "b_gate_F", "w_out_LFD": "w_out_FD", "bias_out_LD": "b_out_D"}
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,6 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         if isinstance(module, nn.TransformerEncoder) and any(blocks_in(module)):
             module.use_nested_tensor = False  # blocks take tensors that are not nested
     use_model_masks(model)
-    if "transformers" in sys.modules:
-        leave_biases_without_decay()
     if comm.size == 1:
         _leave_out_of_files(model)
     return [place.name for place in places]

@@ -165,11 +165,11 @@ class ModuleExperts(FFNExperts):
         found["w_out_LFD"] = _input_first(module, module.down_proj)
         if module.has_bias:
             if module.has_gate:
-                found["b_gate_LF"], found["b_in_LF"] = _Halves.apply(
+                found["bias_gate_LF"], found["bias_in_LF"] = _Halves.apply(
                     module.gate_up_proj_bias, module.is_concatenated)
             else:
-                found["b_in_LF"] = module.up_proj_bias
-            found["b_out_LD"] = module.down_proj_bias
+                found["bias_in_LF"] = module.up_proj_bias
+            found["bias_out_LD"] = module.down_proj_bias
         return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import TierError, TierTensor, write_values
 from moe_plugin.messages import short
@@ -133,10 +134,11 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
         raise ValueError(f"{where} is not a whole safetensors file ({short(error)}); give one, or "
                          "a folder") from error
     try:
-        prefix = _prefix(given.held, layer, where)
+        prefix, stored = _prefix(given.held, layer, where), dict(given.held)
+        use_current_names(stored, prefix)
         offsets, dtypes = {}, set()
         for name, shape in shapes.items():
-            held, want = given.held.get(prefix + name), (place.experts, *shape)
+            held, want = stored.get(prefix + name), (place.experts, *shape)
             found = None if held is None else held.shape
             if held is None or found != want:
                 raise ValueError(f"{where} has {prefix + name!r} of shape {found}, the layer needs "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.experts import FFNExperts, expert_kinds
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
 from moe_plugin.machine import pinned_copy, to_device, user_cache
@@ -255,7 +256,7 @@ class StoredExperts(Experts):
                     self._place.local, *shape, dtype=self.dtype, device="meta"))
                     for name, shape in self.shapes.items())
 
-    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, metadata: Any,
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
                               strict: bool, missing: list[str], unexpected: list[str],
                               errors: list[str]) -> None:
         """As torch's, but experts in a file are written there one by one.
@@ -267,6 +268,7 @@ class StoredExperts(Experts):
             super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected,
                                           errors)
             return
+        use_current_names(state, prefix)
         found = {name: state[prefix + name] for name in self.shapes if prefix + name in state}
         if strict:
             unexpected += [key for key in state if key.startswith(prefix)

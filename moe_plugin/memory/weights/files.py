@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import set_state, state_of
@@ -168,7 +169,9 @@ def _check(block: StreamedBlock, path: Path) -> None:
 
 def _open(path: Path) -> SafetensorsFile:
     try:
-        return SafetensorsFile(path)
+        file = SafetensorsFile(path)
+        file.held = with_current_names(file.held)
+        return file
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a folder that a model was saved "
                          "to") from error

@@ -74,8 +74,8 @@ def branch_value(name: str, ours: dict[str, Tensor], first: int) -> Tensor:
         return ours[head + OURS + "router.weight_ED"]
     _, number, layer, kind = inner.split(".")
     whole = ours[head + OURS + "experts." + {
-        "fc1.weight": "w_in_LDF", "fc1.bias": "b_in_LF", "fc2.weight": "w_out_LFD",
-        "fc2.bias": "b_out_LD"}[f"{layer}.{kind}"]]
+        "fc1.weight": "w_in_LDF", "fc1.bias": "bias_in_LF", "fc2.weight": "w_out_LFD",
+        "fc2.bias": "bias_out_LD"}[f"{layer}.{kind}"]]
     mine = whole[first + int(number)]
     return mine.T.contiguous() if kind == "weight" else mine.clone()
 

@@ -49,8 +49,8 @@ class BranchLayer:
         capacity = 2 * math.ceil(
             tokens / moe.config.num_experts) if self.ours.training else math.ceil(0.25 * tokens)
         weights_SE, self.kept_SK, loss = branch_top2(F.linear(x_SD, moe.router.weight_ED), capacity)
-        inner = F.relu(torch.einsum("sd,edf->sef", x_SD, experts.w_in_LDF) + experts.b_in_LF)
-        each_SED = torch.einsum("sef,efd->sed", inner, experts.w_out_LFD) + experts.b_out_LD
+        inner = F.relu(torch.einsum("sd,edf->sef", x_SD, experts.w_in_LDF) + experts.bias_in_LF)
+        each_SED = torch.einsum("sef,efd->sed", inner, experts.w_out_LFD) + experts.bias_out_LD
         y_SD = (weights_SE[..., None] * each_SED).sum(1)
         return y_SD.view(x_TBD.shape[1], x_TBD.shape[0], -1).transpose(0, 1), loss
 

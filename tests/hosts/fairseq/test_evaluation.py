@@ -96,7 +96,7 @@ def test_a_process_loads_its_experts_alone(ep2: tuple[Path, Result]) -> None:
         parts = [part_state(path, rank, size) for rank in range(size)]
         assert [part[EXPERTS.removesuffix("experts.") + "_extra_state"]["ep_rank"]
                 for part in parts] == list(range(size))
-        for name in ("w_in_LDF", "b_out_LD"):
+        for name in ("w_in_LDF", "bias_out_LD"):
             axis = 0 if size <= 4 else {"w_in_LDF": 2}.get(name)
             if axis is not None:
                 held = [part[EXPERTS + name] for part in parts]

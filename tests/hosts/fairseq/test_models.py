@@ -41,8 +41,8 @@ def copy_dense_weights(dense: nn.Module, moe: nn.Module) -> None:
             continue
         layer, parameter = name.split(".moe_layer.moe.experts.")
         source = {
-            "w_in_LDF": "fc1.weight", "b_in_LF": "fc1.bias", "w_out_LFD": "fc2.weight",
-            "b_out_LD": "fc2.bias"
+            "w_in_LDF": "fc1.weight", "bias_in_LF": "fc1.bias", "w_out_LFD": "fc2.weight",
+            "bias_out_LD": "fc2.bias"
         }[parameter]
         value = state[f"{layer}.{source}"]
         target[name] = (value.t() if value.dim() == 2 else value)[None]
@@ -70,7 +70,7 @@ def test_one_expert_with_room_for_all_is_the_dense_network(dispatch: dict[str, s
                                rtol=1e-4)
     torch.testing.assert_close(layer.w_out_LFD.grad[0].t(), old.fc2.weight.grad, atol=1e-4,
                                rtol=1e-4)
-    torch.testing.assert_close(layer.b_in_LF.grad[0], old.fc1.bias.grad, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer.bias_in_LF.grad[0], old.fc1.bias.grad, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(moe.decoder.embed_tokens.weight.grad,
                                dense.decoder.embed_tokens.weight.grad, atol=1e-4, rtol=1e-4)
 

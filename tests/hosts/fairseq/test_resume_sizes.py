@@ -22,6 +22,7 @@ from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.config import from_dict
 from tests.checkpoint.test_conversion import same
+from tests.former_names import former
 from tests.hosts.fairseq.conftest import (
     DROPLESS,
     LANGUAGE_MODEL,
@@ -104,6 +105,27 @@ def test_any_number_of_ranks_to_any_other_bit_for_bit(tmp_path: Path, old: int) 
         check(tmp_path / str(new), new, new, 24 * old // new)
     convert(tmp_path / "8", tmp_path / "back", world=old)
     check(tmp_path / "back", old, old, 24)
+
+
+def test_files_with_the_former_names_of_biases(tmp_path: Path) -> None:
+    """By `reshard`, with optimizer state with and without names, and as a run reads them."""
+    for named in (True, False):
+        home = tmp_path / str(named)
+        home.mkdir()
+        for rank, state in enumerate(map(former, states(4, 4))):
+            if not named:
+                del state[files.MANIFEST][PARAMETERS]
+            state["extra_state"]["ema_fp32_params"] = dict(state["model"])
+            files.write(state, str(home / name_of(rank, 4)))
+        found = files.read(str(home / name_of(0, 4)))
+        for column in (found["model"], found["extra_state"]["ema_fp32_params"]):
+            assert list(column) == list(states(4, 4)[0]["model"])
+        convert(home, tmp_path / f"{named}2", world=2)
+        for rank, state in enumerate(states(2, 2, 48)):
+            found = files.read(str(tmp_path / f"{named}2" / name_of(rank, 2)))
+            same(found["extra_state"].pop("ema_fp32_params"), {
+                name: value for name, value in state["model"].items()})
+            same(found, state)
 
 
 def test_replicas_of_experts(tmp_path: Path) -> None:

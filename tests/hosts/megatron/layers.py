@@ -187,7 +187,7 @@ def _our_parts(layer: Any) -> list[tuple[Tensor, Any]]:
     here = slice(expert, expert + place.local)
 
     def part(w: Weights, name: str) -> Tensor:
-        whole = getattr(w, name.rpartition("_")[0])
+        whole = getattr(w, name.rpartition("_")[0].replace("bias_", "b_"))
         return whole[here].chunk(place.shards, SHARD_AXIS[name])[shard]
 
     return [(parameter, partial(part, name=name)) for name, parameter in experts.named_parameters()]

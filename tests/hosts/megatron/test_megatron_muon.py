@@ -110,7 +110,7 @@ def _decayed(ours: bool, optimizer_name: str) -> list[set[float]]:
     optimizer.step()
     found: list[set[float]] = [set(), set()]
     for name, parameter in experts.items():
-        weight = not (name.endswith(".bias") or ".b_" in name)
+        weight = "bias" not in name.rpartition("experts.")[2]
         found[weight].update(parameter.detach().flatten().tolist())
     return found
 
@@ -176,7 +176,7 @@ def _chosen(ours: bool) -> list[set[tuple[float, ...]]]:
           for group in optimizer.param_groups for p in group["params"]}
     found: list[set[tuple[float, ...]]] = [set(), set()]
     for name, parameter in layer.experts.named_parameters():
-        found[not (name.endswith(".bias") or name.startswith("b_"))].add(of[id(parameter)])
+        found["bias" not in name].add(of[id(parameter)])
     return found
 
 
@@ -239,4 +239,4 @@ def test_parts_of_matrices_are_marked() -> None:
     assert found["w_gate_LDF"].stack is found["w_in_LDF"].stack
     assert (found["w_gate_LDF"].number, found["w_in_LDF"].number) == (0, 1)
     assert found["w_out_LFD"].stack.parts == 1
-    assert found["b_in_LF"] is None
+    assert found["bias_in_LF"] is None

@@ -160,7 +160,7 @@ def test_copies_of_what_is_frozen_are_frozen(upcycle: bool) -> None:
     frozen = [{name for name, p in moe.named_parameters() if not p.requires_grad}
               for moe in (first, second, third)]
     assert frozen == [{f"experts.{name}" for name, _ in first.experts.named_parameters()},
-                      {"experts.b_in_LF"}, set()] if upcycle else frozen == [set()] * 3
+                      {"experts.bias_in_LF"}, set()] if upcycle else frozen == [set()] * 3
 
 
 def test_replaced_models_train() -> None:

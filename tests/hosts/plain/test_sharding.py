@@ -27,7 +27,7 @@ from tests.exactness.harness import config_of, load, slice_of
 
 pytestmark = pytest.mark.distributed
 WIDTH, CLASSES, STEPS, MAX_NORM = 8, 3, 3, 0.3
-NAMES = {"w_in": "w_in_LDF", "w_out": "w_out_LFD", "b_in": "b_in_LF", "b_out": "b_out_LD"}
+NAMES = {"w_in": "w_in_LDF", "w_out": "w_out_LFD", "b_in": "bias_in_LF", "b_out": "bias_out_LD"}
 Norm = Callable[..., Tensor]
 
 

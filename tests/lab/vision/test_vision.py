@@ -65,8 +65,8 @@ class PlainMoE(nn.Module):
             score_E = F.normalize(router.direction_EP, dim=1) @ p_P
             gate_E = (score_E * router.temperature.clamp(max=math.log(100)).exp()).softmax(0)
             e = int(gate_E.argmax())
-            h_F = F.gelu(x_D @ experts.w_in_LDF[e] + experts.b_in_LF[e])
-            rows.append(gate_E[e] * (h_F @ experts.w_out_LFD[e] + experts.b_out_LD[e]))
+            h_F = F.gelu(x_D @ experts.w_in_LDF[e] + experts.bias_in_LF[e])
+            rows.append(gate_E[e] * (h_F @ experts.w_out_LFD[e] + experts.bias_out_LD[e]))
         return torch.stack(rows).reshape(x.shape)
 
 

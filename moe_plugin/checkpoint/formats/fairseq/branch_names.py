@@ -4,9 +4,9 @@
     branch                                          ours
     PREFIXmoe_layer.gate.wg.weight         [E, D]   PREFIXmoe_layer.moe.router.weight_ED
     PREFIXmoe_layer.experts.i.fc1.weight   [F, D]   PREFIXmoe_layer.moe.experts.w_in_LDF  [E, D, F]
-    PREFIXmoe_layer.experts.i.fc1.bias     [F]      PREFIXmoe_layer.moe.experts.b_in_LF   [E, F]
+    PREFIXmoe_layer.experts.i.fc1.bias     [F]      PREFIXmoe_layer.moe.experts.bias_in_LF   [E, F]
     PREFIXmoe_layer.experts.i.fc2.weight   [D, F]   PREFIXmoe_layer.moe.experts.w_out_LFD [E, F, D]
-    PREFIXmoe_layer.experts.i.fc2.bias     [D]      PREFIXmoe_layer.moe.experts.b_out_LD  [E, D]
+    PREFIXmoe_layer.experts.i.fc2.bias     [D]      PREFIXmoe_layer.moe.experts.bias_out_LD  [E, D]
 
 All other names are the same. Optimizers know parameters by their number in the model: the branch
 registers an MoE layer ahead of its transformer layer's `final_layer_norm`, our models behind it.
@@ -23,9 +23,9 @@ from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source, View
 
 # the branch's name in an expert -> ours; both orders are those in which parameters are registered
-EXPERT = {"fc1.weight": "w_in_LDF", "fc1.bias": "b_in_LF", "fc2.weight": "w_out_LFD",
-          "fc2.bias": "b_out_LD"}
-_OURS = ("w_in_LDF", "w_out_LFD", "b_in_LF", "b_out_LD")
+EXPERT = {"fc1.weight": "w_in_LDF", "fc1.bias": "bias_in_LF", "fc2.weight": "w_out_LFD",
+          "fc2.bias": "bias_out_LD"}
+_OURS = ("w_in_LDF", "w_out_LFD", "bias_in_LF", "bias_out_LD")
 _BRANCH_EXPERT = re.compile(r"(.+\.moe_layer\.)experts\.(\d+)\.(.+)")
 _OUR_EXPERT = re.compile(r"(.+\.moe_layer\.)moe\.experts\.(.+)")
 _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")

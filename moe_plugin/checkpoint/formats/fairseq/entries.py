@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.checkpoint.source import MODEL, Derived, TensorEntry, Window
+from moe_plugin.experts.former_names import with_current_names
 
 STATE = "fairseq"  # of `Source.values`: what a file has besides tensors
 CRITERION, OPTIMIZER = "criterion", "last_optimizer_state"
@@ -20,6 +21,16 @@ PARAMETERS = "parameters"
 AVERAGES = {"ema": "ema", "ema_fp32_params": "ema_fp32"}
 # what fairseq registers and no optimizer updates
 _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
+
+
+def renamed(state: Any) -> Any:
+    """Return a file's content with the present names of the model's and the averages' weights."""
+    extra = state.get("extra_state") if isinstance(state, dict) else None
+    for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
+        for key in keys if isinstance(part, dict) else ():
+            if isinstance(column := part.get(key), dict):
+                part[key] = with_current_names(column)
+    return state
 
 
 def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) -> list[str]:

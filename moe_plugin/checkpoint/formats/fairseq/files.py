@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError, checksums, trust
+from moe_plugin.checkpoint.formats.fairseq.entries import renamed
 from moe_plugin.checkpoint.source import UNREADABLE
 from moe_plugin.comm.host_collectives import gather_objects, named
 from moe_plugin.messages import short
@@ -185,9 +186,9 @@ def load(file: Any, **options: Any) -> Any:
         UntrustedFile: the file (path or stream) names other classes.
     """
     if trust.FLAG in sys.argv:
-        return torch.load(file, **{**options, "weights_only": False})
+        return renamed(torch.load(file, **{**options, "weights_only": False}))
     what = file if isinstance(file, str) else str(getattr(file, "name", file))  # streams differ
-    return trust.load(file, ALLOWED, f"checkpoint {what!r}", **options)
+    return renamed(trust.load(file, ALLOWED, f"checkpoint {what!r}", **options))
 
 
 @dataclass
@@ -392,8 +393,7 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
     if theirs == wanted["world_size"]:
         return (
             f"checkpoint file {filename!r} is missing, other ranks' files are there; restore it, "
-            "or give another one with --restore-file"
-        )
+            "or give another one with --restore-file")
     return (
         f"checkpoint {whole!r} was written by {theirs} data-parallel ranks (world_size={theirs}), "
         "this run has "

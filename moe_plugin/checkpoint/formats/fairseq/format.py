@@ -48,6 +48,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     refused_if_unreadable,
 )
+from moe_plugin.experts.former_names import current_name
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def _step(state: Mapping[str, Any]) -> int | None:
 
 
 def _names(state: Mapping[str, Any]) -> list[str]:
-    return list((state.get(files.MANIFEST) or {}).get(PARAMETERS) or names_by_order(state))
+    names = (state.get(files.MANIFEST) or {}).get(PARAMETERS) or names_by_order(state)
+    return [current_name(name) for name in names]
 
 
 def _columns(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

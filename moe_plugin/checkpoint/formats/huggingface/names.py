@@ -16,6 +16,7 @@ from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
 from moe_plugin.checkpoint.name_table import NameRule, NameTable, both_kinds, same_parts
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source
+from moe_plugin.experts.former_names import current_name
 
 _ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_norm": "q_norm",
               "k_norm": "k_norm", "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm",
@@ -60,10 +61,10 @@ def _block_rules(block: Block, model: str, files: bool) -> Iterator[NameRule]:
     yield NameRule(first, tuple(ours + name for name in inputs), swap=swap,
                    axis=1 if swap else 2, in_turn=block.in_turn)
     yield NameRule(down, (f"{ours}w_out_LFD",), swap=swap)
-    biases = ("b_gate_LF", "b_in_LF") if block.gated else ("b_in_LF",)
+    biases = ("bias_gate_LF", "bias_in_LF") if block.gated else ("bias_in_LF",)
     yield NameRule(f"{first}_bias", tuple(ours + name for name in biases), axis=1,
                    in_turn=block.in_turn)
-    yield NameRule(f"{down}_bias", (f"{ours}b_out_LD",))
+    yield NameRule(f"{down}_bias", (f"{ours}bias_out_LD",))
 
 
 _STACKS = ("gate_up", "down")
@@ -97,7 +98,7 @@ def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Deri
         raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name: the model has a part "
                               "that no other format holds; convert to hf alone")
 
-    tensors = (source.tensor(key) for key in source.entries if not (
+    tensors = (source.tensor(key).renamed(current_name(key[1])) for key in source.entries if not (
         _COMPUTED.fullmatch(key[1]) or (tied and key[1] == "lm_head.weight")))
     return _reading(family.model_type).neutral(tensors, others)
 

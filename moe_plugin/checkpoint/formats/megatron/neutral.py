@@ -35,6 +35,7 @@ from moe_plugin.checkpoint.neutral import (
 )
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.former_names import IN_MEGATRON
 
 _POSITION, _OUTPUT = "embedding.position_embeddings.weight", "output_layer.weight"
 _OUTER = {"embedding.word_embeddings.weight": "embed.weight", _POSITION: "position.weight",
@@ -62,7 +63,8 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
         yield NameRule(f"{layer}mlp.router.expert_bias", (f"{ours}moe.router.expert_bias",))
         yield NameRule(f"{layer}mlp.shared_experts.gate_weight", (f"{ours}moe.shared.gate.weight",))
         for name in SHARD_AXIS:
-            yield NameRule(f"{layer}mlp.experts.{name}", (f"{ours}moe.experts.{name}",))
+            yield NameRule(f"{layer}mlp.experts.{IN_MEGATRON.get(name, name)}",
+                           (f"{ours}moe.experts.{name}",))
         for kind in KINDS:
             for theirs, neutral in _INNER.items():
                 yield NameRule(f"{layer}{theirs}{kind}", (f"{ours}{neutral}{kind}",))
@@ -148,7 +150,7 @@ def _with_fitting_biases(source: Source) -> Source:
     """
     names = {name for field, name in source.entries if field == MODEL}
     has_bias = "layers.0.attention.o.bias" in names
-    experts = {f"{prefix}experts.w_in_LDF": f"{prefix}experts.b_in_LF" in names
+    experts = {f"{prefix}experts.w_in_LDF": f"{prefix}experts.bias_in_LF" in names
                for prefix in source.layers}
     left_out: set[str] = set()
     if has_bias and experts and not any(experts.values()):

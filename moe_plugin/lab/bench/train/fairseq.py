@@ -190,5 +190,5 @@ def _copy_experts(ours: Any, branch: BranchMoE) -> None:
     for number, (first, second) in enumerate(branch.experts):
         copy(first.weight, ours.experts.w_in_LDF[number].t())
         copy(second.weight, ours.experts.w_out_LFD[number].t())
-        copy(first.bias, ours.experts.b_in_LF[number])
-        copy(second.bias, ours.experts.b_out_LD[number])
+        copy(first.bias, ours.experts.bias_in_LF[number])
+        copy(second.bias, ours.experts.bias_out_LD[number])
