@@ -145,3 +145,33 @@ def test_passes_that_train_nothing_count_as_in_megatrons_own_layer() -> None:
                         continue
                     assert seen[0] > 0, (case.native, name)
                     assert seen[0] == seen[1] == seen[2], (case.native, name, seen)
+
+
+def _own_counted(world: int) -> list[dict[str, Any]]:
+    """By pass: what Megatron's layer counts, and what ours does with a router of ours."""
+    found = []
+    for native, theirs, settings, ours in (
+            (GLOBAL, "global_tokens_per_expert", {"losses": {"global_batch": 0.1}}, "step_load_E"),
+            (BIAS, "local_tokens_per_expert", {"router.name": "sigmoid_bias"}, "load_E")):
+        case = Case(ep=world, native=native)
+        initialise_parallel(case)
+        reference = build(case, False)
+        layer = build(Case(ep=world), True, settings)
+        assert not layer.plan.native_router
+        counts = {}
+        for number, kind in enumerate(PASSES):
+            for one in (reference, layer):
+                _pass(one, case, kind)
+            counts[number, kind, ours] = (
+                getattr(reference.router, theirs).tolist(),
+                getattr(layer.router, ours)[:EXPERTS].tolist())
+        found.append(counts)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_routers_of_ours_count_the_passes_that_megatrons_layer_counts(world: int) -> None:
+    for counted in on_ranks(world, _own_counted, world):
+        for counts in counted:
+            for cell, (native, ours) in counts.items():
+                assert native == ours and sum(ours) > 0, cell
