@@ -18,8 +18,9 @@ class NativeRouter(RouterModule):
     """Calls a Megatron router and turns its (probs, routing_map) into a `Routing`.
 
     Megatron's router attaches its losses to the probabilities and logs them itself.
-    `Routing.losses` has their values, without gradients, by their names in Megatron's log. It does not give its score distribution away, so the entropy is that
-    of the chosen weights, divided by their sum.
+    `Routing.losses` has their values, without gradients, by their names in Megatron's log. The
+    router does not give its score distribution away, so the entropy is that of the chosen weights,
+    divided by their sum.
 
     Args:
         native: Megatron's router.
