@@ -21,9 +21,9 @@ from moe_plugin.machine import capturing
 from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
-# after 1, 2, 6, 12, ... steps: experts that are averaged every few steps are equal after some of
+# after 1, 3, 6, 12, ... steps: experts that are averaged every few steps are equal after some of
 # these, whatever the period is
-_CALLS = (2, 3, 7, 13, 25, 61, 121, 241)
+_CALLS = (2, 4, 7, 13, 25, 61, 121, 241)
 LAST_CALL = _CALLS[-1]
 VALUES = 256  # of the experts, and as many of the shared parameters: the sample of a rank
 AVERAGED = (f"{INSTEAD.partition(', and use')[0]}, or call "
@@ -32,7 +32,7 @@ _APART = 0.05  # distance of experts, relative to their norms, at which they cou
 
 
 class OverwriteCheck:
-    """Compares the experts of expert-parallel ranks in training calls 2, 3, 7, 13, ..., 241.
+    """Compares the experts of expert-parallel ranks in training calls 2, 4, 7, 13, ..., 241.
 
     Every comparison costs one all-gather of 4 KiB from each rank (5 KiB the first time), and as
     much again over `world`; there are 8 in the life of a layer. The ranks compare each other's

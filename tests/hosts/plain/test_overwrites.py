@@ -25,7 +25,7 @@ from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed
-STEPS = 13  # comparisons follow steps 1, 2, 6, 12
+STEPS = 13  # comparisons follow steps 1, 3, 6, 12
 
 
 def model(*comm: Any, upcycled: bool = False, **settings: Any) -> nn.Module:
@@ -206,7 +206,7 @@ def test_what_nobody_knows_by_name_is_found_by_what_it_does() -> None:
             assert "have become equal: something copies or averages all" in said[name], said
         for name in ("values", "gradients", "broadcast"):  # the second comparison makes it sure
             assert said[f"{name}, upcycled"].startswith(
-                "step 2: experts of ranks 0 and 1 were trained and are equal"), said
+                "step 3: experts of ranks 0 and 1 were trained and are equal"), said
 
 
 def run_same_tokens() -> tuple[str, list[str]]:
@@ -238,7 +238,7 @@ def run_drifting() -> dict[str, list[str]]:
                 for parameter in chosen[name].parameters():
                     parameter.grad = torch.ones_like(parameter)
 
-        assert train(wrapped, sgd(whole.parameters()), before=spoil, steps=3) == "fine"
+        assert train(wrapped, sgd(whole.parameters()), before=spoil, steps=5) == "fine"
         found[name] = texts[:]
         texts.clear()
     return found
@@ -301,7 +301,7 @@ def run_counted() -> list[int]:
 
 def test_comparisons_are_few() -> None:
     for calls in run_gloo(2, run_counted):
-        assert calls == [2, 3, 7, 13, 25, 61, 121, LAST_CALL]
+        assert calls == [2, 4, 7, 13, 25, 61, 121, LAST_CALL]
 
 
 def run_inside_backward() -> dict[str, str]:
