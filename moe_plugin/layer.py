@@ -92,7 +92,7 @@ class MoELayer(LayerState):
         """
         built = self.layouts.experts  # another module may stand in their place (adapters)
         if built.reduced or not self.ddp_check.passed:
-            self.ddp_check(built, self.experts, self.router)
+            self.ddp_check(built, self)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self.follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None

@@ -42,14 +42,19 @@ class DDPCheck:
         """A wrapper will be put around the model: check it."""
         self.passed = self._wrapped = False
 
-    def __call__(self, built: Experts, experts: nn.Module, router: nn.Module) -> None:
+    def compare_replicas(self, world: Comm | None) -> None:
+        """Compare what these data-parallel ranks store in common, see `OverwriteCheck`. Local."""
+        if self.overwrites is not None:
+            self.overwrites.world = world
+
+    def __call__(self, built: Experts, layer: nn.Module) -> None:
         """Check; called in every forward pass.
 
         Args:
-            built: of the layer.
-            experts: these, or what stands in their place and has them inside.
-            router: of the layer.
+            built: the experts with which the layer was built; adapters may stand in their place.
+            layer: which has them.
         """
+        experts: nn.Module = layer.experts  # type: ignore[assignment]
         if torch.compiler.is_compiling():
             return
         trains = built.training and torch.is_grad_enabled()
@@ -74,7 +79,7 @@ class DDPCheck:
             self.passed = self._wrapped
         elif trains:
             # adapters stand in the experts' place, and so may the experts of another layer
-            watch(experts if isinstance(experts, Experts) else built, router)
+            watch(experts if isinstance(experts, Experts) else built, layer)
 
 
 def _refuse_new(experts: nn.Module) -> None:

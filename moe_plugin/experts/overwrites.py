@@ -15,78 +15,108 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.dtensors import is_sharded
+from moe_plugin.experts.marks import is_expert
 from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
 from moe_plugin.machine import capturing
+from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
-LAST_CALL = 256
-VALUES = 256  # of the experts, and as many of the router: the sample of a rank
+# after 1, 3, 6, 12, ... steps: experts that are averaged every few steps are equal after some of
+# these, whatever the period is
+_CALLS = (2, 4, 7, 13, 25, 61, 121, 241)
+LAST_CALL = _CALLS[-1]
+VALUES = 256  # of the experts, and as many of the shared parameters: the sample of a rank
+AVERAGED = (f"{INSTEAD.partition(', and use')[0]}, or call "
+            "moe_plugin.gradients.sync.sync_gradients after backward")
 _APART = 0.05  # distance of experts, relative to their norms, at which they count as different
 
 
 class OverwriteCheck:
-    """Compares the experts of expert-parallel ranks in training calls 2, 4, 8, ..., 256.
+    """Compares the experts of expert-parallel ranks in training calls 2, 4, 7, 13, ..., 241.
 
-    Every comparison costs one all-gather of 4 KiB from each rank (5 KiB the first time); there are
-    8 in the life of a layer. The ranks compare each other's changes since the previous comparison
-    (at first those until the first call, since the layer was built or loaded, and those after it),
-    so that experts that start equal do not raise an error.
+    Every comparison costs one all-gather of 4 KiB from each rank (5 KiB the first time), and as
+    much again over `world`; there are 8 in the life of a layer. The ranks compare each other's
+    changes since the previous comparison (at first those until the first call, since the layer was
+    built or loaded, and those after it), so that experts that start equal do not raise an error.
+    Experts that are equal after they have moved, in two comparisons, do.
 
     Args:
         comm: the expert-parallel group.
         experts: of this rank.
 
-    Attributes: `calls`: training calls of the layer so far.
+    Attributes:
+        calls: training calls of the layer so far.
+        world: the ranks that have the same shared parameters, replicas of the experts among them.
+            A host sets it. Defaults to None: replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:
         watch_optimizers()
         self.comm, self.calls = comm, 0
+        self.world: Comm | None = None
         self.begin(experts)
 
     def begin(self, experts: nn.Module) -> None:
         """Compare with the values that the experts have now. Local."""
         self._before_N = _sample(experts.parameters())
         self._built_N: Tensor | None = None  # what `_before_N` was before the first call
-        self._router_N: Tensor | None = None
+        self._shared_N: Tensor | None = None
+        self._equal_RR: Tensor | int = 0  # in how many comparisons experts had moved and were equal
 
-    def __call__(self, experts: nn.Module, router: nn.Module | None) -> None:
-        """Count a training call, and compare if it is its turn; collective over `comm`.
+    def __call__(self, experts: nn.Module, layer: nn.Module | None) -> None:
+        """Count a training call, and compare if it is its turn; collective over `comm` and `world`.
 
+        Args:
+            experts: of this rank.
+            layer: all parameters of it that are not experts' are shared, its router's among them.
+                None if they are not known.
         Raises:
             ValueError: a tool that overwrites experts is recognised, or, on all ranks, experts that
-                were different are equal, or nearly so, or have changed equally.
+                were different are equal, or nearly so, or have changed equally, or experts that
+                have moved are equal although the router tells them apart.
         """
         self.calls += 1
-        if self.calls & (self.calls - 1) or self.calls > LAST_CALL:
-            return
         if self.calls == 1:
             refuse_tools(self.comm.size)
+        elif self.calls not in _CALLS:
+            return
         if capturing(self.comm.device):  # a CUDA graph, in which the host cannot wait
             return
-        if self.calls > 1:
-            return self._exchange(experts, router)
-        self._built_N, self._before_N = self._before_N, _sample(experts.parameters())
-        self._router_N = _sample(() if router is None else router.parameters())
+        shared = () if layer is None else (p for p in layer.parameters() if not is_expert(p))
+        now_N, shared_N = _sample(experts.parameters()), _sample(shared)
+        if self.calls == 1:
+            self._built_N = self._before_N
+        else:
+            self._exchange(now_N, shared_N, None if layer is None else layer.router)
+        self._before_N, self._shared_N = now_N, shared_N
 
     @torch.no_grad()
-    def _exchange(self, experts: nn.Module, router: nn.Module | None) -> None:
-        now_N = _sample(experts.parameters())
-        router_N = _sample(() if router is None else router.parameters())
-        earlier_N = torch.zeros_like(router_N) if self._router_N is None else self._router_N
+    def _exchange(self, now_N: Tensor, shared_N: Tensor, router: nn.Module | None) -> None:
+        earlier_N = torch.zeros_like(shared_N) if self._shared_N is None else self._shared_N
         # layers may have moved since, and routers may have no parameters
-        built = [] if self._built_N is None else [self._built_N]
+        built, self._built_N = [] if self._built_N is None else [self._built_N], None
         mine_SN = torch.stack([sample_N.to(self.comm.device) for sample_N in
-                               (self._before_N, now_N, earlier_N, router_N, *built)])
+                               (self._before_N, now_N, earlier_N, shared_N, *built)])
         all_RSN = self.comm.all_gather(mine_SN[None]).cpu()
-        self._before_N, self._router_N, self._built_N = now_N, router_N, None
-        before_RN, now_RN, earlier_RN, router_RN, *built_RN = all_RSN.double().unbind(1)
+        before_RN, now_RN, earlier_RN, shared_RN, *built_RN = all_RSN.double().unbind(1)
         for earliest_RN in built_RN:
-            self._compare(earliest_RN, before_RN, True)
-        self._compare(before_RN, now_RN, False)
-        self._compare_routers(earlier_RN, router_RN)
+            self._compare(earliest_RN, before_RN, True, router)
+        self._compare(before_RN, now_RN, False, router)
+        world = self.world
+        # inside backward, replicas may be averaging gradients in the same group
+        if world is None or world.size == self.comm.size or inside_backward():
+            return _compare_shared(self.comm, earlier_RN, shared_RN)
+        place_S1 = torch.full_like(mine_SN[:4, :1], self.comm.rank)
+        all_RSN = world.all_gather(torch.cat([mine_SN[:4], place_S1], 1).to(world.device)[None])
+        before_RN, now_RN, earlier_RN, shared_RN = all_RSN[..., :-1].cpu().double().unbind(1)
+        _compare_shared(world, earlier_RN, shared_RN)
+        if (ranks := _drifted(before_RN, now_RN, all_RSN[:, 0, -1].cpu())) is not None:
+            _warn(world, "ranks %d and %d store the same experts, which were equal and have become "
+                  "different: the experts' gradients are not averaged over these ranks. %s",
+                  *ranks, AVERAGED)
 
-    def _compare(self, before_RN: Tensor, now_RN: Tensor, first: bool) -> None:
+    def _compare(self, before_RN: Tensor, now_RN: Tensor, first: bool,
+                 router: nn.Module | None) -> None:
         was_RR, is_RR = _distances(before_RN), _distances(now_RN)
         apart_RR = was_RR / _norms(before_RN)
         closer_RR = ((apart_RR > _APART) & (is_RR < 0.1 * was_RR)
@@ -100,36 +130,73 @@ class OverwriteCheck:
                     & (_distances(change_RN) < 0.01 * moved_R))
         if first:  # values may have been set on purpose
             if (ranks := _pair(equal_RR)) is not None:
-                self._warn("experts of ranks %d and %d differed when the layer was built and are "
-                           "equal in the first training call. If something has copied all "
-                           "parameters from one rank to the others, then half of the experts or "
-                           "more are lost. %s", *ranks, INSTEAD)
+                _warn(self.comm, "experts of ranks %d and %d differed when the layer was built and "
+                      "are equal in the first training call. If something has copied all "
+                      "parameters from one rank to the others, then half of the experts or more "
+                      "are lost. %s", *ranks, INSTEAD)
             return
+        self._equal_RR = self._equal_RR + _equal_and_moved(before_RN, now_RN, is_RR)
+        still_RR = self._equal_RR >= 2
         for found_RR, what in ((equal_RR, "experts of ranks {} and {} were different and have "
                                 "become equal: something copies or averages all parameters"),
                                (alike_RR, "experts of ranks {} and {} are different, but have "
                                 "changed equally: something averages the gradients of all "
-                                "parameters")):
-            if (ranks := _pair(found_RR)) is not None:
-                raise ValueError(
-                    f"{what.format(*ranks)} over the ranks (a broadcast or all-reduce in a loop "
+                                "parameters"),
+                               (still_RR, "experts of ranks {} and {} were trained and are "
+                                "equal: something copies or averages all parameters, or their "
+                                "gradients,")):
+            if (ranks := _pair(found_RR)) is None:
+                continue
+            text = (f"{what.format(*ranks)} over the ranks (a broadcast or all-reduce in a loop "
                     "over model.parameters(), a model averager of torch, LocalSGD of accelerate, "
                     "...). These ranks hold different experts: leave out every parameter with "
                     f"is_expert(parameter) of moe_plugin.experts. {INSTEAD}")
+            if found_RR is not still_RR or _tells_apart(router):
+                raise ValueError(text)
+            self._equal_RR = -LAST_CALL  # warn once
+            _warn(self.comm, "%s. Or the router gives these experts the same tokens with the same "
+                  "weights. Then they will always be equal: add noise to the experts or the router",
+                  text)
 
-    def _compare_routers(self, before_RN: Tensor, now_RN: Tensor) -> None:
-        if not before_RN.any() or _distances(before_RN).any():
-            return
-        drift_RR = _distances(now_RN) > 1e-4 * _norms(now_RN)
-        if (ranks := _pair(drift_RR)) is not None:
-            self._warn("the routers of ranks %d and %d were equal and have become different: the "
-                       "gradients of the parameters that all ranks share are not averaged. %s, or "
-                       "call moe_plugin.gradients.sync.sync_gradients after backward", *ranks,
-                       INSTEAD.partition(", and use")[0])
 
-    def _warn(self, text: str, *values: object) -> None:
-        if self.comm.rank == 0:
-            logger.warning(text, *values)
+def _compare_shared(comm: Comm, before_RN: Tensor, now_RN: Tensor) -> None:
+    if not before_RN.any() or (before_RN != before_RN[0]).any():
+        return
+    if (ranks := _drifted(before_RN, now_RN, torch.zeros(len(now_RN)))) is not None:
+        _warn(comm, "the routers, or other parameters of the layer that all ranks share, were "
+              "equal on ranks %d and %d and have become different: their gradients are not "
+              "averaged. %s", *ranks, AVERAGED)
+
+
+def _warn(comm: Comm, text: str, *values: object) -> None:
+    if comm.rank == 0:
+        logger.warning(text, *values)
+
+
+def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor:
+    """Pairs of ranks whose experts are equal now and were trained since `before_RN`.
+
+    Weight decay alone, of experts without tokens, moves every large value towards zero. (Small ones
+    it may carry beyond zero, where an optimizer divides by the gradient's size.)
+    """
+    large_RN = before_RN.abs() >= before_RN.abs().mean(1, keepdim=True)
+    grew_R = (large_RN & ((now_RN - before_RN) * before_RN > 0)).any(1)
+    return (is_RR == 0) & grew_R[:, None] & grew_R
+
+
+def _tells_apart(router: nn.Module | None) -> bool:
+    """Whether a router has other weights for each expert; else experts may get the same tokens."""
+    weights = () if router is None else router.parameters()
+    return any(w.dim() == 2 and not is_sharded(w) and len(w.unique(dim=0)) == len(w)
+               for w in weights)
+
+
+def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
+    """Two ranks that have the same part, whose values were equal and are no longer."""
+    first_R = (part_R[:, None] == part_R).int().argmax(1)
+    drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
+    found = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
+    return (int(first_R[found[0]]), found[0]) if found else None
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:

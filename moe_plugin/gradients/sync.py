@@ -53,7 +53,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
             "ranks; pass `replicas`, the ranks "
             "that store the same experts")
     mark_adapters(model)
-    _tell_routers(model, world)
+    _tell_world(model, world)
     reduced = [p for p in model.parameters() if p.grad is not None]
     experts = [p for p in reduced if ep.size > 1 and is_expert(p)]
     _average([p for p in reduced if ep.size == 1 or not is_expert(p)], world)
@@ -118,7 +118,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     mark_adapters(model)
     _refuse_twice(model)
     _leave_meta(model, world.device)
-    _tell_routers(model, world)
+    _tell_world(model, world)
     by_group: dict[str, list[MoELayer]] = {}
     for layer in layers_in(model):
         refuse_same_tokens(layer)
@@ -185,8 +185,12 @@ def mark_adapters(model: nn.Module) -> None:
         mark_experts(layer.experts)
 
 
-def _tell_routers(model: nn.Module, world: Comm) -> None:
-    """Biases that follow loads follow those of all these ranks, as the gradients do."""
+def _tell_world(model: nn.Module, world: Comm) -> None:
+    """Biases that follow loads follow those of all these ranks, as the gradients do; and parameters
+    that these ranks share are compared.
+    """
+    for layer in layers_in(model):
+        layer.ddp_check.compare_replicas(world)
     for router in model.modules():
         if isinstance(router, RouterModule):
             router.all_ranks = world

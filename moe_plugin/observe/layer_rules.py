@@ -207,8 +207,11 @@ def _without_loss(record: LayerRecord) -> float | None:
 
 
 def _has_no_loss(record: LayerRecord) -> bool:
-    """Whether that is known: without an entropy the router, and its losses, are not ours."""
-    return bool(record.load) and not record.losses and record.entropy is not None
+    """Whether that is known: without an entropy the router, and its losses, are not ours. The
+    z-loss (also under its name in Megatron) balances nothing.
+    """
+    balance = record.losses.keys() - {"z", "z_loss"}
+    return bool(record.load) and not balance and record.entropy is not None
 
 
 def _with_loss(record: LayerRecord) -> float | None:

@@ -66,6 +66,13 @@ def test_collapse_from_three_quarters_of_the_way_to_the_same_experts(experts: in
     assert rules(record(even(experts, k), k)) == set()
 
 
+def test_a_z_loss_balances_nothing() -> None:
+    uneven = towards_the_same(8, 1, 0.6)
+    for name, missing in (("switch", False), ("load_balancing_loss", False), ("z", True),
+                          ("z_loss", True)):
+        assert ("no_balance" in rules(record(uneven, 1, losses={name: 1.0}))) == missing, name
+
+
 def test_two_of_four_experts_for_all_tokens() -> None:
     (found, dead) = findings(run_of(*[record([TOKENS, TOKENS, 0, 0], 2)] * 40))
     assert found.rule == "collapse" and dead.rule == "dead_experts"

@@ -107,6 +107,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         super().__init__()
         _refuse_what_does_not_fit(settings)
         self.moe = MoELayer(settings.config, settings.groups.expert, host=settings.host)
+        self.moe.ddp_check.compare_replicas(settings.host.batch_comm)
         self.run, self.needs = settings.run, needs_of(self.moe.router)
         self.mask_padding = settings.mask_padding
         self.stats: LayerStats | None = None

@@ -158,6 +158,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                        comm_of(self.groups.experts, plan.config.comm.timeout_s),
                        host=self._host_context(config, plan, native is not None),
                        router=router, dtype=config.params_dtype, device=device)
+        moe.ddp_check.compare_replicas(
+            comm_of(core.all_data_group(self.groups.collection), plan.config.comm.timeout_s))
         if config.perform_initialization:
             if native is None:
                 _initialise_router(moe.router, config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.native_losses import weighed_by_tokens
+from moe_plugin.hosts.megatron.compat.native_losses import logged_losses, weighed_by_tokens
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, Count, wanted
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule
@@ -17,9 +17,10 @@ from moe_plugin.routing import RouterModule
 class NativeRouter(RouterModule):
     """Calls a Megatron router and turns its (probs, routing_map) into a `Routing`.
 
-    Megatron's router attaches its losses to the probabilities and logs them itself, so
-    `Routing.losses` is empty. It does not give its score distribution away, so the entropy is that
-    of the chosen weights, divided by their sum.
+    Megatron's router attaches its losses to the probabilities and logs them itself.
+    `Routing.losses` has their values, without gradients, by their names in Megatron's log. The
+    router does not give its score distribution away, so the entropy is that of the chosen weights,
+    divided by their sum.
 
     Args:
         native: Megatron's router.
@@ -53,11 +54,12 @@ class NativeRouter(RouterModule):
             )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
-        with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()):
+        notes = nullcontext({}) if torch.compiler.is_compiling() else logged_losses()
+        with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()), notes as losses:
             probs_TE, map_TE, undropped = core.call_native_router(self.native, x_SBD, padding_SB)
         probs_TE = probs_TE.view(-1, probs_TE.shape[-1])
         return _as_routing(probs_TE, map_TE.view(probs_TE.shape).bool(), undropped, mask_T,
-                           self.top_k)
+                           self.top_k, losses)
 
     def _weighed(self, tokens: Count) -> AbstractContextManager[None]:
         losses = self.losses
@@ -68,7 +70,7 @@ class NativeRouter(RouterModule):
 
 
 def _as_routing(probs_TE: Tensor, map_TE: Tensor, undropped: core.Undropped | None,
-                mask_T: Tensor | None, top_k: int) -> Routing:
+                mask_T: Tensor | None, top_k: int, losses: dict[str, Tensor]) -> Routing:
     # chosen experts have a probability >= 0; -1 marks the others
     before_TE, chosen_TE = (probs_TE.detach(), map_TE) if undropped is None else (
         undropped.probs_TE, undropped.map_TE)
@@ -82,7 +84,7 @@ def _as_routing(probs_TE: Tensor, map_TE: Tensor, undropped: core.Undropped | No
     entropy = _entropy(weights_TK.detach() if undropped is None else best_TK * chosen_TK, real_T)
     return Routing(
         ids_TK=ids_TK.masked_fill(~kept_TK, -1), weights_TK=weights_TK, priority_T=best_TK[:, 0],
-        losses={}, entropy=entropy, tokens=real_T.sum(),
+        losses=losses, entropy=entropy, tokens=real_T.sum(),
         undropped_TK=None if undropped is None else ids_TK.masked_fill(~chosen_TK, -1),
         capacity=None if undropped is None else undropped.capacity)
 

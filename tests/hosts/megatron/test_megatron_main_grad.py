@@ -95,3 +95,37 @@ def _compiled() -> tuple[Tensor, Tensor]:
 def test_compiled_models_run_the_layer_outside_their_graphs() -> None:
     [(eager, compiled)] = on_ranks(1, _compiled)
     assert float(eager.abs().max()) > 0 and torch.equal(eager, compiled)
+
+
+def _tied(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of the experts that two layers share, and the sums of those of equal experts."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    initialise_parallel(case)
+    found = []
+    for tied in (True, False):
+        first, second = build(case, True), build(case, True)
+        if tied:
+            second.experts = second.moe.experts = first.experts
+        layers = torch.nn.ModuleList([first, second])
+        ddp = DistributedDataParallel(first.config, DistributedDataParallelConfig(), layers)
+        ddp.zero_grad_buffer()
+        for number in range(2):
+            x, weigh, _ = batch(case)
+            with torch.enable_grad() if number == 1 else ddp.no_sync():
+                x = (x * (1 + number)).requires_grad_()
+                ((second(x + first(x)[0])[0]) * weigh).sum().backward()
+        ddp.finish_grad_sync()
+        grads = [[p.main_grad.clone() for p in layer.experts.parameters()] for layer in layers]
+        found.append(grads[0] if tied else [a + b for a, b in zip(*grads, strict=True)])
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("world", "case"), [(2, Case(ep=2)), (4, Case(ep=2)), (2, Case(
+    ep=2, native={"gradient_accumulation_fusion": True}))], ids=["EP2", "EP2 EDP2", "fused"])
+def test_gradients_of_tied_experts_are_sums(world: int, case: Case) -> None:
+    for pairs in on_ranks(world, _tied, case):
+        assert pairs
+        for got, wanted in pairs:
+            assert got.any()
+            torch.testing.assert_close(got, wanted)

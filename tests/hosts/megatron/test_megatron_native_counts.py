@@ -92,3 +92,86 @@ def test_statistics_are_those_of_megatrons_choices() -> None:
             assert got == pytest.approx(want), (case.native, case.padding, name)
     dropped = [one["dropped"][0] for one in found]
     assert sum(n > 0 for n in dropped) >= len(found) // 2, dropped
+
+
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+BUFFERS = ("local_tokens_per_expert", "expert_bias", "global_tokens_per_expert", "ga_steps")
+# what a run does between two steps that train nothing; the last is a step that is skipped
+PASSES = ("train", "validate", "train without gradients", "train", "forward alone")
+
+
+def _pass(layer: Any, case: Case, kind: str) -> None:
+    layer.train(kind != "validate")
+    x, weigh, _ = batch(case)
+    with torch.set_grad_enabled(kind in ("train", "forward alone")):
+        y, _ = layer(x.requires_grad_())
+    if kind == "train":
+        (y.float() * weigh).sum().backward()
+
+
+def _counted(cases: list[Case]) -> list[dict[str, Any]]:
+    """By pass and buffer: of Megatron's layer, and of ours."""
+    found = []
+    for case in cases:
+        initialise_parallel(case)
+        layers = [build(case, ours) for ours in (False, True)]
+        assert layers[1].plan.native_router, case.native
+        counts: dict[Any, Any] = {}
+        for number, kind in enumerate(PASSES):
+            for layer in layers:
+                _pass(layer, case, kind)
+            for name in BUFFERS:
+                values = [getattr(layer.router, name, None) for layer in layers]
+                if values[0] is not None:
+                    counts[number, kind, name] = [value.tolist() for value in values]
+        found.append(counts)
+    return found
+
+
+def test_passes_that_train_nothing_count_as_in_megatrons_own_layer() -> None:
+    cases = [Case(ep=ep, native={**native, **recomputed}) for ep in (1, 2)
+             for native in (BIAS, GLOBAL, {**BIAS, **GLOBAL}) for recomputed in ({}, RECOMPUTED)]
+    for world in (1, 2):
+        mine = [case for case in cases if case.ep == world]
+        for found in on_ranks(world, _counted, mine):
+            for case, counts in zip(mine, found, strict=True):
+                assert counts
+                for cell, (native, ours) in counts.items():
+                    assert native == ours, (case.native, world, cell)
+                for name in ("local_tokens_per_expert", "global_tokens_per_expert"):
+                    seen = [sum(ours) for (_, _, of), (_, ours) in counts.items() if of == name]
+                    if not seen:
+                        continue
+                    assert seen[0] > 0, (case.native, name)
+                    assert seen[0] == seen[1] == seen[2], (case.native, name, seen)
+
+
+def _own_counted(world: int) -> list[dict[str, Any]]:
+    """By pass: what Megatron's layer counts, and what ours does with a router of ours."""
+    found = []
+    for native, theirs, settings, ours in (
+            (GLOBAL, "global_tokens_per_expert", {"losses": {"global_batch": 0.1}}, "step_load_E"),
+            (BIAS, "local_tokens_per_expert", {"router.name": "sigmoid_bias"}, "load_E")):
+        case = Case(ep=world, native=native)
+        initialise_parallel(case)
+        reference = build(case, False)
+        layer = build(Case(ep=world), True, settings)
+        assert not layer.plan.native_router
+        counts = {}
+        for number, kind in enumerate(PASSES):
+            for one in (reference, layer):
+                _pass(one, case, kind)
+            counts[number, kind, ours] = (
+                getattr(reference.router, theirs).tolist(),
+                getattr(layer.router, ours)[:EXPERTS].tolist())
+        found.append(counts)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_routers_of_ours_count_the_passes_that_megatrons_layer_counts(world: int) -> None:
+    for counted in on_ranks(world, _own_counted, world):
+        for counts in counted:
+            for cell, (native, ours) in counts.items():
+                assert native == ours and sum(ours) > 0, cell

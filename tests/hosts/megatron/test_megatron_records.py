@@ -15,8 +15,10 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.reader import read_predictions
+from moe_plugin.observe.layer_rules import RECENT
 from moe_plugin.observe.prediction import MEASURED, STEPS
 from moe_plugin.planner.prediction import PARTS, Prediction, dump_prediction
 from tests.hosts import ill
@@ -138,6 +140,21 @@ def test_a_run_that_is_well_has_no_findings(data: str, tmp_path: Path) -> None:
             "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), *ill.WELL_FLAGS.split()]
     on_ranks(1, _trained_well, argv, str(tmp_path / "train.log"))
     ill.check_well(tmp_path, (tmp_path / "train.log").read_text())
+
+
+def test_drops_and_losses_of_megatrons_own_router_are_found_in_the_record(
+        data: str, tmp_path: Path) -> None:
+    on_ranks(1, trained, [*MODEL, "--num-experts", "8", "--moe-expert-capacity-factor", "1.0",
+                          "--data-path", data, "--train-iters", str(RECENT), "--moe-stats-jsonl",
+                          str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "1"])
+    run = read_run(tmp_path)
+    for records in run.layers.values():
+        assert all(r.losses.keys() == {"load_balancing_loss", "z_loss"} for r in records)
+        assert all(r.losses["load_balancing_loss"] >= 1 for r in records)
+    found = {one.rule: one for one in findings(run)}
+    assert found["drops"].layers and "no_balance" not in found
+    share = max(sum(r.drop_fraction for r in records) / RECENT for records in run.layers.values())
+    assert found["drops"].title.startswith(f"{100 * share:.0f} % of the choices are dropped in")
 
 
 @pytest.mark.distributed

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
-from moe_plugin import MoEBlock
+from moe_plugin import MoEBlock, TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.experts import is_expert
 from moe_plugin.experts.overwrites import LAST_CALL, VALUES
@@ -25,12 +25,13 @@ from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed
-STEPS = 17  # comparisons follow steps 1, 3, 7, 15
+STEPS = 13  # comparisons follow steps 1, 3, 6, 12
 
 
-def model(*comm: LocalComm, upcycled: bool = False) -> nn.Module:
+def model(*comm: Any, upcycled: bool = False, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(4, 8), MoEBlock(8, *comm, num_experts=4), nn.Linear(8, 4))
+    made = nn.Sequential(nn.Linear(4, 8), MoEBlock(8, *comm, **{"num_experts": 4, **settings}),
+                         nn.Linear(8, 4))
     if upcycled:
         with torch.no_grad():
             for parameter in made[1].moe.experts.parameters():
@@ -163,31 +164,106 @@ def run_general() -> dict[str, str]:
     found = {"LocalSGD": local_sgd(3)}
     for upcycled in (False, True):
         kind = "upcycled" if upcycled else "random"
-        found |= {f"each step, {kind}": averaged_by_hand(1, upcycled, data),
-                  f"no experts, {kind}": averaged_by_hand(1, upcycled, data, no_experts)}
-    return found | {"each sixth step": averaged_by_hand(6, False, data),
-                    "gradients": averaged_by_hand(1, False, grad),
-                    "gradients, no experts": averaged_by_hand(1, False, grad, no_experts)}
+        for name, period, values in (("values", 1, data), ("gradients", 1, grad),
+                                     ("each sixth step", 6, data)):
+            found |= {f"{name}, {kind}": averaged_by_hand(period, upcycled, values),
+                      f"{name}, no experts, {kind}": averaged_by_hand(
+                          period, upcycled, values, no_experts)}
+    return found | {"broadcast, upcycled": broadcast_by_hand(),
+                    "no tokens": without_tokens(torch.optim.AdamW),
+                    "no tokens, decay in gradients": without_tokens(torch.optim.Adam)}
+
+
+def broadcast_by_hand() -> str:
+    whole = model(upcycled=True)
+
+    def spread() -> None:
+        for parameter in whole.parameters():
+            dist.broadcast(parameter.data, 0)
+
+    return train(ddp_model(whole), sgd(whole.parameters()), after=spread)
+
+
+def without_tokens(optimizer: Any) -> str:
+    """Weight decay alone moves the experts of both ranks."""
+    whole = model(upcycled=True)
+    forward = whole[1].moe.forward
+    whole[1].moe.forward = lambda x, *more, **how: forward(x[:0], *more, **how)
+    whole[1].forward = lambda x: (x.sum() + whole[1].moe(x).output.sum()).reshape(1, 1).expand(1, 8)
+    return train(ddp_model(whole), optimizer(whole.parameters(), lr=0.05, weight_decay=0.1))
 
 
 def test_what_nobody_knows_by_name_is_found_by_what_it_does() -> None:
     for said in run_gloo(2, run_general):
         fine = {name for name, text in said.items() if text == "fine"}
-        assert fine == {"no experts, random", "no experts, upcycled", "gradients, no experts",
-                        "each step, upcycled"}, said  # equal from the first step: no one can tell
+        assert fine == {name for name in said if name.startswith("no tokens") or (
+            "no experts" in name)}, said
         # found in the call after the step, or in the next comparison
-        assert said["each step, random"].startswith("step 1: experts of ranks 0 and 1 were diff")
-        assert said["gradients"].startswith("step 1: ")
-        assert "changed equally: something averages the gradients" in said["gradients"]
-        for name in ("each sixth step", "LocalSGD"):
+        assert said["values, random"].startswith("step 1: experts of ranks 0 and 1 were diff")
+        assert said["gradients, random"].startswith("step 1: ")
+        assert "changed equally: something averages the gradients" in said["gradients, random"]
+        for name in ("each sixth step, random", "LocalSGD"):
             assert "have become equal: something copies or averages all" in said[name], said
+        for name in ("values", "gradients", "broadcast"):  # the second comparison makes it sure
+            assert said[f"{name}, upcycled"].startswith(
+                "step 3: experts of ranks 0 and 1 were trained and are equal"), said
 
 
-def run_copied_first() -> list[str]:
+def run_same_tokens() -> tuple[str, list[str]]:
+    """A router that gives every expert the same tokens keeps experts equal: this may be right."""
+    whole = model(upcycled=True, num_experts=2, top_k=2)
+    with torch.no_grad():
+        whole[1].moe.router.weight_ED.zero_()
+    texts = warnings_of()
+    return train(ddp_model(whole), sgd(whole.parameters())), texts
+
+
+def test_a_router_that_tells_no_experts_apart_is_warned_of() -> None:
+    (said, texts), (other, none) = run_gloo(2, run_same_tokens)
+    assert said == other == "fine" and not none
+    assert [text.partition(" were")[0] for text in texts] == ["experts of ranks 0 and 1"]
+    assert "the same tokens with the same weights" in texts[0]
+
+
+def run_drifting() -> dict[str, list[str]]:
+    """Four ranks, two of which store the same experts."""
+    texts, found = warnings_of(), {}
+    for name in ("right", "experts", "shared"):
+        whole = model(TorchComm().contiguous_subgroup(2), shared_expert_hidden_dim=8)
+        wrapped = ddp_model(whole)
+
+        def spoil(name: str = name, whole: nn.Module = whole) -> None:
+            chosen = {"experts": whole[1].moe.experts, "shared": whole[1].moe.shared_expert}
+            if name in chosen and dist.get_rank() == 2:
+                for parameter in chosen[name].parameters():
+                    parameter.grad = torch.ones_like(parameter)
+
+        assert train(wrapped, sgd(whole.parameters()), before=spoil, steps=5) == "fine"
+        found[name] = texts[:]
+        texts.clear()
+    return found
+
+
+def test_replicas_that_drift_apart_are_warned_of() -> None:
+    first, *others = run_gloo(4, run_drifting)
+    assert not any(texts for found in others for texts in found.values())
+    assert first["right"] == []
+    assert [text.partition(",")[0] for text in first["experts"]] == [
+        "ranks 0 and 2 store the same experts"]
+    assert ["equal on ranks 0 and 2" in text for text in first["shared"]] == [True]
+
+
+def warnings_of() -> list[str]:
+    """What the check will log."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moe_plugin.experts.overwrites").addHandler(handler)
+    return texts
+
+
+def run_copied_first() -> list[str]:
+    texts = warnings_of()
     for wrap, broadcast in ((ddp_model, True), (ddp_model, False), (lambda m: m, False)):
         whole = model()
         for parameter in whole.parameters() if broadcast else ():
@@ -201,7 +277,7 @@ def test_copies_before_the_first_step_and_forgotten_reductions_are_warned_of() -
     assert second == ["fine"] * 3
     copied, *fine, drifted, last = first
     assert "differed when the layer was built and are equal" in copied
-    assert "routers of ranks 0 and 1 were equal and have become different" in drifted
+    assert "routers" in drifted and "equal on ranks 0 and 1 and have become diff" in drifted
     assert fine + [last] == ["fine"] * 3
 
 
@@ -225,7 +301,7 @@ def run_counted() -> list[int]:
 
 def test_comparisons_are_few() -> None:
     for calls in run_gloo(2, run_counted):
-        assert calls == [2, 4, 8, 16, 32, 64, 128, LAST_CALL]
+        assert calls == [2, 4, 7, 13, 25, 61, 121, LAST_CALL]
 
 
 def run_inside_backward() -> dict[str, str]:

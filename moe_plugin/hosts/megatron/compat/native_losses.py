@@ -14,11 +14,35 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+from megatron.core.transformer.moe import router as router_module
 from torch import Tensor, nn
 
 Count = int | Tensor
+
+
+@contextlib.contextmanager
+def logged_losses() -> Iterator[dict[str, Tensor]]:
+    """Inside, the dict gets the raw losses that Megatron's router logs, by their names in its log.
+
+    Versions since 0.18 log by a tracker, earlier ones by a function.
+    """
+    tracked = hasattr(router_module, "get_moe_metrics_tracker")
+    seam = "get_moe_metrics_tracker" if tracked else "save_to_aux_losses_tracker"
+    found, before = dict[str, Tensor](), getattr(router_module, seam)
+    log: Any = before().record if tracked else before
+
+    def noted(name: str, value: Tensor, *args: Any, **kwargs: Any) -> None:
+        found[name] = value.detach()
+        log(name, value, *args, **kwargs)
+
+    setattr(router_module, seam, (lambda: SimpleNamespace(record=noted)) if tracked else noted)
+    try:
+        yield found
+    finally:
+        setattr(router_module, seam, before)
 
 
 @contextlib.contextmanager
