@@ -96,7 +96,8 @@ def cause(error: BaseException) -> tuple[int, BaseException]:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
         return rank, error
-    return dist.get_rank(), error
+    # arguments are read from a checkpoint before there is a group
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")), error
 
 
 def _not_written(folder: str, error: BaseException) -> str:
@@ -146,7 +147,7 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 
 def _unreadable(path: str, error: BaseException) -> ValueError:
     rank, what = cause(error)
-    where = f" on rank {rank}" if rank != dist.get_rank() else ""
+    where = f" on rank {rank}" if rank != cause(what)[0] else ""
     return ValueError(
         f"checkpoint {path!r} cannot be loaded{where}: {type(what).__name__}: {short(what, 300)}; "
         f"to use an earlier one write its number into "
