@@ -12,7 +12,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import _weights_only_unpickler as of_torch
@@ -84,7 +84,7 @@ def check_sizes(file: Any, what: str) -> None:
 
 
 @contextlib.contextmanager
-def _opened(file: Any) -> Iterator[BinaryIO]:
+def _opened(file: Any) -> Iterator[Any]:
     """A path's or a stream's bytes, from where the stream is; the stream stays there."""
     if isinstance(file, str | os.PathLike):
         with open(file, "rb") as stream:
@@ -92,12 +92,28 @@ def _opened(file: Any) -> Iterator[BinaryIO]:
         return
     start = file.tell()
     try:
-        yield file
+        yield _FromStart(file)
     finally:
         file.seek(start)
 
 
-def _pickles(stream: BinaryIO) -> Iterator[BinaryIO]:
+class _FromStart(io.RawIOBase):
+    """A stream that seeks from its start only: torch's views of a part of a file take an offset
+    from their end with the wrong sign.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.read, self.tell, self._file = file.read, file.tell, file
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See `io.IOBase.seek`."""
+        if whence == io.SEEK_END:
+            self._file.seek(0, whence)
+        self._file.seek(offset + (self.tell() if whence else 0))
+        return self.tell()
+
+
+def _pickles(stream: Any) -> Iterator[Any]:
     """The pickles in a file of `torch.save`."""
     start = stream.tell()
     with contextlib.suppress(zipfile.BadZipFile):
@@ -112,7 +128,7 @@ def _pickles(stream: BinaryIO) -> Iterator[BinaryIO]:
         yield stream
 
 
-def _names(stream: BinaryIO) -> set[str]:
+def _names(stream: Any) -> set[str]:
     """The classes and functions that the next pickle of a stream names."""
     found, texts = set[str](), ["", ""]
     with contextlib.suppress(ValueError, EOFError):  # the names up to where it is damaged
