@@ -14,4 +14,4 @@ class Payload:
         self.target = str(target)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.target,)
+        return os.makedirs, (self.target, 0o700, True)

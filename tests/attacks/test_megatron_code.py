@@ -1,5 +1,5 @@
-"""Checkpoints of Megatron with code in them: without `--trust-checkpoint` none of it runs, whichever
-argument names the checkpoint, and the run ends with an error that names the class and the flag.
+"""Checkpoints of Megatron with code in them: without `--trust-checkpoint` none of it runs, however
+the checkpoint is named, and the run ends with an error that names the class and the flag.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_no_code_runs_whichever_argument_names_the_checkpoint(
     argv = [*MODEL, "--data-path", data, "--train-iters", "2", *attack(saved, root, marker)]
     [message] = on_ranks(1, refusal, argv)
     assert not marker.exists()
-    named = "Python objects" if attack is _data else "mkdir"
+    named = "Python objects" if attack is _data else "makedirs"
     assert named in message and "refused" in message and "--trust-checkpoint" in message, message
 
 
