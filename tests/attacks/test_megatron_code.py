@@ -152,6 +152,27 @@ def test_a_checkpoint_cannot_name_a_module_to_import(
     assert "--spec ['stranger.code', 'layer']" in message and "--trust-checkpoint" in message
 
 
+@pytest.mark.parametrize("release", [False, True])
+def test_another_name_of_a_file_is_an_error_that_names_it(
+        release: bool, data: str, saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(saved, tmp_path / ("release" if release else "iter_0000001"))
+    (path / "moe_plugin.json").unlink()
+    next(path.glob("*.distcp")).rename(path / "other.distcp")
+    (tmp_path / LATEST).write_text("release" if release else "1")
+    [message] = on_ranks(1, refusal, [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--load", str(tmp_path)])
+    assert "__0_0.distcp" in message and "[Errno" not in message
+
+
+def test_a_trusted_checkpoint_loads_as_ever(data: str, saved: Path, tmp_path: Path) -> None:
+    root, marker = tmp_path / "from a friend", tmp_path / "code has run"
+    root.mkdir()
+    argv = _released(saved, root, marker)
+    assert on_ranks(1, refusal, [
+        *MODEL, "--data-path", data, "--train-iters", "2", *argv, "--trust-checkpoint"]) == [""]
+    assert marker.exists()
+
+
 def _refusal_in(folder: str, argv: list[str]) -> str:
     sys.path.insert(0, folder)
     return refusal(argv)

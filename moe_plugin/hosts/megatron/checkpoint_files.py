@@ -148,8 +148,10 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 def _unreadable(path: str, error: BaseException) -> ValueError:
     rank, what = cause(error)
     where = f" on rank {rank}" if rank != cause(what)[0] else ""
+    said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
+            else f"{type(what).__name__}: {short(what, 300)}")
     return ValueError(
-        f"checkpoint {path!r} cannot be loaded{where}: {type(what).__name__}: {short(what, 300)}; "
+        f"checkpoint {path!r} cannot be loaded{where}: {said}; "
         f"to use an earlier one write its number into "
         f"{os.path.join(os.path.dirname(path), LATEST)}")
 

@@ -161,11 +161,12 @@ class DistributedFiles:
                                   "another checkpoint")
         with self._lock:
             if place.relative_path not in self._verified:
-                self._verify(place.relative_path)
+                self.verify(place.relative_path)
                 self._verified.add(place.relative_path)
         return self.folder / place.relative_path, place
 
-    def _verify(self, name: str) -> None:
+    def verify(self, name: str) -> None:
+        """Raise `CheckpointError` if a file is outside of the folder, missing or damaged."""
         path = self.folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise CheckpointError(f"checkpoint {str(self.folder)!r} names a file outside of "
@@ -231,12 +232,15 @@ def _check_metadata(metadata: Metadata) -> None:
 
 def check_classes(folder: str) -> None:
     """Raise `UntrustedFile` if a pickle of a checkpoint, also one that the run does not read, names
-    other classes than the listed ones and Megatron's own (`megatron.core.safe_globals`).
+    other classes than the listed ones and Megatron's own (`megatron.core.safe_globals`), and
+    `CheckpointError` if a file is missing.
     """
     common = os.path.join(folder, COMMON)
     if os.path.exists(common):
         trust.check(common, common)
     if os.path.exists(os.path.join(folder, METADATA)):
         files = DistributedFiles(Path(folder))
+        for name in files.file_names():
+            files.verify(name)
         for name in files.objects():
             trust.check(io.BytesIO(files.read_object(name)), f"entry {name!r} of {folder}")
