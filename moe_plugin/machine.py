@@ -191,7 +191,7 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
         warn_once(__name__, f"the cache {folder} is not used, because other users can write there, "
                   "and programs are run from it: nothing is kept between runs. If it is yours, "
                   f"remove what is in it and: chmod 700 {shlex.quote(str(folder))}")
-        return _fresh_cache()
+        return fresh_cache()
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not writable, so {purpose}; make it writable")
     return folder
@@ -205,7 +205,8 @@ def _is_private(folder: Path) -> bool:
 
 
 @functools.cache
-def _fresh_cache() -> Path:
+def fresh_cache() -> Path:
+    """A new folder that no other user can write, for the life of this process."""
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))

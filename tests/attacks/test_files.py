@@ -174,9 +174,9 @@ def test_a_value_on_the_command_line_makes_no_objects(marker: Path) -> None:
 def test_a_stage_of_a_swarm_runs_no_code(tmp_path: Path, marker: Path) -> None:
     from moe_plugin.hosts.plain.swarm import saved
 
-    (tmp_path / "stage.pt").write_bytes(b"")
-    torch.save({"code": Payload(marker)}, tmp_path / "stage.pt")
-    (tmp_path / saved._INDEX).write_text(json.dumps({"step": 1, "stages": ["stage.pt"]}))
+    saved.save_swarm(tmp_path, 1, [{}])
+    [stage] = tmp_path.rglob("*.pt")
+    torch.save({"code": Payload(marker)}, stage)
     with pytest.raises(ValueError, match="makedirs"):
         saved.load_swarm(tmp_path, 1)
     assert not marker.exists()

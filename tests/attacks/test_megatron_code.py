@@ -113,7 +113,14 @@ def _module(saved: Path, root: Path, marker: Path) -> list[str]:
 
 
 def _with_spec(path: Path, spec: list[str]) -> None:
-    """Change the spec among the arguments of a checkpoint, which are an object of it."""
+    """Change the spec among the arguments of a checkpoint, which are an object of it; up to 0.18
+    they have a file.
+    """
+    if (path / "common.pt").exists():
+        state = torch.load(path / "common.pt", weights_only=False)
+        state["args"].spec = spec
+        torch.save(state, path / "common.pt")
+        return
     metadata = pickle.loads((path / ".metadata").read_bytes())
     [key] = [key for key in metadata.storage_data if key.fqn.startswith("common_state")]
     place = metadata.storage_data[key]

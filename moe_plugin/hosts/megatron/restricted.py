@@ -24,7 +24,8 @@ from moe_plugin.messages import short
 
 # the beginnings of the modules that unpickle what is in files, among others of these packages that
 # unpickle what ranks send to each other
-_READERS = "megatron.", "transformer_engine.", "torch.distributed.checkpoint.filesystem"
+_READERS = ("megatron.", "transformer_engine.", "torch.distributed.checkpoint.filesystem",
+            "numcodecs.")
 # in the extra states of fp8 layers, which are pickles in tensors; torch's own load is restricted
 _RECIPE = "transformer_engine.common.recipe."
 _EXTRA_STATE = {
