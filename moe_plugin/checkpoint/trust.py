@@ -63,6 +63,7 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
     """Raise `UntrustedFile` if a file of `torch.save` (path or stream) names other classes than
     those in `torch.serialization.safe_globals`. Nothing in the file runs.
     """
+    check_sizes(file, what)
     listed = {*of_torch._get_allowed_globals(), *of_torch._get_user_allowed_globals()}
     with _opened(file) as stream:
         if unsafe := {name for pickled in _pickles(stream) for name in _names(pickled)} - listed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import pickle
 import sys
@@ -72,14 +73,17 @@ def _noted() -> Iterator[None]:
 def _torch_load(f: Any, *args: Any, **options: Any) -> Any:
     if trusts_files():
         return trust.torch_load(f, *args, **options)
-    named = f if isinstance(f, str) else getattr(f, "name", None) or f
-    what = ("an entry of a checkpoint" if isinstance(named, io.IOBase)
-            else f"file {short(str(named))}")
-    if args:  # places of `torch.load`
-        options["map_location"] = args[0]
-    options.pop("pickle_module", None)
+    given = inspect.signature(trust.torch_load).bind(f, *args, **options).arguments
+    given.update(given.pop("pickle_load_args", {}), pickle_module=None)
+    name = getattr(f, "name", "an entry of a checkpoint" if hasattr(f, "read") else f)
     with _noted():
-        return trust.load(f, (), what, **options)
+        return trust.load(given.pop("f"), (), str(name), **given)
+
+
+def _is_unlimited() -> bool:
+    """Whether the caller of the function that asks may unpickle anything."""
+    reader = str(sys._getframe(2).f_globals.get("__name__"))
+    return not reader.startswith(_READERS) or trusts_files()
 
 
 def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,13 +92,11 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
     """
     @functools.wraps(load)
     def call(source: Any, *args: Any, **options: Any) -> Any:
-        reader = str(sys._getframe(1).f_globals.get("__name__"))
-        if not reader.startswith(_READERS) or trusts_files():
+        if _is_unlimited():
             return load(source, *args, **options)
         stream = source if hasattr(source, "read") else io.BytesIO(source)
-        what = str(getattr(stream, "name", f"a value that {reader} reads"))
         with _noted():
-            return trust.Unpickler(stream, _LISTED, what).load()
+            return trust.Unpickler(stream, _LISTED, getattr(stream, "name", "a value")).load()
 
     return call
 
@@ -105,8 +107,7 @@ def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
-        reader = str(sys._getframe(1).f_globals.get("__name__"))
-        if not reader.startswith(_READERS) or trusts_files():
+        if _is_unlimited():
             return load(file, *args, **options)
         with _noted():
             try:
@@ -127,13 +128,11 @@ def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
     def call(args: Any, *more: Any, **named: Any) -> Any:
         given = args.spec
         done = read(args, *more, **named)
-        spec = getattr(args, "spec", None)
-        module = spec[0] if isinstance(spec, list | tuple) and spec else spec
-        known = module is None or spec == given or (
-            isinstance(module, str) and module.startswith(_OURS))
-        if not known and not trusts_files():
+        module = args.spec[0] if isinstance(args.spec, list | tuple) and args.spec else args.spec
+        if module and args.spec != given and not str(module).startswith(_OURS) \
+                and not trusts_files():
             raise trust.UntrustedFile("the checkpoint, in its arguments,",
-                                      [f"--spec {short(spec)}"])
+                                      [f"--spec {short(args.spec)}"])
         return done
 
     return call
