@@ -117,7 +117,7 @@ def readable(path: str) -> Iterator[None]:
     except (UntrustedFile, CheckpointError, CommError):
         raise
     except (Exception, CheckpointException) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
@@ -133,7 +133,7 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
         try:
             result = work()
         except (Exception, CheckpointException) as caught:  # of any kind: the others must know
-            error = caught if isinstance(caught, ValueError) else _unreadable(path, caught)
+            error = caught if isinstance(caught, ValueError) else unreadable(path, caught)
             if isinstance(error, CheckpointError):
                 kind = CheckpointError
             said = str(error)
@@ -145,7 +145,8 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _unreadable(path: str, error: BaseException) -> ValueError:
+def unreadable(path: str, error: BaseException) -> ValueError:
+    """The error for a checkpoint that cannot be loaded: it says how to use an earlier one."""
     rank, what = cause(error)
     where = f" on rank {rank}" if rank != cause(what)[0] else ""
     said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
