@@ -4,6 +4,7 @@ outlive a run, and processes that do not outlive the one that started them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -11,7 +12,10 @@ import math
 import mmap
 import os
 import platform
+import shlex
+import shutil
 import signal
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
+
+from moe_plugin.messages import warn_once
 
 _PR_SET_PDEATHSIG = 1
 _NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory whose last user went during a capture
@@ -161,25 +167,50 @@ def cache_home() -> Path:
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """A folder of this user that outlives the process, created if missing; every cache is in it.
+    """A folder that outlives the process, created if missing; every cache is in it. It belongs to
+    this user, and nobody else can write there: programs are compiled into it and run from it.
 
-    Below the temporary folder if it cannot be made.
+    If it cannot be created it is below the temporary folder. If others can write there a new folder
+    takes its place, for this process alone.
 
     Args:
         purpose: what errors say is impossible without it.
-        folder: None: `cache_home`.
+        folder: optional. Defaults to `cache_home`.
     Raises: ValueError: not writable.
     """
-    folder = folder or cache_home()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+        folder = folder or cache_home()
+        for path in (*reversed(folder.parents), folder):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         folder = Path(tempfile.gettempdir()) / f"moe-plugin-{os.getuid()}"
         with contextlib.suppress(OSError):  # the check below says it
             folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.exists() and not _is_private(folder):
+        warn_once(__name__, f"the cache {folder} is not used, because other users can write there, "
+                  "and programs are run from it: nothing is kept between runs. If it is yours, "
+                  f"remove what is in it and: chmod 700 {shlex.quote(str(folder))}")
+        return fresh_cache()
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not writable, so {purpose}; make it writable")
     return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder is this user's, and no other user can write there."""
+    found = folder.stat()
+    ours = found.st_uid == os.getuid() == folder.lstat().st_uid
+    return ours and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+
+
+@functools.cache
+def fresh_cache() -> Path:
+    """A new folder that no other user can write, for the life of this process."""
+    folder = tempfile.mkdtemp(prefix="moe-plugin-")
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    return Path(folder)
 
 
 def die_with_parent(parent: int) -> None:

@@ -29,7 +29,7 @@ def short(value: Any, limit: int = LIMIT) -> str:
     try:
         text = repr(value)
         if isinstance(value, BaseException):
-            text = " ".join(str(value).split()) or text
+            text = printable(" ".join(str(value).split())) or text
     except (ValueError, RecursionError):  # an integer of more digits than Python writes, or nesting
         text = f"a {type(value).__name__} too large to show"
     return cut(text, limit)
@@ -43,8 +43,21 @@ def cut(text: str, limit: int = LIMIT) -> str:
     return text[: limit - len(note)] + note
 
 
+def printable(text: str, limit: int | None = None) -> str:
+    """A text of a file for a terminal: on one line, without escape sequences and without marks that
+    change the direction of writing. They are shown as Python writes them.
+
+    Args:
+        text: what a name, a path or a value of a file says.
+        limit: optional. The most characters to show.
+    """
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return shown if limit is None else cut(shown, limit)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A table for a terminal: columns as wide as they need to be, two spaces between them."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)
                                ).rstrip() for row in rows)

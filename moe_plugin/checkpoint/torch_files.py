@@ -209,7 +209,8 @@ class SealedWriter:
         skeleton = _each(_each(state, Tensor, _in_memory()), Derived, empty)
         with torch.serialization.skip_data():
             torch.save(skeleton, path)
-        written = _structure(lambda **options: torch.load(path, weights_only=False, **options))
+        written = _structure(lambda **options: trust.torch_load(path, weights_only=False,
+                                                                **options))
         placed = _places(written, skeleton)
         order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
                        key=lambda pair: pair[0])

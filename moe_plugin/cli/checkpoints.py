@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_plugin.messages import printable, short
+
 SIZES = {
     "world": "ranks in total (fairseq: data-parallel ranks)", "ep": "expert-parallel ranks",
     "tp": "tensor-parallel ranks", "pp": "pipeline stages", "etp": "expert-tensor-parallel ranks",
     "shards": "ranks over which each expert is cut",
 }
 SCREEN, LAYERS, COLUMNS = 40, 8, 160  # what `inspect` prints without --all
+WHOLE = 10_000  # characters of a line with --all
 _OF_EXPERTS = re.compile("moe|expert|router|gate")
 
 
@@ -84,10 +87,11 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
         order = sorted(settings, key=lambda name: not _OF_EXPERTS.search(name))
         values = ["settings", *(f"  {name} = {settings[name]}" for name in order)]
     if every:
-        return [*lines, *layers, *values]
+        return [printable(line, WHOLE) for line in (*lines, *layers, *values)]
     lines += _cut(layers, LAYERS, "layers")
+    rest = _cut(values, max(4, SCREEN - len(lines)), "settings")
     return [line if len(line) <= COLUMNS else line[:COLUMNS - 4] + " ..."
-            for line in (*lines, *_cut(values, max(4, SCREEN - len(lines)), "settings"))]
+            for line in map(printable, (*lines, *rest))]
 
 
 def _cut(lines: list[str], most: int, what: str) -> list[str]:
@@ -147,14 +151,14 @@ def reshard(args: argparse.Namespace) -> int:
             written = conversion.run()
         origin = source.format
     if not written:
-        print(f"{args.target}: there already, complete")
+        print(printable(f"{args.target}: there already, complete"))
         return 0
     size = sum(path.stat().st_size for path in args.target.rglob("*") if path.is_file())
     seconds = time.perf_counter() - start
     kept = f", {len(conversion.kept)} files kept of an earlier try" if conversion.kept else ""
-    print(f"{args.target}: {origin} to {to}, {show_size(size)} in "
-          f"{show_time(seconds)} ({show_size(size / seconds)}/s){kept}; "
-          f"peak memory {show_size(peak_bytes())}")
+    print(printable(
+        f"{args.target}: {origin} to {to}, {show_size(size)} in {show_time(seconds)} "
+        f"({show_size(size / seconds)}/s){kept}; peak memory {show_size(peak_bytes())}"))
     return 0
 
 
@@ -206,7 +210,7 @@ def upcycle(args: argparse.Namespace) -> int:
     plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
                      shared=args.shared, shared_gate=args.shared_gate, every=args.every,
                      router_std=args.router_std, seed=args.seed)
-    name = args.origin or detect(args.source)
+    name = args.origin or detect(args.source, args.trust)
     to = formats.get(args.to or name)()
     with open_source(args.source, name, args.trust) as source:
         made = upcycled(convert(source, NEUTRAL), plan)
@@ -240,6 +244,19 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
                         "bfloat16: 0.05)")
 
 
+def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Say that code which comes with a model is not run; `ValueError` if its configuration asks for
+    code of others, which transformers would get from the network.
+    """
+    for name, value in config.items():
+        if name.endswith("_implementation") and "/" in str(value):
+            raise ValueError(f"{str(folder)!r}: {short(name)}={short(value)} in config.json "
+                             "names code of others, which is not run; remove the entry")
+    if "auto_map" in config:
+        print(printable(f"{folder}: the model's own code (auto_map in config.json) is not run; "
+                        f"transformers' {short(config.get('model_type'))} takes its place"))
+
+
 def check_hf(args: argparse.Namespace) -> int:
     """Compare our layers with a Hugging Face model's own. 0: within the tolerance."""
     import torch
@@ -259,13 +276,15 @@ def check_hf(args: argparse.Namespace) -> int:
     if spread:
         dist.init_process_group("gloo")
     dtype = getattr(torch, args.dtype)
-    found = quantization_of(read_json(args.model / CONFIG))
+    config = read_json(args.model / CONFIG)
+    found = quantization_of(config)
     if found is None:
         with open_safetensors(args.model) as source:
             check_plain(source)
     plain = Mxfp4Config if found and found.get("quant_method") == "mxfp4" else FineGrainedFP8Config
+    _say_unused_code(args.model, config)
     model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=dtype, local_files_only=True,
+        args.model, dtype=dtype, local_files_only=True, trust_remote_code=False,
         **({"quantization_config": plain(dequantize=True)} if found else {})
     ).eval()
     if dtype == torch.float64:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from moe_plugin import __version__
 from moe_plugin.lab.bench.studies import STUDIES
 from moe_plugin.lab.bench.study import Study
-from moe_plugin.messages import Parser, cut, short
+from moe_plugin.messages import Parser, printable, short
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden, own_log
 
 _LINE = 2000  # characters of an error
@@ -139,7 +139,7 @@ def _one_line(error: Exception) -> str:
     """Our errors say what to do. Others have their type, and the way to see where they come from.
     """
     if isinstance(error, ValueError):
-        return cut(" ".join(str(error).split()), _LINE)
+        return printable(" ".join(str(error).split()), _LINE)
     text = short(error) if isinstance(error, OSError) else f"{type(error).__name__}: {short(error)}"
     return f"{text}; `moe-plugin --verbose ...` shows where"
 

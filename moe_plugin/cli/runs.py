@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_plugin.messages import printable
+
 if TYPE_CHECKING:
     from moe_plugin.observe.history import RunRecord
 
@@ -56,13 +58,14 @@ def report(args: argparse.Namespace) -> int:
     runs = [run for folder in folders for run in read_runs(folder)]
     for run_ in runs:
         for note in run_.notes:
-            print(f"note: {note}" if len(runs) == 1 else f"note: {run_.name}: {note}")
+            print(printable(f"note: {note}" if len(runs) == 1 else f"note: {run_.name}: {note}"))
     if len(runs) == 1:
-        print(write_report(runs[0], args.output or folders[0] / "report.html"))
+        page = write_report(runs[0], args.output or folders[0] / "report.html")
     elif len(folders) == 1:
-        print(write_history(runs, args.output or folders[0] / "report.html"))
+        page = write_history(runs, args.output or folders[0] / "report.html")
     else:
-        print(write_comparison(runs, args.output or folders[0] / "comparison.html"))
+        page = write_comparison(runs, args.output or folders[0] / "comparison.html")
+    print(printable(str(page)))
     return 0
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.checkpoint.trust import torch_load
 from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.experts import Experts
 from moe_plugin.gradients.replicas import replica_comm
@@ -149,7 +150,7 @@ class TwinCheck(RunFeature):
         if self.twins.rank == root:
             return batch
         # from a rank of this job, not from a file; a tensor of a card comes to this rank's
-        return torch.load(io.BytesIO(got.cpu().numpy().tobytes()), weights_only=False,
+        return torch_load(io.BytesIO(got.cpu().numpy().tobytes()), weights_only=False,
                           map_location=lambda storage, place: storage if place == "cpu" else
                           storage.to(device=device))
 

@@ -164,18 +164,12 @@ def run_compiler(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Where compiled functions are kept: code, so that no other user may have put it there."""
+    """Where compiled functions are kept: code, which no other user may have put there."""
     try:
         folder = cache_home() / "native"
     except RuntimeError as error:  # a user without a home
         raise Unavailable(f"there is no folder for what is compiled: {error}") from error
-    with contextlib.suppress(OSError):  # the next line finds another folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = user_cache("what is compiled there cannot be kept", folder)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise Unavailable(f"{folder} is not this user's alone, and code from it is not run")
-    return folder
+    return user_cache("what is compiled there cannot be kept", folder)
 
 
 def _use_threads_of_torch(found: ctypes.CDLL) -> None:

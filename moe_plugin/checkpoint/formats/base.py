@@ -17,6 +17,7 @@ import torch
 
 from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source, refused_if_unreadable
+from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.registry import Registry
 
 
@@ -113,8 +114,15 @@ class Format(ABC):
     views_of: ClassVar[Mapping[str, MakesView]] = {}
 
     @abstractmethod
-    def detect(self, path: Path) -> bool:
-        """Whether a file or folder is a checkpoint of this format, from names and headers alone."""
+    def detect(self, path: Path, trust: bool = False) -> bool:
+        """Whether a file or folder is a checkpoint of this format, from names and headers alone.
+
+        Args:
+            path: the file or folder.
+            trust: see `open`.
+        Raises:
+            UntrustedFile: it cannot be told without classes that are not listed.
+        """
 
     @abstractmethod
     def open(self, path: Path, trust: bool = False) -> Source:
@@ -160,13 +168,20 @@ def _named(name: str, value: type[Format]) -> None:
 formats: Registry[type[Format]] = Registry("checkpoint format", base=Format, check=_named)
 
 
-def detect(path: Path) -> str:
+def detect(path: str | Path, trust: bool = False) -> str:
     """Name of the format of a checkpoint.
 
+    Args:
+        path: its folder or file.
+        trust: unpickle classes that are not listed, which can run code in the files.
     Raises:
         CheckpointError: nothing is there, or no format or more than one knows it.
+        UntrustedFile: its format cannot be told without other classes and `trust` is off.
     """
-    found = [name for name in formats.names() if _detects(name, path)]
+    path, refused = Path(path), list[UntrustedFile]()
+    found = [name for name in formats.names() if _detects(name, path, trust, refused)]
+    if not found and refused:
+        raise refused[0]
     if not found and not path.exists():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
     if len(found) != 1:
@@ -176,22 +191,29 @@ def detect(path: Path) -> str:
     return found[0]
 
 
-def _detects(name: str, path: Path) -> bool:
+def _detects(name: str, path: Path, trust: bool, refused: list[UntrustedFile]) -> bool:
     try:
-        return formats.get(name)().detect(path)
+        return formats.get(name)().detect(path, trust)
+    except UntrustedFile as error:
+        refused.append(error)
+        return False
     except UNREADABLE:  # what a file may hold that is of another format, or damaged
         return False
 
 
-def open_source(path: Path, format: str | None = None, trust: bool = False) -> Source:
+def open_source(path: str | Path, format: str | None = None, trust: bool = False) -> Source:
     """Open a checkpoint for reading.
 
     Args:
+        path: its folder or file.
         format: its name; None: detected.
+        trust: unpickle classes that are not listed, which can run code in the files.
     Raises:
         CheckpointError: a file is missing, damaged, or holds something else than the format.
+        UntrustedFile: it holds other classes and `trust` is off.
     """
-    reader = formats.get(format or detect(path))()
+    path = Path(path)
+    reader = formats.get(format or detect(path, trust))()
     with _of_format(f"checkpoint {str(path)!r}", reader.name):
         return reader.open(path, trust)
 

@@ -213,7 +213,7 @@ class PlainFormat(Format):
     views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}
     sizes = frozenset({"world", "ep", "shards"})
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, trust: bool = False) -> bool:
         try:
             return path.is_dir() and "parts" in read_index(path)[0]
         except CheckpointError:

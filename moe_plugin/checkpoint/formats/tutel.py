@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -259,13 +258,13 @@ class TutelFormat(Format):
     views_as, views_of = {"plain": to_plain}, {"plain": from_plain}
     sizes = frozenset({"world", "ep"})
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, trust: bool = False) -> bool:
         try:
             paths = rank_files(path)
             if not paths or paths[0].suffix not in SUFFIXES:
                 return False
-            return any(name.endswith(COUNT) for name in _open_file(paths[0], False))
-        except (CheckpointError, trust.UntrustedFile):
+            return any(name.endswith(COUNT) for name in _open_file(paths[0], trust))
+        except CheckpointError:
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:

@@ -96,7 +96,8 @@ def cause(error: BaseException) -> tuple[int, BaseException]:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
         return rank, error
-    return dist.get_rank(), error
+    # arguments are read from a checkpoint before there is a group
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")), error
 
 
 def _not_written(folder: str, error: BaseException) -> str:
@@ -116,7 +117,7 @@ def readable(path: str) -> Iterator[None]:
     except (UntrustedFile, CheckpointError, CommError):
         raise
     except (Exception, CheckpointException) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
@@ -132,7 +133,7 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
         try:
             result = work()
         except (Exception, CheckpointException) as caught:  # of any kind: the others must know
-            error = caught if isinstance(caught, ValueError) else _unreadable(path, caught)
+            error = caught if isinstance(caught, ValueError) else unreadable(path, caught)
             if isinstance(error, CheckpointError):
                 kind = CheckpointError
             said = str(error)
@@ -144,11 +145,14 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _unreadable(path: str, error: BaseException) -> ValueError:
+def unreadable(path: str, error: BaseException) -> ValueError:
+    """The error for a checkpoint that cannot be loaded: it says how to use an earlier one."""
     rank, what = cause(error)
-    where = f" on rank {rank}" if rank != dist.get_rank() else ""
+    where = f" on rank {rank}" if rank != cause(what)[0] else ""
+    said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
+            else f"{type(what).__name__}: {short(what, 300)}")
     return ValueError(
-        f"checkpoint {path!r} cannot be loaded{where}: {type(what).__name__}: {short(what, 300)}; "
+        f"checkpoint {path!r} cannot be loaded{where}: {said}; "
         f"to use an earlier one write its number into "
         f"{os.path.join(os.path.dirname(path), LATEST)}")
 

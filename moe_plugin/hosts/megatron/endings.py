@@ -20,7 +20,7 @@ from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
-from moe_plugin.messages import short
+from moe_plugin.messages import printable, short
 from moe_plugin.quiet import MEGATRON, hidden
 from moe_plugin.resilience.stopping import stops_in_one_line
 from moe_plugin.resilience.twins import WrongResultError
@@ -65,7 +65,7 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
         # without a group nobody can be asked: the error may be this rank's alone
         if not dist.is_initialized() or claim_first_report(text):
             where = "" if rank == "0" else f" (rank {rank})"
-            text = as_given(text, given(), NATIVE_ARGUMENTS)
+            text = printable(as_given(text, given(), NATIVE_ARGUMENTS))
             sys.stderr.write(f"{prog}: error: {text}{where}\n")
             sys.stderr.flush()
         status = 2 if isinstance(error, ValueError) or _of_megatrons_checks(error) else 1

@@ -22,6 +22,7 @@ from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.names import METADATA, NATIVE_EXPERTS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
+from moe_plugin.hosts.megatron import restricted
 from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.names import (
     LocalNonpersistentObject,
@@ -40,8 +41,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     """`megatron.core.dist_checkpointing.load`, whichever layout the checkpoint's experts have.
 
-    The index is unpickled without a limit, as torch does it next (see `check_classes`).
-
     Args:
         original: Megatron's.
         given: its arguments; "optimizer" in the sharded state dict may have other optimizers and
@@ -53,7 +52,7 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     if not (Path(path) / METADATA).is_file():  # of another backend than torch's
         return original(**given)
-    files = DistributedFiles(Path(path), trusted=True)
+    files = DistributedFiles(Path(path), trusted=restricted.trusts_files())
     shapes = {name: one.entry.shape for name, one in files.tensors().items()}
     known = {*shapes, *files.objects()}
     other, buckets = set[str](), set[str]()

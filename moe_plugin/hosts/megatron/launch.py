@@ -153,11 +153,13 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script
+    from moe_plugin.hosts.megatron import restricted
     from moe_plugin.hosts.megatron.compat.checkpointing import wrap
     from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
     from moe_plugin.hosts.megatron.script_checkpoint import readable_loads, whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
+    restricted.restrict_loads()
     wrap("save", saves_whose_writers_end)
     wrap("save", whole_saves)
     wrap("load", load_without_missing)
@@ -166,9 +168,12 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
     with contextlib.closing(observe_script()) as seen:
         try:
             runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
+        except BaseException as end:
+            if restricted.refused and not seen.stepped:
+                raise restricted.refused[0] from None
             # it has said why on its way, which nobody has seen
-            if output is not None and not seen.stepped and _by_megatron(end):
+            if isinstance(end, SystemExit) and output is not None and not seen.stepped \
+                    and _by_megatron(end):
                 output.show_last()
             raise
 

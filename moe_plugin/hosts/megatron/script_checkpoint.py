@@ -150,8 +150,11 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
     mine = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
     if not trusted:
-        with files.readable(path):
-            torch_dist.check_classes(path)
+        try:
+            with files.readable(path):
+                torch_dist.check_classes(path)
+        except CheckpointError as error:
+            raise files.unreadable(path, error) from error
     try:
         source = open_checkpoint(Path(path), trusted)
     except CheckpointError:  # Megatron may know it

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import torch_files, trust
+from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -188,11 +188,11 @@ class BranchFormat(Format):
     views_of = {"fairseq": to_branch}
     sizes = frozenset({"world", "ep"})
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, trust: bool = False) -> bool:
         try:
             found = _find(path)
-            return bool(found) and files.MANIFEST not in read_file(found[0])
-        except (CheckpointError, trust.UntrustedFile):
+            return bool(found) and files.MANIFEST not in read_file(found[0], trust)
+        except CheckpointError:
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import torch_files, trust
+from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -253,10 +253,10 @@ class FairseqFormat(Format):
     views_of = {NEUTRAL: neutral.from_neutral}
     sizes = frozenset({"world", "ep", "shards"})
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, trust: bool = False) -> bool:
         try:
-            return bool(_written(path))
-        except (CheckpointError, trust.UntrustedFile):
+            return bool(_written(path, trust))
+        except CheckpointError:
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:

@@ -87,7 +87,7 @@ class HuggingFaceFormat(Format):
     name = "hf"
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, trust: bool = False) -> bool:
         """A folder with a configuration and safetensors."""
         return (path / CONFIG).is_file() and (
             (path / INDEX).is_file() or (path / SINGLE).is_file())

@@ -25,7 +25,7 @@ _SIZES = frozenset({"world", "ep", "tp", "pp", "etp"})
 class _Megatron(Format):
     sizes = _SIZES
 
-    def detect(self, path: Path) -> bool:
+    def detect(self, path: Path, trust: bool = False) -> bool:
         return (path.is_dir() and names.is_checkpoint(path)
                 and names.format_of(path) == self.name)
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moe_plugin.checkpoint import checksums, trust
-from moe_plugin.checkpoint.formats.megatron.names import METADATA
+from moe_plugin.checkpoint.formats.megatron.names import COMMON, METADATA
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -161,11 +161,12 @@ class DistributedFiles:
                                   "another checkpoint")
         with self._lock:
             if place.relative_path not in self._verified:
-                self._verify(place.relative_path)
+                self.verify(place.relative_path)
                 self._verified.add(place.relative_path)
         return self.folder / place.relative_path, place
 
-    def _verify(self, name: str) -> None:
+    def verify(self, name: str) -> None:
+        """Raise `CheckpointError` if a file is outside of the folder, missing or damaged."""
         path = self.folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise CheckpointError(f"checkpoint {str(self.folder)!r} names a file outside of "
@@ -230,25 +231,16 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def check_classes(folder: str) -> None:
-    """Of all pickles of a checkpoint, before torch and Megatron read them without a limit:
-    `UntrustedFile` where one names other classes than the listed ones and
-    Megatron's own (`megatron.core.safe_globals`).
+    """Raise `UntrustedFile` if a pickle of a checkpoint, also one that the run does not read, names
+    other classes than the listed ones and Megatron's own (`megatron.core.safe_globals`), and
+    `CheckpointError` if a file is missing.
     """
-    common, index = (os.path.join(folder, name) for name in ("common.pt", ".metadata"))
+    common = os.path.join(folder, COMMON)
     if os.path.exists(common):
         trust.check(common, common)
-    if not os.path.exists(index):
-        return
-    with open(index, "rb") as stream:
-        metadata = trust.Unpickler(stream, ALLOWED, index).load()
-    for key, place in metadata.storage_data.items():
-        if isinstance(metadata.state_dict_metadata.get(key.fqn), BytesStorageMetadata):
-            _check_entry(folder, key.fqn, place)
-
-
-def _check_entry(folder: str, name: str, place: Any) -> None:
-    path = os.path.join(folder, place.relative_path)
-    with open(path, "rb") as stream:
-        stream.seek(place.offset)
-        content = stream.read(place.length)
-    trust.check(io.BytesIO(content), f"entry {name!r} of {path}")
+    if os.path.exists(os.path.join(folder, METADATA)):
+        files = DistributedFiles(Path(folder))
+        for name in files.file_names():
+            files.verify(name)
+        for name in files.objects():
+            trust.check(io.BytesIO(files.read_object(name)), f"entry {name!r} of {folder}")

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from moe_plugin.comm.job_abort import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.hosts.fairseq.compat.patching import replaces
-from moe_plugin.messages import short
+from moe_plugin.messages import printable, short
 from moe_plugin.resilience.stopping import STATUS as STATUS_OF_STOP
 from moe_plugin.resilience.stopping import stops_in_one_line
 
@@ -128,7 +128,7 @@ def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
             dist.destroy_process_group()
         from moe_plugin.checkpoint.formats.fairseq.translate import flag_values
 
-        text = as_given(str(error), flag_values(cfg and cfg.model))
+        text = printable(as_given(str(error), flag_values(cfg and cfg.model)))
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{text}\n")
         raise SystemExit(STATUS_OF_USE if is_ours(error) else 1) from error
 

@@ -17,6 +17,8 @@ from moe_plugin.hosts.plain.adapters.files import START, PeftStack, by_pattern, 
 from moe_plugin.hosts.plain.huggingface import swapped_blocks
 from moe_plugin.layer import MoELayer
 
+_TENSORS = "adapter_model.safetensors"
+
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
     """Give experts the adapters of `peft`'s file; each rank takes its own. Collective.
@@ -30,6 +32,7 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         ValueError: the file is of another kind of adapter or another model, or has adapters of
             modules that `peft` would have to wrap first.
     """
+    _refuse_pickles(Path(folder))
     import peft
     from safetensors.torch import load_file
 
@@ -37,7 +40,7 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     if config.peft_type != peft.PeftType.LORA or config.use_dora:
         raise ValueError(f"{str(folder)!r} holds {config.peft_type.value} with use_dora="
                          f"{getattr(config, 'use_dora', False)}: must be LoRA; give another folder")
-    rest = load_file(Path(folder) / "adapter_model.safetensors")
+    rest = load_file(Path(folder) / _TENSORS)
     found, pattern = {}, {}
     ours = {place: target for target, place in TARGETS.items()}
     for name, block in swapped_blocks(model):
@@ -65,6 +68,16 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     if rest:
         peft.set_peft_model_state_dict(model, rest)
     return made
+
+
+def _refuse_pickles(folder: Path) -> None:
+    for name in ("adapter_config.json", _TENSORS):
+        if not (folder / name).is_file():
+            pickled = (folder / "adapter_model.bin").is_file()
+            why = ("; adapter_model.bin is a pickle, which can hold code and is not read: save the "
+                   "adapter with save_pretrained(..., safe_serialization=True)" if pickled
+                   else "; give the folder of an adapter of peft")
+            raise ValueError(f"{str(folder)!r} has no {name}{why}")
 
 
 def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint import trust
 from moe_plugin.dispatch.wire import FORMATS
 
 Address = tuple[str, int]
@@ -67,8 +68,8 @@ class Connection:
         if magic != _MAGIC:
             raise ConnectionError(f"{magic!r} does not begin a message of a peer")
         try:
-            return torch.load(io.BytesIO(self._read(size)), weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
+            return trust.load(io.BytesIO(self._read(size)), (), "a message of a peer")
+        except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
             raise ConnectionError(f"a message that cannot be read: {error}") from error
 
     def _read(self, size: int) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from moe_plugin.checkpoint import trust
 from moe_plugin.hosts.plain.swarm.messages import Message
 from moe_plugin.messages import cut
 from moe_plugin.regular_files import make_folder, write_regular
@@ -47,7 +48,7 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
             found: list[Message | None] = []
             for name in names:
                 path = Path(folder) / name
-                found.append(torch.load(path, weights_only=True))
+                found.append(trust.load(path, (), name))
             return step, found
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
             pickle.UnpicklingError) as error:

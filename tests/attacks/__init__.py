@@ -1,0 +1,1 @@
+"""Attacks: hostile files and ranks. No file runs code, and no file forges what a user reads."""
