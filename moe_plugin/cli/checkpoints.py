@@ -66,6 +66,9 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
     lines = [f"format     {found['format']}", f"step       {step}",
              f"layout     {layout or 'one file'}",
              f"files      {found['files']}, {show_size(found['file_bytes'])}"]
+    if unsealed := found.get("files_without_checksum"):
+        lines.append(f"checksums  none in {unsealed} of {found['files']} files: damage in "
+                     "them goes unnoticed")
     for name, column in found["fields"].items():
         dtypes = ", ".join(f"{dtype} {show_size(size)}" for dtype, size in column["dtypes"].items())
         lines.append(f"{name:<10} {column['tensors']} tensors, {column['elements']:,} elements: "

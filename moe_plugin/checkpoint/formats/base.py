@@ -5,6 +5,7 @@ A host registers its formats in a module of its own, so that this room needs no 
 
 from __future__ import annotations
 
+import glob
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from moe_plugin.checkpoint import torch_files
-from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source, refused_if_unreadable
+from moe_plugin.checkpoint.source import (
+    UNREADABLE,
+    CheckpointError,
+    Source,
+    refuse_damaged,
+    refused_if_unreadable,
+)
 from moe_plugin.registry import Registry
 
 
@@ -191,9 +198,14 @@ def open_source(path: Path, format: str | None = None, trust: bool = False) -> S
     Raises:
         CheckpointError: a file is missing, damaged, or holds something else than the format.
     """
-    reader = formats.get(format or detect(path))()
-    with _of_format(f"checkpoint {str(path)!r}", reader.name):
-        return reader.open(path, trust)
+    try:
+        reader = formats.get(format or detect(path))()
+        with _of_format(f"checkpoint {str(path)!r}", reader.name):
+            return reader.open(path, trust)
+    except CheckpointError as error:  # damage may look like anything else
+        files = path.iterdir() if path.is_dir() else path.parent.glob(f"{glob.escape(path.stem)}*")
+        refuse_damaged(file for file in sorted(files) if str(file) not in str(error))
+        raise
 
 
 def _of_format(what: str, format: str) -> AbstractContextManager[None]:

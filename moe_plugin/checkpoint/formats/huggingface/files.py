@@ -25,6 +25,7 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
 )
 from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
+from moe_plugin.checksums import METADATA, FirstRead
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, write_whole
@@ -69,9 +70,11 @@ def open_safetensors(path: Path) -> DerivedSource:
 def _tensors_in(path: Path) -> dict[str, StoredTensor]:
     try:
         check_input(path)
+        check = FirstRead(path)
         with SafetensorsFile(path) as file:
             return {name: StoredTensor(path, held.offset, held.shape,
-                                       torch.empty(held.shape, device="meta").stride(), held.dtype)
+                                       torch.empty(held.shape, device="meta").stride(),
+                                       held.dtype, check)
                     for name, held in sorted(file.held.items())}
     except (OSError, ValueError) as error:
         remedy = ("convert the model to one of them" if isinstance(error, UnknownDtype)
@@ -186,7 +189,7 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
         names: of the source's "model" tensors.
         done: see `SealedWriter.write`.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **METADATA}}
     start, order = 0, []
     for name in names:
         entry = source.entries[MODEL, name]
@@ -200,4 +203,4 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    writer.fill(path, [(8 + len(text) + at, one) for at, one in order], done, seal=False)
+    writer.fill(path, [(8 + len(text) + at, one) for at, one in order], done)
