@@ -249,7 +249,12 @@ def check_hf(args: argparse.Namespace) -> int:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-    from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, open_safetensors, read_json
+    from moe_plugin.checkpoint.formats.huggingface.files import (
+        CONFIG,
+        check_counts,
+        open_safetensors,
+        read_json,
+    )
     from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, quantization_of
     from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
     from moe_plugin.planner.units import show_time
@@ -263,8 +268,9 @@ def check_hf(args: argparse.Namespace) -> int:
         dist.init_process_group("gloo")
     dtype = getattr(torch, args.dtype)
     found = quantization_of(read_json(args.model / CONFIG))
-    if found is None:
-        with open_safetensors(args.model) as source:
+    with open_safetensors(args.model) as source:
+        check_counts(source)
+        if found is None:
             check_plain(source)
     plain = Mxfp4Config if found and found.get("quant_method") == "mxfp4" else FineGrainedFP8Config
     model = AutoModelForCausalLM.from_pretrained(

@@ -22,6 +22,7 @@ from moe_plugin.observe.history.records import (
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
 ERRORS = "oracle_error", "top1_error", "member_error"  # of an ensemble
+_KNOWN: dict[float, float] = {}
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
@@ -29,8 +30,15 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
     """A record of one layer."""
     step, layer = _step(row, "step"), str(row["layer"])
     return _filled(LayerRecord, row, step=step, layer=layer,
-                   load=tuple(_number(n, "load") for n in _list(row, "load")),
+                   load=_loads(_list(row, "load")),
                    decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+
+
+def _loads(values: list[Any]) -> tuple[float, ...]:
+    """The loads of all experts. Equal numbers are one object, because a long log has millions."""
+    if not {*map(type, values)} <= {int, float} or max(map(abs, values), default=0) > LARGEST:
+        return tuple(_number(value, "load") for value in values)  # says what is wrong
+    return tuple(map(_KNOWN.setdefault, values, values))
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:

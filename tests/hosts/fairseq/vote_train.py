@@ -8,7 +8,7 @@ import os
 
 from fairseq_cli.train import cli_main
 
-from tests.attacks import attack_votes
+from tests.attacks.votes import attack_votes
 
 if __name__ == "__main__":
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from tests.attacks import attack_votes
+from tests.attacks.votes import attack_votes
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, refusal
 

@@ -28,7 +28,7 @@ from moe_plugin.resilience.vote import (
     vote,
 )
 from moe_plugin.run import StepRepeat
-from tests.attacks import ATTACKS, Attack
+from tests.attacks.votes import ATTACKS, Attack
 from tests.distributed import run_gloo
 from tests.logs import warned
 

@@ -36,6 +36,9 @@ MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantiz
 SHARD_BYTES = 5 << 30
 _EXPERT = re.compile(r"(.+\.)(?:experts\.(?:(\d+)\.|(?:gate_up|up|down)_proj(?:_blocks)?$)|"
                      r"input_linear\.weight$)")
+_LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
+# settings that count layers, experts, other parts
+_COUNT = re.compile(r"^(?:(num_(?:hidden_)?layers|n_layers?)|(.*experts)|.*(?:_size|heads|_dim))$")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -81,6 +84,23 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
                   else "get the file again")
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({short(error)}); "
                               f"{remedy}") from error
+
+
+def check_counts(source: Source) -> None:
+    """`CheckpointError` where `config.json` has more layers, experts or elements than the files,
+    because a model of any size would be built first.
+    """
+    config, names = source.values["config"], [name for _, name in source.entries]
+    layers = 1 + max((int(found[1]) for found in map(_LAYER.search, names) if found), default=0)
+    elements = sum(entry.numel for entry in source.entries.values())
+    experts = max((layer["num_experts"] for layer in source.layers.values()), default=elements)
+    inner = config.get("text_config")
+    for name, value in {**config, **(inner if isinstance(inner, dict) else {})}.items():
+        kind = _COUNT.search(name)
+        most = 0 if kind is None else layers if kind[1] else experts if kind[2] else elements
+        if most and isinstance(value, int) and value > most:
+            raise CheckpointError(f"config.json has {name}={short(value)}, the files have at most "
+                                  f"{most}: they are not of one model; get the folder again")
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Files and peers that are hostile or damaged."""
