@@ -17,6 +17,7 @@ from moe_plugin import LocalComm, MoELayer, checksums
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import open_source
+from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.swarm.saved import load_swarm, save_swarm
 from moe_plugin.lab.emulate.damage import files_of
@@ -134,6 +135,19 @@ def test_a_resume_in_plain_pytorch(tmp_path: Path) -> None:
 
     check_flips(tmp_path / "saved", lambda path: {
         name: value.detach() for name, value in read(path).items()}, tmp_path)
+
+
+def test_a_resume_in_fairseq_with_the_same_ranks(tmp_path: Path) -> None:
+    """By the functions that a run in fairseq calls, which need no fairseq."""
+    (tmp_path / "saved").mkdir()
+    files.write({"model": {"w": torch.randn(30, 8)}, "step": 3},
+                str(tmp_path / "saved" / "checkpoint_last.pt"))
+
+    def read(path: Path) -> Values:
+        state = files.read(str(path / "checkpoint_last.pt"))
+        return {**state["model"], "step": torch.tensor(state["step"])}
+
+    check_flips(tmp_path / "saved", read, tmp_path)
 
 
 def _trainer() -> StreamedTrainer:

@@ -17,8 +17,6 @@ import torch
 from moe_plugin.hosts.plain.swarm import Swarm, messages
 from moe_plugin.hosts.plain.swarm.messages import Access, Connection, MessageServer, ask
 
-pytestmark = pytest.mark.fast
-
 WAIT_S = 20.0
 
 

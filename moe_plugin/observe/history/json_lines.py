@@ -6,6 +6,7 @@ A field of the wrong type raises `ValueError`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -128,9 +129,14 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
                           **_floats(row, "predicted_s", "measured_s"))
 
 
+@functools.cache
+def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)
+
+
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
     """A record of a line: given fields, numbers, and numbers by name, each known by its default."""
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in _fields(kind):
         if field.name in given:
             continue
         if field.default_factory is dict:
