@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import checksums
+from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.plain import part_name, read_index, write_index
 
 

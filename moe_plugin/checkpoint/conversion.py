@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.checksums import ReadSums, summed
+from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     WriteProgress,
@@ -35,8 +34,9 @@ from moe_plugin.checkpoint.source import (
     Source,
     View,
     cast,
-    refused_if_unreadable,
+    refuse_damaged,
 )
+from moe_plugin.checksums import ReadSums, summed
 from moe_plugin.regular_files import move_into_place, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,10 @@ class Conversion:
             return False
         view = self._view()
         sealed = [path for path in self.source.files() if checksums.seal_of(path) is not None]
+        if unsealed := self.source.unsealed():
+            logger.warning("%d of %d files of the %s checkpoint have no checksum (such as %s): "
+                           "damage in them goes unnoticed", len(unsealed),
+                           len(self.source.files()), self.source.format, unsealed[0])
         try:
             self._write(view, plan, sealed)
         except OSError as error:
@@ -142,9 +146,7 @@ class Conversion:
     def _verify(self, sums: Mapping[Path, ReadSums]) -> None:
         """What was converted, and the rest of its files."""
         for path in self.source.files():
-            with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
-                                       "use another checkpoint"):
-                checksums.verify(path, sums[path].crc_of if path in sums else None)
+            refuse_damaged([path], sums[path].crc_of if path in sums else None)
             self.advance(path.stat().st_size)
 
     def _write(self, view: Source, plan: Mapping[str, Any], sealed: Sequence[Path]) -> None:

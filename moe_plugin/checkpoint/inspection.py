@@ -18,6 +18,7 @@ def summary(source: Source) -> dict[str, Any]:
         "format": source.format, "step": source.values.get("step"),
         "layout": dict(source.describe()), "files": len(source.files()),
         "file_bytes": sum(path.stat().st_size for path in source.files()),
+        "files_without_checksum": len(source.unsealed()),
         "fields": _fields(source), "layers": _layers(source),
         "settings": plain(_settings(source.values)),
         "tensors": {f"{field}/{name}": {"shape": list(entry.shape), "dtype": _name(entry.dtype)}

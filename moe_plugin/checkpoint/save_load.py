@@ -1,7 +1,7 @@
 """Checkpoints of plain PyTorch training: a directory, written completely or not at all, read at any
 number of ranks. Its files are described in `moe_plugin.checkpoint.formats.plain`.
 
-Every file has a checksum (`moe_plugin.checkpoint.checksums`), verified before anything is loaded.
+Every file has a checksum (`moe_plugin.checksums`), verified before anything is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint import checksums, torch_files
+from moe_plugin import checksums
+from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.formats.plain import (
     check_part,
     open_folder,
@@ -177,7 +178,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
                          "of the tensors that were saved; load one of the two")
     comm = comm or _group_of(model)
     folder, index = _whole_folder(Path(directory), comm)
-    with _as_saved(folder):
+    with _as_saved(folder), checksums.verified(
+            folder / part_name(rank, index["parts"]) for rank in range(index["parts"])):
         source, on_disk = open_folder(folder), stored_names(model)
         with without_values(model):
             own = model.state_dict()

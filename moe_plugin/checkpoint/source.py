@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin import checksums
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.messages import short
 
@@ -55,6 +56,16 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
     except UNREADABLE as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{what} ({kind}{short(error, 500)}); {remedy}") from error
+
+
+def refuse_damaged(paths: Iterable[Path], crc: Callable[[Any, int], int] | None = None) -> None:
+    """`CheckpointError` that names the first of these files that is not what was written; files
+    without a checksum, and those that are missing, are not verified. crc: see `checksums.verify`.
+    """
+    for path in filter(Path.is_file, paths):
+        with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
+                                   "use another checkpoint"):
+            checksums.verify(path, crc)
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,7 @@ class Source(ABC):
             ValueError: the window does not fit.
         """
         if key not in self.entries:
+            refuse_damaged(self.files())  # which may have another name for it
             raise CheckpointError(f"the {self.format} checkpoint has no tensor {key[1]!r} in "
                                   f"{key[0]!r}")
         entry = self.entries[key]
@@ -200,6 +212,10 @@ class Source(ABC):
         """The files of tensors; sealed ones are verified before a conversion."""
         return ()
 
+    def unsealed(self) -> Sequence[Path]:
+        """The files of tensors that have no checksum, so that damage in them goes unnoticed."""
+        return [path for path in self.files() if checksums.seal_of(path) is None]
+
     def close(self) -> None:
         """Give files back that a reader keeps open."""
 
@@ -233,7 +249,7 @@ class DerivedSource(Source):
     Args:
         derived: all tensors.
         format, values, layers: see `Source`.
-        description, paths: see `Source.describe` and `Source.files`.
+        description, paths, unsealed: see `Source.describe`, `Source.files`, `Source.unsealed`.
     Raises:
         CheckpointError: two tensors have the same key.
     """
@@ -241,9 +257,9 @@ class DerivedSource(Source):
     def __init__(self, derived: Iterable[Derived], format: str, values: Mapping[str, Any],
                  layers: Mapping[str, Mapping[str, int]],
                  description: Mapping[str, Any] | None = None,
-                 paths: Sequence[Path] = ()) -> None:
+                 paths: Sequence[Path] = (), unsealed: Sequence[Path] | None = None) -> None:
         self.format, self.values, self.layers = format, values, layers
-        self._description, self._paths = description or {}, paths
+        self._description, self._paths, self._unsealed = description or {}, paths, unsealed
         self._derived: dict[Key, Derived] = {}
         for one in derived:
             if one.key in self._derived:
@@ -264,6 +280,9 @@ class DerivedSource(Source):
     def files(self) -> Sequence[Path]:
         return self._paths
 
+    def unsealed(self) -> Sequence[Path]:
+        return super().unsealed() if self._unsealed is None else self._unsealed
+
 
 class View(DerivedSource):
     """A source whose tensors are derived from another one's; a read asks its origin only for what
@@ -283,6 +302,9 @@ class View(DerivedSource):
                          origin.layers if layers is None else layers, origin.describe(),
                          origin.files())
         self.origin = origin
+
+    def unsealed(self) -> Sequence[Path]:
+        return self.origin.unsealed()
 
     def close(self) -> None:
         self.origin.close()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from moe_plugin.checkpoint import checksums, trust
-from moe_plugin.checkpoint.checksums import sums_of
+from moe_plugin import checksums
+from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.read_windows import read_strided
 from moe_plugin.checkpoint.source import (
@@ -31,6 +31,7 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
     window_shape,
 )
+from moe_plugin.checksums import FirstRead, sums_of
 from moe_plugin.messages import short
 from moe_plugin.regular_files import begin_writing
 
@@ -44,32 +45,36 @@ class StoredTensor:
     Args:
         start: byte of its first element.
         stride: in elements; not negative.
+        check: called before each read; see `checksums.FirstRead`.
     """
 
     def __init__(self, path: Path, start: int, shape: Sequence[int], stride: Sequence[int],
-                 dtype: torch.dtype) -> None:
-        self.path, self.start, self.stride = path, start, tuple(stride)
+                 dtype: torch.dtype, check: Callable[[], None] = lambda: None) -> None:
+        self.path, self.start, self.stride, self._check = path, start, tuple(stride), check
         self.entry = TensorEntry(tuple(shape), dtype)
 
     def read(self, window: Window) -> Tensor:
         """The values of a window, in memory of their own.
 
         Raises:
-            CheckpointError: the file cannot be read, or was cut short since it was opened.
+            CheckpointError: the file cannot be read, is damaged, or was cut short since it was
+                opened.
         """
         first = self.start + self.entry.dtype.itemsize * sum(
             part.start * step for part, step in zip(window, self.stride, strict=True))
         try:
+            self._check()
             with open(self.path, "rb", buffering=0) as file:
                 sums = sums_of(self.path)
                 return read_strided(file.fileno(), first, window_shape(window), self.stride,
                                     self.entry.dtype, None if sums is None else sums.add)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, checksums.DamagedFile) as error:
             raise CheckpointError(f"checkpoint file {str(self.path)!r} cannot be read "
                                   f"({short(error)}); use another checkpoint") from error
 
 
-def _place_of(path: Path, tensor: Tensor, part: tuple[int, int]) -> StoredTensor:
+def _place_of(path: Path, tensor: Tensor, part: tuple[int, int],
+              check: Callable[[], None]) -> StoredTensor:
     """Where a tensor of `_structure` is in a file.
 
     Args:
@@ -87,7 +92,9 @@ def _place_of(path: Path, tensor: Tensor, part: tuple[int, int]) -> StoredTensor
     nbytes = (reach + 1) * item if tensor.numel() else 0
     if ahead + nbytes > storage.nbytes() or start + nbytes > part[1]:
         raise ValueError("a tensor in it reaches beyond its end")
-    return StoredTensor(path, start, tensor.shape, tensor.stride(), tensor.dtype)
+    if tensor.numel() * item > nbytes:  # a small file would fill a disk
+        raise ValueError(f"a tensor in it has {tensor.numel()} elements in {nbytes} bytes")
+    return StoredTensor(path, start, tensor.shape, tensor.stride(), tensor.dtype, check)
 
 
 def _structure(load: Callable[..., Any]) -> Any:
@@ -119,7 +126,9 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
             return torch.load(file, weights_only=False, **options)
         return trust.load(file, allowed, what, **options)
 
-    return _lazily(path, _structure(load), part or (0, os.path.getsize(path)))
+    # a part of a file is verified with the file by who opened that
+    check = FirstRead(path) if part is None else lambda: None
+    return _lazily(path, _structure(load), part or (0, os.path.getsize(path)), check)
 
 
 def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: bool = False,
@@ -141,11 +150,11 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
     return state
 
 
-def _lazily(path: Path, state: Any, part: tuple[int, int]) -> Any:
+def _lazily(path: Path, state: Any, part: tuple[int, int], check: Callable[[], None]) -> Any:
     known: dict[Any, StoredTensor] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = _place_of(path, tensor.detach(), part)
+        one = _place_of(path, tensor.detach(), part, check)
         one = known.setdefault((one.start, one.entry, one.stride), one)
         return Derived(("", ""), one.entry, one.read)
 
@@ -217,23 +226,19 @@ class SealedWriter:
         self.fill(path, order, done)
 
     def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
-             done: Callable[[], None] = lambda: None, seal: bool = True) -> None:
-        """Begin to write tensors into a file that is there.
+             done: Callable[[], None] = lambda: None) -> None:
+        """Begin to write tensors into a file that is there; `checksums.seal` is its end.
 
         Args:
             order: first byte of each, ascending.
-            seal: the file ends with its checksum.
         """
-        self._workers.start(partial(self._make, path, order, done, seal))
+        self._workers.start(partial(self._make, path, order, done))
 
     def _make(self, path: Path, order: Sequence[tuple[int, Derived]],
-              done: Callable[[], None], seal: bool) -> Iterator[None]:
+              done: Callable[[], None]) -> Iterator[None]:
         with (open(path, "r+b", buffering=0) as file,
               ThreadPoolExecutor(1) as disk):  # ends before the file is closed
-            crc = self._fill(file, _blocks(order, self._readers), disk)
-            if seal:
-                file.seek(0, os.SEEK_END)
-                _write_all(file, memoryview(checksums.trailer(crc)))
+            checksums.seal(path, self._fill(file, _blocks(order, self._readers), disk))
             yield
             os.fsync(file.fileno())
         done()

@@ -69,6 +69,9 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
     lines = [f"format     {found['format']}", f"step       {step}",
              f"layout     {layout or 'one file'}",
              f"files      {found['files']}, {show_size(found['file_bytes'])}"]
+    if unsealed := found.get("files_without_checksum"):
+        lines.append(f"checksums  none in {unsealed} of {found['files']} files: damage in "
+                     "them goes unnoticed")
     for name, column in found["fields"].items():
         dtypes = ", ".join(f"{dtype} {show_size(size)}" for dtype, size in column["dtypes"].items())
         lines.append(f"{name:<10} {column['tensors']} tensors, {column['elements']:,} elements: "
@@ -263,7 +266,12 @@ def check_hf(args: argparse.Namespace) -> int:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-    from moe_plugin.checkpoint.formats.huggingface.files import CONFIG, open_safetensors, read_json
+    from moe_plugin.checkpoint.formats.huggingface.files import (
+        CONFIG,
+        check_counts,
+        open_safetensors,
+        read_json,
+    )
     from moe_plugin.checkpoint.formats.huggingface.quantization import check_plain, quantization_of
     from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
     from moe_plugin.planner.units import show_time
@@ -278,8 +286,9 @@ def check_hf(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype)
     config = read_json(args.model / CONFIG)
     found = quantization_of(config)
-    if found is None:
-        with open_safetensors(args.model) as source:
+    with open_safetensors(args.model) as source:
+        check_counts(source)
+        if found is None:
             check_plain(source)
     plain = Mxfp4Config if found and found.get("quant_method") == "mxfp4" else FineGrainedFP8Config
     _say_unused_code(args.model, config)

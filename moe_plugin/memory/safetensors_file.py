@@ -7,6 +7,7 @@ description at github.com/huggingface/safetensors.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from moe_plugin import checksums
 from moe_plugin.memory.tiers import TierTensor, read_values
 from moe_plugin.messages import short
 
@@ -37,6 +39,7 @@ class SafetensorsFile:
 
     Args:
         path: of the file.
+        verify: verify its checksum, if it has one, unless this process has done so.
 
     Attributes:
         name: for messages.
@@ -48,13 +51,16 @@ class SafetensorsFile:
         ValueError: it is not whole.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], verify: bool = False) -> None:
         self.name = str(path)
         self.file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed by `close`
         try:
             header, start = _header(self.file)
             self.metadata: Mapping[str, str] = header.pop("__metadata__", None) or {}
             self.held = {name: self._held(name, entry, start) for name, entry in header.items()}
+            if verify:  # once, though each layer opens the file that all experts are in
+                about = os.fstat(self.file.fileno())
+                _verify_once(os.path.realpath(path), about.st_ino, about.st_mtime_ns)
         except BaseException:
             self.file.close()
             raise
@@ -91,6 +97,11 @@ class SafetensorsFile:
         self.close()
 
 
+@functools.lru_cache(maxsize=256)
+def _verify_once(path: str, *changed: int) -> None:
+    checksums.verify(path)
+
+
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """What the file says of its tensors, and where values begin."""
     size = os.fstat(file.fileno()).st_size
@@ -99,13 +110,17 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
         if not 2 <= length <= size - 8:
             raise ValueError("its header is not complete")
         header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items()
-                if name != "__metadata__"]
-        if max(ends, default=0) > size - 8 - length:
-            raise ValueError("it ends before its last tensor does")
         for name, entry in header.items():
             if name != "__metadata__":
                 _check_entry(name, entry)
+        places = sorted(entry["data_offsets"] for name, entry in header.items()
+                        if name != "__metadata__")
+        if places and places[-1][1] > size - 8 - length:
+            raise ValueError("it ends before its last tensor does")
+        # as the library demands: a small file whose tensors overlap would fill memory or a disk
+        ends = [0, *(end for _, end in places)]
+        if [begin for begin, _ in places] != ends[:-1] or ends[-1] != size - 8 - length:
+            raise ValueError("its tensors overlap, or bytes between them are of no tensor")
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is not one of tensors ({short(error)})") from error
     return header, 8 + length

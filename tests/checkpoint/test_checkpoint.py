@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoELayer
-from moe_plugin.checkpoint import CheckpointError, checksums, load, merge, save, split
+from moe_plugin import MoELayer, checksums
+from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.gradients.sync import sync_gradients

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoELayer
-from moe_plugin.checkpoint import CheckpointError, checksums, load, save, split, torch_files
+from moe_plugin import MoELayer, checksums
+from moe_plugin.checkpoint import CheckpointError, load, save, split, torch_files
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, detect, open_source
 from moe_plugin.checkpoint.formats.plain import part_name, write_index

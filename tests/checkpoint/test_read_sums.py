@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.checkpoint import checksums
-from moe_plugin.checkpoint.checksums import ReadSums, combined, summed, sums_of
+from moe_plugin import checksums
+from moe_plugin.checksums import ReadSums, combined, summed, sums_of
 from moe_plugin.regular_files import begin_writing
 
 pytestmark = pytest.mark.fast

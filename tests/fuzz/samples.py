@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_plugin.checkpoint import checksums
+from moe_plugin import checksums
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface.files import write_folder

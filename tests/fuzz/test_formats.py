@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_plugin.checkpoint import CheckpointError, checksums
+from moe_plugin import checksums
+from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.base import convert, detect, open_source
 from moe_plugin.checkpoint.source import Key, Source, full_window
 from moe_plugin.lab.emulate.damage import WAYS, damage, files_of

@@ -5,6 +5,7 @@ A host registers its formats in a module of its own, so that this room needs no 
 
 from __future__ import annotations
 
+import glob
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +17,13 @@ from typing import Any, ClassVar
 import torch
 
 from moe_plugin.checkpoint import torch_files
-from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Source, refused_if_unreadable
+from moe_plugin.checkpoint.source import (
+    UNREADABLE,
+    CheckpointError,
+    Source,
+    refuse_damaged,
+    refused_if_unreadable,
+)
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.registry import Registry
 
@@ -213,9 +220,14 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
         UntrustedFile: it holds other classes and `trust` is off.
     """
     path = Path(path)
-    reader = formats.get(format or detect(path, trust))()
-    with _of_format(f"checkpoint {str(path)!r}", reader.name):
-        return reader.open(path, trust)
+    try:
+        reader = formats.get(format or detect(path, trust))()
+        with _of_format(f"checkpoint {str(path)!r}", reader.name):
+            return reader.open(path, trust)
+    except CheckpointError as error:  # damage may look like anything else
+        files = path.iterdir() if path.is_dir() else path.parent.glob(f"{glob.escape(path.stem)}*")
+        refuse_damaged(file for file in sorted(files) if str(file) not in str(error))
+        raise
 
 
 def _of_format(what: str, format: str) -> AbstractContextManager[None]:

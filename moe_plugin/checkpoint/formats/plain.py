@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import checksums
+from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin.checkpoint import CheckpointError, checksums
+from moe_plugin import checksums
+from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError

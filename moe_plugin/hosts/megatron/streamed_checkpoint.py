@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import checksums
+from moe_plugin import checksums
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.streamed import StreamedModel, StreamedOptimizer

@@ -122,14 +122,15 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
         place: which of them are this rank's.
         layer: number of the layer.
     Raises:
-        ValueError: the file is no safetensors file, lacks this layer, or has other shapes.
+        ValueError: the file is damaged or no safetensors file, lacks this layer, or has other
+            shapes.
     """
     where = f"experts.store_path={short(str(path))}"
     if place.shards > 1:
         raise ValueError(f"{where} has whole experts, {place.shards} ranks share each of them here;"
                          " use at most as many ranks as experts, or a folder")
     try:
-        given = SafetensorsFile(path)
+        given = SafetensorsFile(path, verify=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{where} is not a whole safetensors file ({short(error)}); give one, or "
                          "a folder") from error

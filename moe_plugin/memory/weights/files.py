@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin import checksums
 from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.weights.blocks import StreamedBlock
@@ -53,7 +54,9 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
             tensors = _tensors(block)
             if finite:
                 _refuse_not_finite(folder, block, tensors)
-            safetensors.torch.save_file(tensors | more, half / _name(block), metadata)
+            safetensors.torch.save_file(tensors | more, half / _name(block),
+                                        metadata | checksums.METADATA)
+            checksums.seal(half / _name(block))
         move_into_place(half, folder)
     except FloatingPointError:
         shutil.rmtree(half, ignore_errors=True)
@@ -151,7 +154,7 @@ def _check(block: StreamedBlock, path: Path) -> None:
     check_input(path, "weights")
     wanted = {_WEIGHT + name: p.shape for name, p in zip(block.names, block.params, strict=True)}
     wanted |= {_BUFFER + name: x.shape for name, x in block.saved_buffers().items()}
-    with _open(path) as file:
+    with _open(path, verify=True) as file:
         found = {name: held.shape for name, held in file.held.items()}
     kinds = {name.split(".")[1] for name in found if name.startswith(_BESIDE)}
     wanted |= {f"{_BESIDE}{kind}.{name}": p.shape for kind in kinds
@@ -167,9 +170,9 @@ def _check(block: StreamedBlock, path: Path) -> None:
                          "that this model was saved to")
 
 
-def _open(path: Path) -> SafetensorsFile:
+def _open(path: Path, verify: bool = False) -> SafetensorsFile:
     try:
-        file = SafetensorsFile(path)
+        file = SafetensorsFile(path, verify)
         file.held = with_current_names(file.held)
         return file
     except (OSError, ValueError) as error:

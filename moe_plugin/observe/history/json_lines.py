@@ -6,6 +6,7 @@ A field of the wrong type raises `ValueError`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from moe_plugin.observe.history.records import (
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
 ERRORS = "oracle_error", "top1_error", "member_error"  # of an ensemble
+_KNOWN: dict[float, float] = {}
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
@@ -29,8 +31,15 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
     """A record of one layer."""
     step, layer = _step(row, "step"), str(row["layer"])
     return _filled(LayerRecord, row, step=step, layer=layer,
-                   load=tuple(_number(n, "load") for n in _list(row, "load")),
+                   load=_loads(_list(row, "load")),
                    decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+
+
+def _loads(values: list[Any]) -> tuple[float, ...]:
+    """The loads of all experts. Equal numbers are one object, because a long log has millions."""
+    if not {*map(type, values)} <= {int, float} or max(map(abs, values), default=0) > LARGEST:
+        return tuple(_number(value, "load") for value in values)  # says what is wrong
+    return tuple(map(_KNOWN.setdefault, values, values))
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
@@ -120,9 +129,14 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
                           **_floats(row, "predicted_s", "measured_s"))
 
 
+@functools.cache
+def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)
+
+
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
     """A record of a line: given fields, numbers, and numbers by name, each known by its default."""
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    for field in _fields(kind):
         if field.name in given:
             continue
         if field.default_factory is dict:

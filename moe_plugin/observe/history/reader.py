@@ -145,13 +145,14 @@ def _sources(folder: Path) -> list[_Source]:
     """The files that say something of a run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
-    sources = [source for path in trainer_state.latest(candidates(folder))
-               if (source := _read(path)).any or source.settings or source.predictions]
+    read = [_read(path) for path in trainer_state.latest(candidates(folder))]
+    sources = [source for source in read if source.any or source.settings or source.predictions]
     if not any(source.any for source in _without_copies(sources)):
+        bad = "".join(f" {note}" for source in read for note in _notes(source) if source.bad)
         raise ValueError(
             f"{folder} holds no record of a run; looked for {WANTED}, in files "
             f"{', '.join(sorted(s for s in SUFFIXES if s))} or without a suffix, {DEPTH} levels "
-            "deep")
+            f"deep.{bad}")
     return sources
 
 
@@ -203,11 +204,13 @@ def _read(path: Path) -> _Source:
     try:
         check_input(path)
         with open(path, "rb") as stream:
-            if b"\0" in stream.read(4096):
+            start = stream.read(4096)
+            if 4 * start.count(0) > len(start):  # not a log in which a block was lost
                 return source
             stream.seek(0)
             if path.name == trainer_state.FILE:
-                source.steps = trainer_state.parse(stream.read(LINE_BYTES))
+                source.steps, wrong = trainer_state.parse(stream.read(LINE_BYTES))
+                source.bad = [_BadLine(number, why) for number, why in wrong]
                 source.writer = "transformers"
                 return source
             tail, error = b"\n", None

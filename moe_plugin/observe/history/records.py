@@ -109,8 +109,8 @@ class LayerRecord:
     @property
     def shares(self) -> tuple[float, ...]:
         """Load by expert over the mean load: 1 is perfect balance; NaN if nothing was routed."""
-        total = sum(self.load)
-        return tuple(n * len(self.load) / total if total else math.nan for n in self.load)
+        total, count = sum(self.load), len(self.load)
+        return tuple([n * count / total for n in self.load]) if total else (math.nan,) * count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,20 +36,26 @@ def _step_of(path: Path) -> float:
     return int(number) if number.isdigit() else math.inf  # the one of the whole run
 
 
-def parse(text: bytes) -> list[tuple[str, StepRecord]]:
-    """Return the training and validation records of a state, with their kinds.
+def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
+    """Return the training and validation records of a state with their kinds, and the numbers of
+    the entries that cannot be read with the reasons.
 
     Raises:
         ValueError: the text is not such a state.
     """
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None
-    if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
+    if not isinstance(history, list):
         raise ValueError("it has no log_history, which a Trainer of transformers writes")
-    found = []
-    for row in history:
-        number = _number(row.get("step"))
-        step = step_number(math.nan if number is None else number, "step")
+    found: list[tuple[str, StepRecord]] = []
+    wrong = []
+    for place, row in enumerate(history, 1):
+        try:
+            number = _number(row["step"])
+            step = step_number(math.nan if number is None else number, "step")
+        except (ValueError, LookupError, TypeError) as error:
+            wrong.append((place, f"{type(error).__name__}: {error}"))
+            continue
         if "eval_loss" in row:
             found.append(("valid", StepRecord(step=step, valid_loss=_number(row["eval_loss"]))))
         elif "loss" in row:
@@ -59,7 +65,7 @@ def parse(text: bytes) -> list[tuple[str, StepRecord]]:
                 step=step, loss=_number(row["loss"]), extra=extra,
                 learning_rate=_number(row.get("learning_rate")),
                 grad_norm=_number(row.get("grad_norm")))))
-    return found
+    return found, wrong
 
 
 def _number(value: Any) -> float | None:

@@ -2,7 +2,7 @@
 
 Saving has two phases, so that a killed run always leaves one step that every rank has: each rank
 writes `NAME.new`; when all have, each renames it to `NAME`. Loading looks at both names and takes
-the newest step that all ranks have. Every file has a checksum (`moe_plugin.checkpoint.checksums`).
+the newest step that all ranks have. Every file has a checksum (`moe_plugin.checksums`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from moe_plugin.checkpoint import CheckpointError, checksums, trust
+from moe_plugin import checksums
+from moe_plugin.checkpoint import CheckpointError, trust
 from moe_plugin.checkpoint.formats.fairseq.entries import renamed
 from moe_plugin.checkpoint.source import UNREADABLE
 from moe_plugin.comm.host_collectives import gather_objects, named

@@ -7,9 +7,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from moe_plugin.checkpoint import CheckpointError, checksums, torch_files, trust
+from moe_plugin import checksums
+from moe_plugin.checkpoint import CheckpointError, torch_files, trust
 from moe_plugin.checkpoint.conversion import without_optimizer
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.files import without_rank
@@ -62,7 +64,8 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
     if rank == 0:
         logger.info("the checkpoint %s of %d ranks is read by %d", written.paths[0], written.world,
                     world)
-    with open_written(written, trust.FLAG in sys.argv) as whole:
+    with (checksums.verified(map(Path, written.paths)),
+          open_written(written, trust.FLAG in sys.argv) as whole):
         source = without_optimizer(whole) if model_only else whole
         return torch_files.read_all(state_of_rank(source, rank, world, ep, shards))
 

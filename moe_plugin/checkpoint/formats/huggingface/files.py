@@ -25,6 +25,7 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
 )
 from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
+from moe_plugin.checksums import METADATA, FirstRead
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input, write_whole
@@ -35,6 +36,9 @@ MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantiz
 SHARD_BYTES = 5 << 30
 _EXPERT = re.compile(r"(.+\.)(?:experts\.(?:(\d+)\.|(?:gate_up|up|down)_proj(?:_blocks)?$)|"
                      r"input_linear\.weight$)")
+_LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
+# settings that count layers, experts, other parts
+_COUNT = re.compile(r"^(?:(num_(?:hidden_)?layers|n_layers?)|(.*experts)|.*(?:_size|heads|_dim))$")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -69,15 +73,34 @@ def open_safetensors(path: Path) -> DerivedSource:
 def _tensors_in(path: Path) -> dict[str, StoredTensor]:
     try:
         check_input(path)
+        check = FirstRead(path)
         with SafetensorsFile(path) as file:
             return {name: StoredTensor(path, held.offset, held.shape,
-                                       torch.empty(held.shape, device="meta").stride(), held.dtype)
+                                       torch.empty(held.shape, device="meta").stride(),
+                                       held.dtype, check)
                     for name, held in sorted(file.held.items())}
     except (OSError, ValueError) as error:
         remedy = ("convert the model to one of them" if isinstance(error, UnknownDtype)
                   else "get the file again")
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({short(error)}); "
                               f"{remedy}") from error
+
+
+def check_counts(source: Source) -> None:
+    """`CheckpointError` where `config.json` has more layers, experts or elements than the files,
+    because a model of any size would be built first.
+    """
+    config, names = source.values["config"], [name for _, name in source.entries]
+    layers = 1 + max((int(found[1]) for found in map(_LAYER.search, names) if found), default=0)
+    elements = sum(entry.numel for entry in source.entries.values())
+    experts = max((layer["num_experts"] for layer in source.layers.values()), default=elements)
+    inner = config.get("text_config")
+    for name, value in {**config, **(inner if isinstance(inner, dict) else {})}.items():
+        kind = _COUNT.search(name)
+        most = 0 if kind is None else layers if kind[1] else experts if kind[2] else elements
+        if most and isinstance(value, int) and value > most:
+            raise CheckpointError(f"config.json has {name}={short(value)}, the files have at most "
+                                  f"{most}: they are not of one model; get the folder again")
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
@@ -186,7 +209,7 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
         names: of the source's "model" tensors.
         done: see `SealedWriter.write`.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **METADATA}}
     start, order = 0, []
     for name in names:
         entry = source.entries[MODEL, name]
@@ -200,4 +223,4 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    writer.fill(path, [(8 + len(text) + at, one) for at, one in order], done, seal=False)
+    writer.fill(path, [(8 + len(text) + at, one) for at, one in order], done)

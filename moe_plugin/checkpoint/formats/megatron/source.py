@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import checksums, trust
+from moe_plugin import checksums
+from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.megatron import names
 from moe_plugin.checkpoint.formats.megatron.common import BY_PARAMETER, optimizer_parts
 from moe_plugin.checkpoint.formats.megatron.names import (
@@ -80,7 +81,7 @@ def open_checkpoint(path: Path, trusted: bool = False) -> Source:
     return DerivedSource(
         marked(derived, layers), NATIVE if names.is_native(tensors) else OURS, values, layers,
         {**values["megatron"]["layout"], "optimizer": sharding_type or "none"},
-        [folder / name for name in files.file_names()])
+        [folder / name for name in files.file_names()], files.unsealed())
 
 
 def _check_backend(folder: Path) -> None:

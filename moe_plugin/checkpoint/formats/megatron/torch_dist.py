@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from moe_plugin.checkpoint import checksums, trust
+from moe_plugin import checksums
+from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.megatron.names import COMMON, METADATA
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -80,12 +81,13 @@ class DistributedFiles:
     def __init__(self, folder: Path, checksums_by_name: Mapping[str, str] | None = None,
                  trusted: bool = False) -> None:
         self.folder = folder
-        self._sums = dict(checksums_by_name or {})
+        self._sums, self._lock = dict(checksums_by_name or {}), RLock()  # of what is known of files
+        self._verified: set[str] = set()
+        for name in {METADATA, COMMON} & set(self._sums):
+            self._verify(name)
         metadata = _read_metadata(folder / METADATA, trusted)
         self._metadata, self._places = metadata.state_dict_metadata, metadata.storage_data
-        self._verified: set[str] = set()
         self._chunks: dict[Any, Derived] = {}  # by file and place
-        self._lock = RLock()  # of what is known of files
 
     def tensors(self) -> dict[str, Derived]:
         """All tensors by name."""
@@ -101,6 +103,10 @@ class DistributedFiles:
     def file_names(self) -> list[str]:
         """Names of the files with tensors and objects."""
         return sorted({place.relative_path for place in self._places.values()})
+
+    def unsealed(self) -> list[Path]:
+        """The files without a checksum."""
+        return [self.folder / name for name in self.file_names() if name not in self._sums]
 
     def read(self, name: str, window: Window) -> Tensor:
         """A window (with a start and a stop on every axis) of a tensor.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_plugin.checkpoint import checksums
+from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
 from moe_plugin.checkpoint.formats.megatron import common, hybrid, names
 from moe_plugin.checkpoint.formats.megatron.names import (

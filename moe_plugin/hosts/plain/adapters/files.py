@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin import checksums
 from moe_plugin.checkpoint.layers import full_state
 from moe_plugin.comm import default_comm
 from moe_plugin.experts.lora import PLACES, ExpertRanks
@@ -133,8 +134,10 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     config.target_parameters, config.inference_mode = targets, True
     if default_comm().rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in state.items()},
-                  Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        path = Path(folder) / "adapter_model.safetensors"
+        save_file({name: value.cpu().contiguous() for name, value in state.items()}, path,
+                  metadata={"format": "pt", **checksums.METADATA})
+        checksums.seal(path)
         config.save_pretrained(str(folder))
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from moe_plugin import checksums
 from moe_plugin.checkpoint.layers import local_window
+from moe_plugin.checkpoint.source import refused_if_unreadable
 from moe_plugin.experts.lora import PLACES, TARGETS
 from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.adapters.files import START, PeftStack, by_pattern, stacks_of
@@ -29,8 +31,8 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         freeze: see `add_lora`.
     Returns: names of the layers that have adapters now.
     Raises:
-        ValueError: the file is of another kind of adapter or another model, or has adapters of
-            modules that `peft` would have to wrap first.
+        ValueError: the file is damaged, of another kind of adapter or another model, or has
+            adapters of modules that `peft` would have to wrap first.
     """
     _refuse_pickles(Path(folder))
     import peft
@@ -40,7 +42,10 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     if config.peft_type != peft.PeftType.LORA or config.use_dora:
         raise ValueError(f"{str(folder)!r} holds {config.peft_type.value} with use_dora="
                          f"{getattr(config, 'use_dora', False)}: must be LoRA; give another folder")
-    rest = load_file(Path(folder) / _TENSORS)
+    path = Path(folder) / _TENSORS
+    with refused_if_unreadable(f"{str(path)!r} cannot be read", "get the file again"):
+        checksums.verify(path)
+        rest = load_file(path)
     found, pattern = {}, {}
     ours = {place: target for target, place in TARGETS.items()}
     for name, block in swapped_blocks(model):

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.plain.swarm.messages import (
+    OPEN,
+    Access,
     Address,
     Connection,
     Message,
@@ -59,12 +61,14 @@ class StagePeer:
             mean of its stage.
         timeout_s: without a trainer, after which this peer ends. (How long peers wait for each
             other the trainer says.)
+        secret, message_bytes: as of `Swarm`.
     """
 
     def __init__(self, trainer: Address, stages: Sequence[MakeStage], optimizer: MakeOptimizer,
                  loss: Loss, *, host: str = "127.0.0.1", device: str | torch.device = "cpu",
                  bandwidth: float = 1.0, throughput: float | None = None,
-                 timeout_s: float = 60.0) -> None:
+                 timeout_s: float = 60.0, secret: str | None = None,
+                 message_bytes: int = OPEN.message_bytes) -> None:
         self.trainer, self.stages, self.loss = trainer, stages, loss
         self.optimizer, self.device = optimizer, torch.device(device)
         self.timeout_s = timeout_s
@@ -74,7 +78,8 @@ class StagePeer:
         self._reduced: Tensor | None = None
         self._compute = threading.Lock()
         self._stopped = threading.Event()
-        self._server = MessageServer(host, 0, self._answer)
+        self._access = Access(secret, message_bytes)
+        self._server = MessageServer(host, 0, self._answer, self._access)
         self.about = {"address": self._server.address, "bandwidth": bandwidth,
                       "throughput": throughput}
 
@@ -86,7 +91,7 @@ class StagePeer:
         met, last = False, time.monotonic()
         while not self._stopped.is_set():
             try:
-                connection = Connection.to(self.trainer, self.timeout_s)
+                connection = Connection.to(self.trainer, self.timeout_s, self._access)
                 while not self._stopped.is_set():
                     connection.ask("here", **self.about)
                     met, last = True, time.monotonic()
@@ -116,7 +121,7 @@ class StagePeer:
                 timeout_s: float, source: Address | None, state: Message | None) -> Message:
         self._sums.timeout_s = timeout_s
         if source is not None:
-            state = ask(source, "state", timeout_s)["state"]
+            state = ask(source, "state", timeout_s, self._access)["state"]
         with self._compute:
             last = number == len(self.stages) - 1
             stage = ServedStage(make_stage(self.stages, number, seed, self.device), self.optimizer,
@@ -171,7 +176,7 @@ class StagePeer:
             if not part.numel():
                 return part
             # which may wait for a third one
-            return ask(member, "part", 2 * self._sums.timeout_s, key=key, source=me,
+            return ask(member, "part", 2 * self._sums.timeout_s, self._access, key=key, source=me,
                        members=len(members), part=part.clone())["sum"]
 
         with ThreadPoolExecutor(len(members)) as pool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 from pathlib import Path
 
 import torch
 
+from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
 from moe_plugin.hosts.plain.swarm.messages import Message
 from moe_plugin.messages import cut
@@ -25,8 +25,9 @@ def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message])
     for name, state in zip(names, states, strict=True):
         made = io.BytesIO()
         torch.save(state, made)
-        write_regular(path / name, made.getvalue())
-    write_regular(path / _INDEX, json.dumps({"step": step, "stages": names}) + "\n")
+        content = made.getvalue()
+        write_regular(path / name, content + checksums.trailer(checksums.crc32(content)))
+    write_regular(path / _INDEX, checksums.seal_json({"step": step, "stages": names}))
     for old in path.glob("step_*_stage_*.pt"):
         if old.name not in names:
             old.unlink()
@@ -42,12 +43,13 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
     if not path.is_file():
         raise ValueError(f"{path} is missing: give a folder that `Swarm.save` wrote")
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index, _ = checksums.open_json(path.read_text(encoding="utf-8"))
         step, names = int(index["step"]), list(index["stages"])
         if len(names) == stages:
             found: list[Message | None] = []
             for name in names:
                 path = Path(folder) / name
+                checksums.verify(path)
                 found.append(trust.load(path, (), name))
             return step, found
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,

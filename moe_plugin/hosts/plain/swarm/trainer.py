@@ -26,7 +26,9 @@ from torch import Tensor
 
 from moe_plugin.hosts.plain.swarm.members import Alarm, Member, SwarmMembers
 from moe_plugin.hosts.plain.swarm.messages import (
+    OPEN,
     WIRES,
+    Access,
     Address,
     Connections,
     Message,
@@ -80,6 +82,9 @@ class Swarm:
             the pipeline gets 1.1 times faster by it; None: never.
         seed: of weights and random numbers.
         resume: a folder that `save` wrote.
+        secret: that peers must know, too. Optional; without one, anybody who reaches `host` can
+            take part.
+        message_bytes: the largest message, such as a stage's weights and optimizer state.
 
     Attributes:
         address: for `StagePeer`.
@@ -92,7 +97,8 @@ class Swarm:
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
                  dtype: torch.dtype = torch.float32, in_flight: int = 0, clip: float | None = None,
                  timeout_s: float = 60.0, rebalance_s: float | None = 60.0, seed: int = 0,
-                 resume: str | os.PathLike[str] | None = None) -> None:
+                 resume: str | os.PathLike[str] | None = None, secret: str | None = None,
+                 message_bytes: int = OPEN.message_bytes) -> None:
         if stages < 1 or in_flight < 0 or timeout_s <= 0:
             raise ValueError(f"swarm: stages={stages} must be >= 1, in_flight={in_flight} >= 0 and "
                              f"timeout_s={timeout_s} > 0")
@@ -105,11 +111,12 @@ class Swarm:
             self.steps, self._first = load_swarm(resume, stages)
         self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s}
         self.members, self._clock = SwarmMembers(stages, seed), Alarm(rebalance_s)
-        self._connections = Connections(timeout_s)
+        self._access = Access(secret, message_bytes)
+        self._connections = Connections(timeout_s, self._access)
         self._taken: _Taken = {}  # by (stage, micro-batch): who did the backward pass, what it got
         self._result, self._whole, self._refused = SwarmStep(), True, ""
         self._counting = threading.Lock()
-        self._server = MessageServer(host, port, self._answer)
+        self._server = MessageServer(host, port, self._answer, self._access)
         self.address = self._server.address
 
     def wait_for(self, peers: int) -> None:
@@ -154,7 +161,7 @@ class Swarm:
         waiting = (member.address for member in self.members.newcomers)
         for address in itertools.chain(*self.members.stages, waiting):
             try:
-                ask(address, "stop", self.timeout_s)
+                ask(address, "stop", self.timeout_s, self._access)
             except (OSError, PeerError):
                 log.debug("peer %s does not answer any more", address)
         self._server.close()
@@ -184,8 +191,8 @@ class Swarm:
         if not others and self.steps and self._first[stage] is None:
             raise self._lost(stage)
         try:
-            ask(member.address, "become", 2 * self.timeout_s, number=stage, step=self.steps,
-                source=others[0] if others else None,
+            ask(member.address, "become", 2 * self.timeout_s, self._access, number=stage,
+                step=self.steps, source=others[0] if others else None,
                 state=None if others else self._first[stage], **self._run)
         except (OSError, PeerError) as error:
             log.warning("peer %s did not take stage %d: %s", member.address, stage, error)
@@ -302,7 +309,7 @@ class Swarm:
         with ThreadPoolExecutor(max(1, len(self.members))) as pool:
             # a peer may wait for another one, and that one for what a third one sends
             asked = {(stage, address): pool.submit(ask, address, what, 3 * self.timeout_s,
-                                                   **values(stage, me))
+                                                   self._access, **values(stage, me))
                      for stage in chosen for me, address in enumerate(members[stage])}
         found, failed = {}, set()
         for (stage, address), future in asked.items():
@@ -324,7 +331,7 @@ class Swarm:
             self._all_served()
             address = self.members.stages[stage][0]
             try:
-                return ask(address, "state", self.timeout_s)["state"]
+                return ask(address, "state", self.timeout_s, self._access)["state"]
             except (OSError, PeerError) as error:
                 self._ban(stage, address, error)
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint import checksums, torch_files
+from moe_plugin import checksums
+from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.formats.plain import part_name, write_index
 from moe_plugin.checkpoint.source import Derived, TensorEntry, window_shape
 from moe_plugin.lab.bench.report import columns

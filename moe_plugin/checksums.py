@@ -1,8 +1,9 @@
 """Checksums of checkpoint files: CRC-32, which finds every change of up to 32 adjacent bits.
 
 A *sealed* file has its checksum inside, so that it moves, is copied and is deleted with the file:
-binary files in a trailer of 27 bytes (torch and zip tools read over it), JSON files in the last
-entry. Files from before are not sealed and still load.
+files of torch in a trailer of 27 bytes (torch and zip tools read over it), safetensors in the
+metadata of their header, JSON files in the last entry. Files from before are not sealed and still
+load.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from pathlib import Path
 from threading import Lock
@@ -28,6 +29,9 @@ except ImportError:
 CHUNK = 1 << 20
 _POLYNOMIAL, _ONE = 0xEDB88320, 1 << 31  # of CRC-32, and x^0; bits are reflected: x^31 is 1
 _TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
+METADATA = {"moe_plugin_crc32": "0" * 8}  # of a safetensors file that is sealed when it is complete
+_DIGITS = re.compile(rb'"moe_plugin_crc32": ?"([0-9a-f]{8})"')
+_HEADER_BYTES = 100 << 20  # of a safetensors file at most, by its library
 _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 _JSON_START = '{"sealed": true'
 _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
@@ -84,12 +88,46 @@ def trailer(crc: int) -> bytes:
     return b"\nmoe-plugin crc32 %08x\n" % crc
 
 
+def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """First byte and value of the checksum in a safetensors file. None if the file has none."""
+    with open(path, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(length) if length <= _HEADER_BYTES else b""
+    found = _DIGITS.search(header) if header.startswith(b"{") else None
+    return None if found is None else (8 + found.start(1), int(found[1], 16))
+
+
+def _with_zeros(crc: int, at: int, size: int, digits: int) -> int:
+    """The sum that a file of `size` bytes has with zeros in the place of its checksum."""
+    return crc ^ _times(_after(size - at - 8), crc32(b"%08x" % digits) ^ crc32(b"0" * 8))
+
+
+def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
+    """Put the checksum into a complete file: into the header of safetensors that were written with
+    `METADATA`, into a trailer of other files.
+
+    Args:
+        crc: of the file's bytes; computed by default.
+    """
+    crc, found = crc_of(path) if crc is None else crc, _digits_in_header(path)
+    with open(path, "r+b") as stream:
+        if found is None:
+            stream.seek(0, os.SEEK_END)
+            stream.write(trailer(crc))
+        else:
+            stream.seek(found[0])
+            stream.write(b"%08x" % crc)
+
+
 def seal_of(path: str | os.PathLike[str]) -> int | None:
-    """The checksum that a sealed binary file was written with; None: it is not sealed."""
+    """The checksum that a sealed binary file was written with. None if the file is not sealed."""
     with open(path, "rb") as stream:
         stream.seek(max(0, os.path.getsize(path) - _TRAILER_BYTES))
         found = _TRAILER.fullmatch(stream.read())
-    return None if found is None else int(found[1], 16)
+    if found is not None:
+        return int(found[1], 16)
+    inside = _digits_in_header(path)
+    return None if inside is None else inside[1]
 
 
 def crc_of(path: str | os.PathLike[str], size: int | None = None) -> int:
@@ -116,13 +154,17 @@ def verify(path: str | os.PathLike[str],
         start = stream.read(len(_ZIP_START))
         stream.seek(max(0, size - _TRAILER_BYTES))
         end = stream.read()
-    trailer = _TRAILER.fullmatch(end)
-    if trailer is None:
+    trailer, inside = _TRAILER.fullmatch(end), _digits_in_header(path)
+    if trailer is None and inside is None:
         # an unsealed zip file ends with its directory; otherwise this was a trailer
         if start == _ZIP_START and end[-_ZIP_END_BYTES:][: len(_ZIP_END)] != _ZIP_END:
             raise DamagedFile("its end is not what was written")
         return False
-    found, wanted = (crc or crc_of)(path, size - _TRAILER_BYTES), int(trailer[1], 16)
+    if trailer is None:
+        at, wanted = inside
+        found = _with_zeros((crc or crc_of)(path, size), at, size, wanted)
+    else:
+        found, wanted = (crc or crc_of)(path, size - _TRAILER_BYTES), int(trailer[1], 16)
     if found != wanted:
         raise DamagedFile(f"its checksum is {found:08x}, it was written with {wanted:08x}")
     return True
@@ -226,22 +268,53 @@ def read_on(file: int, at: int, until: int, crc: int) -> int:
     return crc
 
 
-_SUMMED: dict[Path, ReadSums] = {}
+_CHECKED: dict[Path, ReadSums | None] = {}  # files that another function verifies
+
+
+@contextmanager
+def _checked(mine: Mapping[Path, ReadSums | None]) -> Iterator[None]:
+    _CHECKED.update(mine)
+    try:
+        yield
+    finally:
+        for path, sums in mine.items():
+            if _CHECKED.get(path) is sums:
+                _CHECKED.pop(path, None)
 
 
 @contextmanager
 def summed(paths: Iterable[Path]) -> Iterator[Mapping[Path, ReadSums]]:
-    """Sum what is read of these files meanwhile."""
+    """Sum what is read of these files meanwhile. The caller verifies the sums."""
     mine = {path: ReadSums() for path in paths}
-    _SUMMED.update(mine)
-    try:
+    with _checked(mine):
         yield mine
-    finally:
-        for path, sums in mine.items():
-            if _SUMMED.get(path) is sums:
-                del _SUMMED[path]
+
+
+def verified(paths: Iterable[Path]) -> AbstractContextManager[None]:
+    """Read these files without `FirstRead`, because the ranks have verified them together."""
+    return _checked(dict.fromkeys(paths))
 
 
 def sums_of(path: Path) -> ReadSums | None:
-    """Where reads of a file are noted; None: nowhere."""
-    return _SUMMED.get(path)
+    """Where reads of a file are noted. None if they are not noted."""
+    return _CHECKED.get(path)
+
+
+class FirstRead:
+    """Verifies a file once, when the first of its tensors is read.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._done, self._lock = path, False, Lock()
+
+    def __call__(self) -> None:
+        """Raises: DamagedFile: the file is sealed and is not what was written."""
+        if self._done or self._path in _CHECKED:
+            return
+        with self._lock:
+            if not self._done:
+                verify(self._path)
+                self._done = True
