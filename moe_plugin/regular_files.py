@@ -101,7 +101,7 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
         os.replace(half, path)
     except OSError as error:
         half.unlink(missing_ok=True)
-        _refuse(path, error)
+        refuse_output(path, error)
     return path
 
 
@@ -142,7 +142,7 @@ def make_folder(path: _Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _refuse(path, error)
+        refuse_output(path, error)
     return path
 
 
@@ -171,10 +171,11 @@ def open_append(path: _Path) -> BinaryIO:
     try:
         return open(path, "ab", buffering=0)
     except OSError as error:
-        _refuse(path, error)
+        refuse_output(path, error)
 
 
-def _refuse(path: Path, error: OSError) -> NoReturn:
+def refuse_output(path: Path, error: OSError) -> NoReturn:
+    """Raise a `ValueError` that names a file which cannot be written, the cause and the remedy."""
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
 from moe_plugin.comm import Comm, TorchComm
-from moe_plugin.config import with_overrides
+from moe_plugin.config import ObserveConfig, RunConfig, with_overrides
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.resilience.twins import TwinCheck
@@ -93,9 +93,11 @@ class Run:
         if args.check_twins:
             self.check = TwinCheck(self.bare, self.comm, every=args.check_twins)
         self.loss = torch.zeros(())
-        self.steps = TrainingSteps(self.model, self.optimizer, self.loss_of, clip=args.clip,
+        settings = RunConfig(observe=ObserveConfig(take_over_folder=args.take_over_folder))
+        self.steps = TrainingSteps(self.model, self.optimizer, self.loss_of, settings,
+                                   clip=args.clip,
                                    world=self.comm, lighthouse=args.lighthouse,
-                                   replica=args.replica)
+                                   replica=args.replica, folder=args.out)
 
     @property
     def step(self) -> int:
@@ -186,6 +188,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=float, default=value, help=f"{text} (default: {value})")
     p.add_argument("--lighthouse", default="", help="address of a torchft lighthouse, for a job "
                                                     "that is one replica of several")
+    p.add_argument("--take-over-folder", action="store_true",
+                   help="begin although another run seems to write to the folder")
     return p.parse_args(argv)
 
 

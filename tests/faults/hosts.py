@@ -9,7 +9,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,9 @@ class Host(ABC):
             self._server = Server(self.preload)
         return self._server
 
-    def train(self, folder: Path, fault: Fault | None = None, steps: int = STEPS) -> Ran:
-        """Start a run, or go on with the one that is in this folder."""
+    def train(self, folder: Path, fault: Fault | None = None, steps: int = STEPS,
+              more: Sequence[str] = ()) -> Ran:
+        """Start a run, or go on with the one that is in this folder. more: arguments."""
         folder.mkdir(parents=True, exist_ok=True)
         record, ends = folder / "fault", folder / "ends"
         for path in (record, ends):
@@ -113,7 +114,7 @@ class Host(ABC):
         fault = fault and replace(fault, record=str(record))
         begin = time.time()
         done = self.server.run(self.ranks, with_fault, fault, str(ends), self.module,
-                               self.arguments(folder, steps), environment=self.environment(),
+                               [*self.arguments(folder, steps), *more], environment=self.environment(),
                                cwd=self.home, timeout_s=JOB_S, grace_s=GRACE_S)
         happened = times(record)
         return Ran(done.code, done.late, done.log, self.losses(folder, done.log),
