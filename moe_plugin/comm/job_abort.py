@@ -94,6 +94,14 @@ def claim_first_report(text: str) -> bool:
     return count is None or count == 1
 
 
+def leave() -> None:
+    """Before a rank ends by an error: the first one, whose process may have the job's store, waits
+    a moment for the others, which would otherwise write pages about a lost connection.
+    """
+    if _several():
+        _bounded(_all_leave if dist.get_rank() == 0 else lambda store: _count(store, "left"))
+
+
 def _why(error: BaseException) -> str:
     return f"rank {dist.get_rank()} {_GAVE_UP}: {type(error).__name__}: {error}"
 
@@ -119,8 +127,17 @@ def _all_know(store: Any) -> None:
     _come(store, "known", _ANSWER_S)
 
 
+def _all_leave(store: Any) -> bool:
+    _count(store, "left")
+    return _come(store, "left", _TOGETHER_S)
+
+
+def _count(store: Any, counter: str) -> None:
+    store.add(f"{_KEY}/{counter}", 1)
+
+
 def _all_end(store: Any) -> bool:
-    store.add(f"{_KEY}/ends", 1)
+    _count(store, "ends")
     return _come(store, "ends", _TOGETHER_S)
 
 
