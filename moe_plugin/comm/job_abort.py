@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.open_files import too_many
+
 log = logging.getLogger(__name__)
 _KEY, _GAVE_UP = "moe_plugin/gave_up", "of the job gave up"
 _TAG = (1 << 31) - 1  # of a message that is never sent
@@ -39,13 +41,16 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 def says_why() -> Iterator[None]:
     """For a whole run: an error that ends this rank alone ends the others by its words, too, not by
     a broken connection. Ranks that all end by themselves, as of settings that do not fit, are left
-    alone.
+    alone. An error of too many open files becomes a `ValueError` with the limit and the remedy.
     """
     try:
         yield
     except Exception as error:
+        refused = ValueError(text) if (text := too_many(error)) else error
         if _several() and not _bounded(_all_end):
-            abort_job(error)
+            abort_job(refused)
+        if refused is not error:
+            raise refused from error
         raise
 
 
