@@ -1,11 +1,12 @@
-"""Two runs of a host in one folder: the second one ends at once; what a killed run left does not
-keep the next one from it.
+"""Folders of runs: a second run in one ends at once, what a killed run left does not keep the next
+one from it, and a full disk leaves nothing that is half written.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,15 +18,17 @@ import pytest
 import torch.distributed as dist
 
 from moe_plugin.folder_lock import LOCK, hold_folder
+from moe_plugin.lab.emulate.faults import Fault
 from tests.distributed import run_gloo
-from tests.faults.hosts import HOSTS, Host
+from tests.faults.hosts import HOSTS, SAVE_EVERY, STEPS, Host
 
 pytestmark = pytest.mark.distributed
 ENDLESS = 5000  # steps
 
 
-@pytest.fixture(scope="module", params=[pytest.param("plain"), pytest.param("fairseq", marks=pytest.mark.fairseq),
-                        pytest.param("megatron", marks=pytest.mark.megatron)])
+@pytest.fixture(scope="module", params=[
+    "plain", pytest.param("fairseq", marks=pytest.mark.fairseq),
+    pytest.param("megatron", marks=pytest.mark.megatron)])
 def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
     """A host with its data; skips where it is not installed."""
     if request.param == "fairseq":
@@ -101,3 +104,20 @@ def test_many_starts_at_once_where_a_killed_run_was(tmp_path: Path) -> None:
     lock.path.write_text(text)
     assert run_gloo(8, _start, str(tmp_path)).count(True) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_nothing_half_written(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    ran = host.train(folder, Fault("disk-full", (0,), SAVE_EVERY + 2, "update"))
+    assert ran.code != 0 and not ran.late
+    told = [line for line in ran.log.splitlines() if ": error: " in line and "ERROR" not in line]
+    assert told and all(re.search("cannot be written|not write|not written", line)
+                        for line in told), ran.log[-4000:]
+    assert any("File too large" in line and str(folder) in line for line in told), told
+    assert any(re.search(rf"(newest|last).* {SAVE_EVERY}\b", line) for line in told), told
+    assert "Traceback" not in ran.log
+    left = [path for path in folder.rglob("*") if path.suffix in (".new", ".part", ".tmp", ".lock",
+            ".writing") or (path.is_dir() and not any(path.iterdir()))]
+    assert not left and host.saved(folder) == SAVE_EVERY
+    again = host.train(folder)
+    assert again.code == 0 and STEPS in again.losses, again.log[-4000:]
