@@ -249,8 +249,10 @@ def _myself() -> Holder:
     job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job == "none":
         job = os.environ.get("SLURM_JOB_ID", "")
-    return Holder(socket.gethostname(), _machine(), os.getpid(), (_stat(os.getpid()) or ("", ""))[1],
-                  time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), job, secrets.token_hex(8))
+    _, begun = _stat(os.getpid()) or ("", "")
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Holder(socket.gethostname(), _machine(), os.getpid(), begun, since, job,
+                  secrets.token_hex(8))
 
 
 def _machine() -> str:

@@ -13,7 +13,7 @@ from moe_plugin.comm.job_abort import says_why
 from moe_plugin.comm.open_files import too_many
 from tests.distributed import run_gloo
 
-GLOO = RuntimeError("[enforce fail at tcp/loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")
+GLOO = RuntimeError("[enforce fail at loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")
 FULL = OSError(errno.EMFILE, "no more")
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moe_plugin.lab.bench.report import paragraph
-from tests.faults.hosts import HOSTS, Host, Ran
+from tests.faults.hosts import HOSTS, RANKS, Host, Ran
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "disks.md"
@@ -134,12 +134,12 @@ def statistics(name: str, home: Path) -> Iterator[Seen]:
 
 
 _STORE = """
-import sys
+import sys, torch
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.config import with_overrides
 config = with_overrides(MoEConfig(model_dim=64, num_experts=8), {
     "experts.store": "disk", "experts.store_path": sys.argv[1]})
-MoELayer(config)
+MoELayer(config).eval()(torch.randn(4, 64))
 """
 
 
@@ -250,12 +250,12 @@ def _listening(command: Sequence[str], seconds: float = 25.0) -> list[str]:
 
 
 def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
-         what: str = "checkpoints every 3 steps") -> Seen:
+         what: str = "checkpoints every 3 steps", ranks: int = RANKS) -> Seen:
     """A run of so many minutes; memory and open files of its first rank after a fifth of the time
     and at the end; then it is killed, and goes on.
     """
     host, folder = HOSTS[name](home / name), home / "soak" / f"{name} {what}".replace(" ", "-")
-    rows = list[tuple[int, int]]()
+    host.ranks, rows = ranks, list[tuple[int, int]]()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(host.train, folder, None, 50_000, more)
         until, ticks = time.monotonic() + 60 * minutes, threading.Event()
@@ -298,13 +298,23 @@ def _used(folder: Path) -> tuple[int, int] | None:
 
 
 def soaks(home: Path, minutes: float) -> Iterator[Seen]:
-    """Of each host with checkpoints, of layouts that change, of weights that stream."""
+    """Of each host with checkpoints, and of layouts that change."""
     for name in NAMES:
         yield soak(name, home, minutes)
+    yield from changing(home, minutes)
+
+
+def changing(home: Path, minutes: float) -> Iterator[Seen]:
+    """Of layouts that change."""
     changes = ",".join(f"{step}={1 + step // 20 % 2}" for step in range(20, 4000, 20))
     yield soak("fairseq", home, minutes, ["--moe-expert-parallel-at", changes],
                "expert-parallel size 1 and 2 in turn")
-    yield soak("fairseq", home, minutes, ["--weights-on", "host"], "weights that stream")
+
+
+def streaming(home: Path, minutes: float) -> Iterator[Seen]:
+    """Of weights that stream."""
+    yield soak("fairseq", home, minutes, ["--weights-on", "host"],
+               "weights that stream, one rank", ranks=1)
 
 
 def cases(home: Path, minutes: float) -> dict[str, Callable[[], Iterator[Seen]]]:
@@ -317,7 +327,8 @@ def cases(home: Path, minutes: float) -> dict[str, Callable[[], Iterator[Seen]]]
         found[f"statistics-{name}"] = lambda name=name: statistics(name, home)
     return {**found, "programs": lambda: programs(home), "shm": lambda: shared_memory(home),
             "starts": lambda: starts(home), "files": lambda: descriptors(home),
-            "ports": lambda: ports(home), "soaks": lambda: soaks(home, minutes)}
+            "ports": lambda: ports(home), "soaks": lambda: soaks(home, minutes),
+            "streams": lambda: streaming(home, minutes)}
 
 
 def page(rows: Sequence[Seen]) -> str:

@@ -44,7 +44,7 @@ class Ran:
 
 def with_fault(fault: Fault | None, ends: str, module: str, argv: list[str]) -> None:
     """A rank: the program, in which the fault happens; when it ends on its own is noted."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))  # alone there is none
     faulthandler.dump_traceback_later(JOB_S / 2)  # where a rank hangs
     if fault is not None:
         fault.arm(rank)
@@ -114,8 +114,9 @@ class Host(ABC):
         fault = fault and replace(fault, record=str(record))
         begin = time.time()
         done = self.server.run(self.ranks, with_fault, fault, str(ends), self.module,
-                               [*self.arguments(folder, steps), *more], environment=self.environment(),
-                               cwd=self.home, timeout_s=JOB_S, grace_s=GRACE_S)
+                               [*self.arguments(folder, steps), *more],
+                               environment=self.environment(), cwd=self.home,
+                               timeout_s=JOB_S, grace_s=GRACE_S)
         happened = times(record)
         return Ran(done.code, done.late, done.log, self.losses(folder, done.log),
                    min(happened.values()) if happened else None, times(ends),
@@ -188,8 +189,8 @@ class Fairseq(Host):
                 for entry in self.result(0, log).steps if "loss" in entry}
 
     def saved(self, folder: Path) -> int:
-        found = [int(match[1]) for path in folder.glob("checkpoint_*_*-rank-0.pt")
-                 if (match := re.search(r"_(\d+)-rank-0", path.name))]
+        found = [int(match[1]) for path in folder.glob("checkpoint_*_*.pt")
+                 if (match := re.search(r"_(\d+)(-rank-0)?\.pt$", path.name))]
         return max(found, default=0)
 
 
