@@ -276,7 +276,8 @@ def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
     return Seen(f"{minutes:g} minutes, {what}", NAMES[name],
                 f"{reached} steps; memory of the first rank {begin[0]} MiB, then {end[0]} MiB; "
                 f"open files {begin[1]}, then {end[1]}",
-                f"killed; went on after step {saved} (of {reached}) with the same losses",
+                f"killed; went on after step {saved} (of {reached})"
+                + ", the same losses" * (saved < reached),
                 wrong or ("open files grow" if end[1] > begin[1] + 8 else ""))
 
 
