@@ -17,6 +17,7 @@ from moe_plugin.messages import short
 
 _KINDS = ((stat.S_ISDIR, "folder"), (stat.S_ISLNK, "link"), (stat.S_ISFIFO, "pipe"),
           (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"), (stat.S_ISSOCK, "socket"))
+_ALMOST_NOTHING = 2**20  # bytes
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _Path = str | os.PathLike[str]
 
@@ -101,7 +102,7 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
         os.replace(half, path)
     except OSError as error:
         half.unlink(missing_ok=True)
-        _refuse(path, error)
+        refuse_output(path, error)
     return path
 
 
@@ -142,7 +143,7 @@ def make_folder(path: _Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _refuse(path, error)
+        refuse_output(path, error)
     return path
 
 
@@ -171,19 +172,36 @@ def open_append(path: _Path) -> BinaryIO:
     try:
         return open(path, "ab", buffering=0)
     except OSError as error:
-        _refuse(path, error)
+        refuse_output(path, error)
 
 
-def _refuse(path: Path, error: OSError) -> NoReturn:
+def refuse_output(path: Path, error: OSError) -> NoReturn:
+    """Raise a `ValueError` that names a file which cannot be written, the cause and the remedy."""
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a disk, or a user's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The error of the operating system behind an error, if there is one: `torch.save` raises
+    others when a stream cannot be written.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def write_remedy(error: BaseException, folder: _Path) -> str:
     """What to do where a file in `folder` could not be written."""
-    code = error.errno if isinstance(error, OSError) else None
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    found = system_error(error)
+    code = None if found is None else found.errno
+    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    # torch's writer of files hides why a stream could not be written
+    if is_full(found) if found is not None else free < _ALMOST_NOTHING:
         return (f"the disk is full ({free / 2**20:.0f} MiB free): free space or choose another "
                 "folder")
     if code in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
 from moe_plugin.comm import Comm, TorchComm
-from moe_plugin.config import with_overrides
+from moe_plugin.comm.job_abort import claim_first_report, leave
+from moe_plugin.config import ObserveConfig, RunConfig, with_overrides
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.resilience.twins import TwinCheck
@@ -93,9 +94,11 @@ class Run:
         if args.check_twins:
             self.check = TwinCheck(self.bare, self.comm, every=args.check_twins)
         self.loss = torch.zeros(())
-        self.steps = TrainingSteps(self.model, self.optimizer, self.loss_of, clip=args.clip,
+        settings = RunConfig(observe=ObserveConfig(take_over_folder=args.take_over_folder))
+        self.steps = TrainingSteps(self.model, self.optimizer, self.loss_of, settings,
+                                   clip=args.clip,
                                    world=self.comm, lighthouse=args.lighthouse,
-                                   replica=args.replica)
+                                   replica=args.replica, folder=args.out)
 
     @property
     def step(self) -> int:
@@ -124,9 +127,13 @@ class Run:
                 self.check(self.step, self.sequences(), lambda ids_BS: sum(self.bare(ids_BS)))
             if saves:  # after the check: it holds nothing that was computed wrongly
                 self.save()
+        self.say(f"ended after step {self.step}; losses: {Path(args.out, 'log.jsonl')}; "
+                 f"{self.kept()}")
+
+    def kept(self) -> str:
+        """Which checkpoint is the newest."""
         saved = f"of step {self.saved} in {self.folder}" if self.saved else "none (--save-every)"
-        self.say(f"ended after step {self.step}; losses: {Path(args.out, 'log.jsonl')}; last "
-                 f"checkpoint: {saved}")
+        return f"last checkpoint: {saved}"
 
     def say(self, what: str) -> None:
         """A line of output, by rank 0."""
@@ -186,6 +193,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=float, default=value, help=f"{text} (default: {value})")
     p.add_argument("--lighthouse", default="", help="address of a torchft lighthouse, for a job "
                                                     "that is one replica of several")
+    p.add_argument("--take-over-folder", action="store_true",
+                   help="begin although another run seems to write to the folder")
     return p.parse_args(argv)
 
 
@@ -198,12 +207,20 @@ def main() -> int:
         dist.init_process_group(**gloo)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **gloo)
-    run = Run(args)
+    run = None
     try:
+        run = Run(args)
         run.train()
+        dist.barrier()
+    except ValueError as error:  # on all ranks: another run has the folder, the disk is full, ...
+        if claim_first_report(str(error)):
+            kept = f"; {run.kept()}" if run is not None else ""
+            print(f"train_plain.py: error: {error}{kept}", file=sys.stderr)
+        leave()
+        return 2
     finally:
-        run.steps.close()
-    dist.barrier()
+        if run is not None:
+            run.steps.close()
     # gloo's threads free the tensors of the last collective, for which they need Python's lock; a
     # group that is destroyed before they had it waits for them without end
     time.sleep(0.1)

@@ -66,8 +66,19 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
     _refuse_adapters(model, comm)
     target = Path(directory)
     scratch = target.with_name(target.name + ".writing")
+    try:
+        _save(scratch, target, model, optimizer, comm, extra or {}, keep_old)
+    except CheckpointError:  # of all ranks, which write no more
+        if comm.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _save(scratch: Path, target: Path, model: nn.Module,
+          optimizer: torch.optim.Optimizer | None, comm: Comm, extra: Mapping[str, Any],
+          keep_old: bool) -> None:
     with _together(comm, target):
-        _check_extra(extra or {})
+        _check_extra(extra)
         if comm.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
@@ -80,7 +91,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
                                lambda stream: torch.save(state, stream))
     with _together(comm, target):
         if comm.rank == 0:
-            write_index(scratch, comm.size, extra or {})
+            write_index(scratch, comm.size, extra)
             move_into_place(scratch, target, keep_old)
 
 

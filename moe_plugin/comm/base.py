@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.group import CommError, RankGroup, key_of
+from moe_plugin.comm.open_files import too_many
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.registry import Registry
@@ -220,7 +221,8 @@ class Comm(RankGroup):
         except CommError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise self.error(f"{describe()} failed: {error}{self._started_before()}"
+            remedy = "".join(f"; {text}" for text in [too_many(error)] if text)
+            raise self.error(f"{describe()} failed: {error}{remedy}{self._started_before()}"
                              f"{self.missing_ranks()}") from error
 
     def _started_before(self) -> str:

@@ -61,17 +61,19 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def refused_together(what: str) -> Iterator[None]:
+def refused_together(what: str, group: Any = None) -> Iterator[None]:
     """A `ValueError` of any rank inside is raised on all ranks. Collective.
 
-    what: the check in words, for the message of a collective that fails.
+    Args:
+        what: the check in words, for the message of a collective that fails.
+        group: process group; None: the default group.
     """
     said = ""
     try:
         yield
     except ValueError as error:
         said = str(error)
-    for refusal in filter(None, gather_objects(said, what)):
+    for refusal in filter(None, gather_objects(said, what, group)):
         raise ValueError(refusal)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_plugin.comm.open_files import too_many
+
 log = logging.getLogger(__name__)
 _KEY, _GAVE_UP = "moe_plugin/gave_up", "of the job gave up"
 _TAG = (1 << 31) - 1  # of a message that is never sent
@@ -39,13 +41,16 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 def says_why() -> Iterator[None]:
     """For a whole run: an error that ends this rank alone ends the others by its words, too, not by
     a broken connection. Ranks that all end by themselves, as of settings that do not fit, are left
-    alone.
+    alone. An error of too many open files becomes a `ValueError` with the limit and the remedy.
     """
     try:
         yield
     except Exception as error:
+        refused = ValueError(text) if (text := too_many(error)) else error
         if _several() and not _bounded(_all_end):
-            abort_job(error)
+            abort_job(refused)
+        if refused is not error:
+            raise refused from error
         raise
 
 
@@ -94,6 +99,14 @@ def claim_first_report(text: str) -> bool:
     return count is None or count == 1
 
 
+def leave() -> None:
+    """Before a rank ends by an error: the first one, whose process may have the job's store, waits
+    a moment for the others, which would otherwise write pages about a lost connection.
+    """
+    if _several():
+        _bounded(_all_leave if dist.get_rank() == 0 else lambda store: _count(store, "left"))
+
+
 def _why(error: BaseException) -> str:
     return f"rank {dist.get_rank()} {_GAVE_UP}: {type(error).__name__}: {error}"
 
@@ -119,8 +132,17 @@ def _all_know(store: Any) -> None:
     _come(store, "known", _ANSWER_S)
 
 
+def _all_leave(store: Any) -> bool:
+    _count(store, "left")
+    return _come(store, "left", _TOGETHER_S)
+
+
+def _count(store: Any, counter: str) -> None:
+    store.add(f"{_KEY}/{counter}", 1)
+
+
 def _all_end(store: Any) -> bool:
-    store.add(f"{_KEY}/ends", 1)
+    _count(store, "ends")
     return _come(store, "ends", _TOGETHER_S)
 
 

@@ -26,7 +26,7 @@ POLICIES = ("keep", "recompute", "swap")
 
 @dataclass(kw_only=True)
 class ObserveConfig(SettingsSection):
-    """Where the layers' statistics go besides the host's own log."""
+    """What a run writes: where the layers' statistics go besides the host's own log."""
 
     PATH = "observe."
 
@@ -66,6 +66,10 @@ class ObserveConfig(SettingsSection):
         None,
         "folder of such a trace, whose choices layers take in training in place of their routers'",
         flag="stats-replay")
+    take_over_folder: bool = option(
+        False,
+        "begin although another run seems to write to the same folder or JSONL file; for a run "
+        "that is gone and whose host cannot be asked", flag="take-over-folder", prefix="--")
 
     @property
     def writes(self) -> bool:

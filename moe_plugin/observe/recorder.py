@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -192,7 +193,8 @@ class StatsRecorder:
         self._copiers: dict[str, _Copies] = {}
         self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
         self.health = HealthLog(skip, tell=self._alert, host=host)
-        kinds = ((JsonlSink, config.jsonl), (TensorBoardSink, config.tensorboard),
+        lines = functools.partial(JsonlSink, take_over=config.take_over_folder)
+        kinds = ((lines, config.jsonl), (TensorBoardSink, config.tensorboard),
                  (WandbSink, config.wandb))
         self.sinks: list[Sink] = [kind(place) for kind, place in kinds
                                   if place and self.comm.rank == 0]

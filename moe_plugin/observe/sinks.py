@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from moe_plugin.folder_lock import hold_log
 from moe_plugin.messages import short
 from moe_plugin.regular_files import open_append, write_remedy
 
@@ -39,13 +40,17 @@ class JsonlSink:
     Args:
         path: the file; its folder is made.
         name: the setting or flag that names it, for messages.
+        take_over: whether the file is locked even if another run has it (`folder_lock`). None: it
+            is not locked.
     Raises:
-        ValueError: it cannot be opened.
+        ValueError: it cannot be opened, or another run writes to it.
     """
 
-    def __init__(self, path: str, name: str = "observe.jsonl") -> None:
+    def __init__(self, path: str, name: str = "observe.jsonl",
+                 take_over: bool | None = None) -> None:
         try:
             self._stream = open_append(path)
+            self._lock = None if take_over is None else hold_log(path, take_over)
         except ValueError as error:
             raise ValueError(f"{name}={short(path)}: {error}") from error
         self._where, self._folder = f"{name}={short(path)}", os.path.dirname(os.path.abspath(path))
@@ -76,6 +81,9 @@ class JsonlSink:
 
     def close(self) -> None:
         self._stream.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def _ends_within_a_line(path: str) -> bool:

@@ -36,6 +36,8 @@ from moe_plugin.records import Routing
 from moe_plugin.registry import KINDS
 from moe_plugin.routing.capacity import capacity
 from tests.faults.cases import Row
+from tests.faults.disks import Seen
+from tests.faults.disks import page as disks_page
 from tests.faults.table import pages as fault_pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,6 +213,12 @@ def test_pages_of_faults_are_made_from_their_rows() -> None:
     made = fault_pages(rows, BENCHMARKS / "faults.md")
     assert made == {page: page.read_text(encoding="utf-8")
                     for page in BENCHMARKS.glob("faults*.md")}
+
+
+def test_the_page_of_disks_is_made_from_its_rows() -> None:
+    rows = [Seen(**json.loads(line)) for line in
+            (BENCHMARKS / "data" / "disks.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (BENCHMARKS / "disks.md").read_text(encoding="utf-8") == disks_page(rows)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

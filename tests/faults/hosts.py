@@ -9,7 +9,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Ran:
 
 def with_fault(fault: Fault | None, ends: str, module: str, argv: list[str]) -> None:
     """A rank: the program, in which the fault happens; when it ends on its own is noted."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))  # alone there is none
     faulthandler.dump_traceback_later(JOB_S / 2)  # where a rank hangs
     if fault is not None:
         fault.arm(rank)
@@ -104,8 +104,9 @@ class Host(ABC):
             self._server = Server(self.preload)
         return self._server
 
-    def train(self, folder: Path, fault: Fault | None = None, steps: int = STEPS) -> Ran:
-        """Start a run, or go on with the one that is in this folder."""
+    def train(self, folder: Path, fault: Fault | None = None, steps: int = STEPS,
+              more: Sequence[str] = ()) -> Ran:
+        """Start a run, or go on with the one that is in this folder. more: arguments."""
         folder.mkdir(parents=True, exist_ok=True)
         record, ends = folder / "fault", folder / "ends"
         for path in (record, ends):
@@ -113,8 +114,9 @@ class Host(ABC):
         fault = fault and replace(fault, record=str(record))
         begin = time.time()
         done = self.server.run(self.ranks, with_fault, fault, str(ends), self.module,
-                               self.arguments(folder, steps), environment=self.environment(),
-                               cwd=self.home, timeout_s=JOB_S, grace_s=GRACE_S)
+                               [*self.arguments(folder, steps), *more],
+                               environment=self.environment(), cwd=self.home,
+                               timeout_s=JOB_S, grace_s=GRACE_S)
         happened = times(record)
         return Ran(done.code, done.late, done.log, self.losses(folder, done.log),
                    min(happened.values()) if happened else None, times(ends),
@@ -187,8 +189,8 @@ class Fairseq(Host):
                 for entry in self.result(0, log).steps if "loss" in entry}
 
     def saved(self, folder: Path) -> int:
-        found = [int(match[1]) for path in folder.glob("checkpoint_*_*-rank-0.pt")
-                 if (match := re.search(r"_(\d+)-rank-0", path.name))]
+        found = [int(match[1]) for path in folder.glob("checkpoint_*_*.pt")
+                 if (match := re.search(r"_(\d+)(-rank-0)?\.pt$", path.name))]
         return max(found, default=0)
 
 

@@ -13,10 +13,11 @@ from tests.packaging.definitions import graph, imports
 pytestmark = pytest.mark.fast
 
 # Bottom to top. A room imports from itself and from the rooms before it.
-ORDER = ("messages quiet registry regular_files checksums yaml_file dtensors pytrees machine "
-         "checkout determinism config expert_rows planner kernels comm run records output routing "
-         "dispatch experts memory tuning layer_state layer_parts layer routed_experts pregate "
-         "gradients checkpoint ensembles observe resilience run_features hosts lab cli").split()
+ORDER = ("messages quiet registry regular_files folder_lock checksums yaml_file dtensors "
+         "pytrees machine checkout determinism config expert_rows planner kernels comm run "
+         "records output routing dispatch experts memory tuning layer_state layer_parts layer "
+         "routed_experts pregate gradients checkpoint ensembles observe resilience "
+         "run_features hosts lab cli").split()
 # Bottom to top inside `lab`, which nothing but the command imports.
 LAB = ("planning", "vision", "emulate", "bench", "audit")
 

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
 from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, write_remedy, write_whole
+from moe_plugin.regular_files import check_input, system_error, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
 META, LATEST = "moe_plugin.json", "latest_checkpointed_iteration.txt"
@@ -87,9 +87,12 @@ def together(folder: str, work: Callable[[], None]) -> None:
     # of any kind: the other ranks must know; torch's own is not an `Exception`
     except (Exception, CheckpointException) as caught:
         error = caught
-    failed = [text for text in gather("" if error is None else _not_written(folder, error)) if text]
+    # torch's own error is raised on all ranks; the rank that failed may know more
+    told = isinstance(error, CheckpointException)
+    failed = sorted(each for each in gather(
+        None if error is None else (told, _not_written(folder, error))) if each)
     if failed:
-        raise CheckpointError(failed[0]) from error
+        raise CheckpointError(failed[0][1]) from error
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
@@ -103,9 +106,21 @@ def cause(error: BaseException) -> tuple[int, BaseException]:
 
 def _not_written(folder: str, error: BaseException) -> str:
     rank, error = cause(error)
-    return (f"checkpoint {folder!r} cannot be written on rank {rank}: {type(error).__name__}: "
-            f"{short(error)}; older ones are untouched; "
-            f"{write_remedy(error, os.path.dirname(folder))} (--save)")
+    root = os.path.dirname(folder)
+    behind = system_error(error)
+    said = f"{type(error).__name__}: {short(error)}" if behind is None else short(behind)
+    newest = tracked(root)
+    kept = f"the newest complete one is that of iteration {newest}" if newest else "none is there"
+    return (f"checkpoint {folder!r} cannot be written on rank {rank}: {said}; older ones are "
+            f"untouched ({kept}); {write_remedy(error, root)} (--save)")
+
+
+def abandon(final: str) -> None:
+    """Remove what a save that failed on any rank has left, on the first rank."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(final + ".part", ignore_errors=True)
+        with suppress(OSError):  # Megatron makes the folder before there is anything in it
+            os.rmdir(final)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
+from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, leave, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
@@ -68,6 +68,7 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
             text = printable(as_given(text, given(), NATIVE_ARGUMENTS))
             sys.stderr.write(f"{prog}: error: {text}{where}\n")
             sys.stderr.flush()
+        leave()
         status = 2 if isinstance(error, ValueError) or _of_megatrons_checks(error) else 1
     finally:
         # after an error the group stays: its end may wait for ranks that still work, and

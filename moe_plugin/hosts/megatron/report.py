@@ -107,15 +107,17 @@ class RunLog:
     """Rank 0's JSONL file; other ranks have none.
 
     Args:
+        take_over: see `JsonlSink`.
         settings: written next to it as `settings.json`, for the report.
         changed: (as written, default) of those that the user chose.
     """
 
-    def __init__(self, path: str | None, settings: dict[str, Any] | None = None,
+    def __init__(self, path: str | None, take_over: bool = False,
+                 settings: dict[str, Any] | None = None,
                  changed: Mapping[str, tuple[str, str]] | None = None) -> None:
         self._sink = None
         if path and dist.get_rank() == 0:
-            self._sink = JsonlSink(path, "log_file")
+            self._sink = JsonlSink(path, "log_file", take_over)
             if settings is not None:
                 row = {"host": "megatron", "settings": settings, "changed": changed or {}}
                 write_regular(

@@ -13,9 +13,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from moe_plugin.comm.host_collectives import collectives_named
+import torch.distributed as dist
+
+from moe_plugin.comm.host_collectives import collectives_named, refused_together
 from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.config.flags import as_given
+from moe_plugin.folder_lock import FolderLock, hold_folder
 from moe_plugin.hosts.megatron import ensemble, replicas
 from moe_plugin.hosts.megatron.balance import refuse_unknown
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
@@ -96,6 +99,7 @@ class Script:
         self.stepped, self.passes = False, None  # type: bool, Callable[..., Any] | None
         self.stages, self._divisor = None, None  # type: Any, int | None
         self.taken = dict[int, int]()
+        self._lock: FolderLock | None = None
         self._save: Callable[[Mapping[str, Any]], None] | None = None  # in the place of Megatron's
 
     def prepare(self, args: argparse.Namespace) -> None:
@@ -115,13 +119,28 @@ class Script:
             script_arguments()["make_vocab_size_divisible_by"] = self._divisor
 
     def close(self) -> None:
-        """Close their files."""
+        """Close their files, and let other runs have the folder."""
         self.run.close()
         if self.report is not None:
             self.report.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _hold_folder(self) -> None:
+        """Keep other runs from the folder of `--save`; the first rank does. Collective."""
+        args = script_arguments()
+        save = args.get("save")
+        if not save or "://" in save:
+            return
+        with refused_together("the folder of the run"):
+            make_folder(save)
+            if dist.get_rank() == 0 and not args.get("skip_train"):
+                self._lock = hold_folder(save, run_config(
+                    settings_from_flags(args)).observe.take_over_folder)
 
     def around_setup(self, given: Mapping[str, Any], setup: Callable[[], Any]) -> Any:
         _refuse_unfit()
+        self._hold_folder()
         if run_config(settings_from_flags(script_arguments())).offload.weights == "host":
             from moe_plugin.hosts.megatron import script_streamed
 
@@ -320,8 +339,6 @@ def _refuse_unfit() -> None:
     ensemble.ensemble_of(args)
     replicas.check(args)
     resizing.check(args, run_config(settings_from_flags(arguments)))
-    if getattr(args, "save", None) and "://" not in args.save:
-        make_folder(args.save)
     given = getattr(args, "data_path", None) or ()
     # one data set of Megatron's: scripts may take other paths, and several
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):

@@ -45,13 +45,21 @@ def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
     if given.get("async_sharded_save"):
         files.together(final, lambda: begin_again(final))
         return save(**given)
+    try:
+        _save_whole(save, given, final, int(step[1]))
+    except CheckpointError:
+        files.abandon(final)
+        raise
+
+
+def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, step: int) -> None:
     part = files.part_of(final)
     files.together(final, lambda: save(**{**given, "checkpoint_dir": part}))
     sums = files.sums(part)
 
     def finish() -> None:
         if dist.get_rank() == 0:
-            files.write_meta(part, _description(int(step[1])), sums)
+            files.write_meta(part, _description(step), sums)
             move_into_place(Path(part), Path(final))
 
     files.together(final, finish)

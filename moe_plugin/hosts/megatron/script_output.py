@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from moe_plugin.messages import first_process
-from moe_plugin.regular_files import make_folder
+from moe_plugin.regular_files import make_folder, refuse_output
 
 logger = logging.getLogger("moe_plugin.megatron")
 _LIBRARIES = "megatron", "torch"
@@ -58,8 +58,11 @@ class RunOutput:
         kept, folder = self._file.getvalue(), args.get("save")
         suffix = f".rank{self._rank}.log" if self._rank else ".log"
         if folder:
-            make_folder(folder)
-            self._file = open(os.path.join(folder, f"run{suffix}"), "a", encoding="utf-8")  # noqa: SIM115
+            path = make_folder(folder) / f"run{suffix}"
+            try:
+                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                refuse_output(path, error)
         else:
             self._file = tempfile.NamedTemporaryFile(  # noqa: SIM115
                 "w", prefix="megatron-", suffix=suffix, delete=False, encoding="utf-8")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.report import (
     RunLog,
@@ -28,6 +29,7 @@ from moe_plugin.hosts.megatron.report import (
     skipped,
     tell,
 )
+from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.progress import progress
 from moe_plugin.observe.recorder import StatsRecorder
@@ -54,7 +56,8 @@ class ScriptReport:
     def __init__(self, args: Mapping[str, Any], changed: Mapping[str, tuple[str, str]], run: Run,
                  recorder: StatsRecorder) -> None:
         self.args, self.run, self.recorder = args, run, recorder
-        self.log = RunLog(log_path(args), dict(args), changed)
+        take_over = run_config(settings_from_flags(args)).observe.take_over_folder
+        self.log = RunLog(log_path(args), take_over, dict(args), changed)
         self.total = args.get("train_iters") or 0
         self.evaluates, self.done, self._bar = ("", 0), 0, None  # type: tuple[str, int], int, Any
         self._timed = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm import Comm, TorchComm, default_comm
+from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
 from moe_plugin.dtensors import is_sharded
+from moe_plugin.folder_lock import FolderLock, hold_folder
 from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import blocks_of
 from moe_plugin.layer import MoELayer, named_layers_in
@@ -64,12 +68,14 @@ class TrainingSteps:
             `nn.ModuleList`s.
         tokens_of: the tokens of all ranks in a step, for the line after the first; None: no line.
         lighthouse, replica: this loop is one of several replicas, see `ElasticReplica`.
+        folder: into which the loop writes its checkpoints and logs. Another run that is given the
+            same folder is refused until this one is closed, see `moe_plugin.folder_lock`.
         features: of your own.
 
     Attributes: `run`: the features. `norm`: of the last step's gradients, before clipping. `done`:
         steps, those of another replica where its state was taken.
     Raises:
-        ValueError: settings that do not fit, or that such a loop lacks.
+        ValueError: settings that do not fit, or that such a loop lacks; another run has the folder.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -78,13 +84,17 @@ class TrainingSteps:
                  world: Comm | None = None, layers: Mapping[str, MoELayer] | None = None,
                  has_log: bool = False, blocks: Sequence[nn.Module] | None = None,
                  tokens_of: Callable[[Any], float] | None = None, lighthouse: str | None = None,
-                 replica: int = 0, features: Sequence[RunFeature] = ()) -> None:
+                 replica: int = 0, folder: str | os.PathLike[str] | None = None,
+                 features: Sequence[RunFeature] = ()) -> None:
         self.model, self.optimizer, self.loss_of = model, optimizer, loss_of
         self.clip, self.done, self.total, self.tokens_of = clip, done, total, tokens_of
         self.world = default_comm() if world is None else world
         self.bare = model.module if isinstance(model, DistributedDataParallel) else model
         self.norm = torch.zeros(())
         settings = RunConfig() if settings is None else settings
+        self._lock: FolderLock | None = None
+        if folder is not None:
+            self._hold(folder, settings.observe.take_over_folder)
         self._interval = settings.observe.interval
         self._by_loss = not has_log and settings.observe.writes
         if layers is None:
@@ -98,6 +108,13 @@ class TrainingSteps:
             activations=lambda offload: self._activations(offload, blocks), votes=self._votes,
             replicas=self._replicas(lighthouse, replica, layers), more=features))
         self._voting = self.run.find(StepVotes)
+
+    def _hold(self, folder: str | os.PathLike[str], take_over: bool) -> None:
+        several = isinstance(self.world, TorchComm)
+        with (refused_together("the folder of the run", self.world.group)
+              if several else nullcontext()):
+            if self.world.rank == 0:
+                self._lock = hold_folder(folder, take_over)
 
     def _whole(self) -> tuple[str, bool, str]:
         return ("fully_shard_model", not any(map(is_sharded, self.bare.parameters())),
@@ -225,8 +242,11 @@ class TrainingSteps:
                          loss=mean)
 
     def close(self) -> None:
-        """Close files and leave other replicas."""
+        """Close files, leave other replicas, and let other runs have the folder."""
         self.run.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def _tell(layer: MoELayer, _: Any, out: MoEOutput) -> None:

@@ -103,6 +103,7 @@ class Trainer:
         self.steps = TrainingSteps(
             self.wrapped, self.optimizer, self.loss_of, self._settings(settings),
             clip=args.clip, world=self.comm, has_log=True,
+            folder=None if args.evaluate else args.out,
             layers={name: block.moe for name, block in self.blocks},
             blocks=[m for m in self.model.modules() if type(m).__name__.endswith(BLOCK)])
         self.epoch_steps = math.ceil(len(self.train_set) / (args.batch_size * self.comm.size))

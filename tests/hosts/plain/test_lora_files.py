@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_plain_experts_as_wide_as_the_model_keep_their_stacks_apart(tmp_path: Pa
         swap_moe_blocks(model)
         load_adapter(model, tmp_path)
         close(model(tokens(model)).logits, theirs(tokens(model)).logits)
+
+
+def test_a_full_disk_leaves_the_adapters_that_were_there(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    model = swapped()
+    add_lora(model, 2, 4.0)
+    save_adapter(model, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(tensors: Any, file: Path, metadata: Any) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(ValueError, match="cannot be written .*No space left.*the disk is full"):
+        save_adapter(model, tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_patterns_of_the_models_own_adapters_do_not_reach_experts(tmp_path: Path) -> None:

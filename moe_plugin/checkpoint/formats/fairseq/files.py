@@ -8,6 +8,7 @@ the newest step that all ranks have. Every file has a checksum (`moe_plugin.chec
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import logging
 import os
@@ -26,9 +27,9 @@ from moe_plugin import checksums
 from moe_plugin.checkpoint import CheckpointError, trust
 from moe_plugin.checkpoint.formats.fairseq.entries import renamed
 from moe_plugin.checkpoint.source import UNREADABLE
-from moe_plugin.comm.host_collectives import gather_objects, named
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.messages import short
-from moe_plugin.regular_files import write_remedy
+from moe_plugin.regular_files import is_full, write_remedy
 
 logger = logging.getLogger(__name__)
 MANIFEST, VERSION, PENDING = "moe_plugin", 1, ".new"
@@ -88,6 +89,8 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
     except Exception as caught:  # noqa: BLE001 - of any kind: the other ranks must know
         error = caught
     texts = [text for text in gather(error and short(error, 1000), group) if text]
+    if texts:
+        _discard(filename + PENDING)
     if error is not None:
         raise error
     if texts:
@@ -105,12 +108,20 @@ def write(state: Mapping[str, Any], path: str) -> None:
         checksums.write_sealed(path + ".tmp", lambda stream: torch.save(state, stream))
         os.replace(path + ".tmp", path)
     except OSError as error:
-        if os.path.exists(path + ".tmp"):
-            os.remove(path + ".tmp")
-        raise CheckpointError(
-            f"checkpoint {path!r} cannot be written ({error.strerror}); older ones are untouched; "
-            f"{write_remedy(error, os.path.dirname(path) or '.')} (--save-dir)"
-        ) from error
+        _discard(path + ".tmp")
+        raise _not_written(path, error) from error
+
+
+def _discard(path: str) -> None:
+    """Remove a file that is not complete, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+
+
+def _not_written(path: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path.removesuffix(PENDING)!r} cannot be written ({error.strerror}); older "
+        f"ones are untouched; {write_remedy(error, os.path.dirname(path) or '.')} (--save-dir)")
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
@@ -119,13 +130,13 @@ def copy(source: str, target: str, link: bool = False) -> None:
     Files of ranks change names together.
 
     link: share the storage of `source` where the file system can.
+    Raises: CheckpointError: a rank could not write its copy; on every rank.
     """
-    together = has_rank(target) and dist.is_available() and dist.is_initialized()
-    _duplicate(source, target + PENDING, link)
-    if together:
-        with named("barrier before a checkpoint takes its name"):
-            dist.barrier()
-    os.replace(target + PENDING, target)
+    if has_rank(target) and dist.is_available() and dist.is_initialized():
+        save(target, lambda pending: _duplicate(source, pending, link), dist.group.WORLD)
+    else:
+        _duplicate(source, target + PENDING, link)
+        os.replace(target + PENDING, target)
 
 
 def _duplicate(source: str, target: str, link: bool) -> None:
@@ -137,7 +148,14 @@ def _duplicate(source: str, target: str, link: bool) -> None:
             return
         except OSError:
             pass  # another file system, or one without links
-    shutil.copyfile(source, target)
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        _discard(target)
+        if not is_full(error) or link:
+            raise _not_written(target, error) from error
+        logger.warning("the disk is full: %s shares the storage of %s", target, source)
+        _duplicate(source, target, link=True)
 
 
 def read(path: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def install() -> None:
         launch,
         optimizers,
         patching,
+        run_folder,
         runtime,
         userdir,
     )
@@ -35,6 +36,6 @@ def install() -> None:
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     # of two patches in one place, the later one calls the earlier one
-    for module in (runtime, launch, userdir, checkpoints, evaluation, optimizers, flags,
+    for module in (runtime, launch, run_folder, userdir, checkpoints, evaluation, optimizers, flags,
                    hydra_train):
         patching.apply(module)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.messages import alike, did_you_mean, short
 from moe_plugin.resilience.stopping import RUN
@@ -62,10 +63,18 @@ def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_it
         paths, copy=_copying(paths, cfg.get("symlink_best_and_last_checkpoints", False)))
     try:
         original(cfg, trainer, epoch_itr, val_loss)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_kept()}") from error
     finally:
         checkpoint_utils.PathManager, settings.no_save_optimizer_state = paths, before
     if not cfg.no_save:
         RUN.saved = trainer.get_num_updates()
+
+
+def _kept() -> str:
+    if RUN.saved is None:
+        return "no complete checkpoint is there"
+    return f"the newest complete checkpoint is that of update {RUN.saved}"
 
 
 def _copying(paths: Any, link: bool) -> Callable[..., bool]:

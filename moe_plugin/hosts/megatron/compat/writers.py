@@ -10,6 +10,7 @@ a pipe holds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.machine import die_with_parent
 
@@ -51,6 +53,32 @@ def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> 
     """Around `dist_checkpointing.save`: its writers end with this process, except of a save that is
     not waited for (`--async-save`).
     """
-    waited = not given.get("async_sharded_save")
-    with writers_end_with_us() if waited else contextlib.nullcontext():
+    if given.get("async_sharded_save"):
         return save(**given)
+    with writers_end_with_us(), _causes() as failed:
+        try:
+            return save(**given)
+        except CheckpointException as error:
+            if failed:
+                raise failed[0] from error
+            raise
+
+
+@contextlib.contextmanager
+def _causes() -> Iterator[list[Exception]]:
+    """The errors of this rank's writers: Megatron puts the class of an error in their place."""
+    writer, failed = filesystem_async.FileSystemWriterAsync, list[Exception]()
+    write = writer.write_preloaded_data
+
+    @functools.wraps(write)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = write(*args, **kwargs)
+        if output is not None and isinstance(output[1], Exception):
+            failed.append(output[1])
+        return output
+
+    writer.write_preloaded_data = staticmethod(noted)
+    try:
+        yield failed
+    finally:
+        writer.write_preloaded_data = staticmethod(write)

@@ -8,6 +8,7 @@ are E apart (`ParamWrapper` of `peft.tuners.lora`).
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from moe_plugin.comm import default_comm
 from moe_plugin.experts.lora import PLACES, ExpertRanks
 from moe_plugin.hosts.plain.adapters.merge import adapted_layers
 from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
+from moe_plugin.messages import short
+from moe_plugin.regular_files import half_of, make_folder, write_remedy
 
 START = "base_model.model."  # of all names in a file, and of those in a model of peft
 
@@ -87,9 +90,10 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
         model: with blocks of `swap_moe_blocks`, or `peft`'s model around it.
     Raises:
         ValueError: there are no adapters, they are not in such blocks, or they have lengths (DoRA),
-            which `peft` has on no stack of experts.
+            which `peft` has on no stack of experts. Or the folder cannot be written.
     """
     import peft
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     layers, config = adapted_layers(model), _config(model)
@@ -133,12 +137,18 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
                                           config.lora_alpha)
     config.target_parameters, config.inference_mode = targets, True
     if default_comm().rank == 0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / "adapter_model.safetensors"
-        save_file({name: value.cpu().contiguous() for name, value in state.items()}, path,
-                  metadata={"format": "pt", **checksums.METADATA})
-        checksums.seal(path)
-        config.save_pretrained(str(folder))
+        tensors = {name: value.cpu().contiguous() for name, value in state.items()}
+        file = make_folder(folder) / "adapter_model.safetensors"
+        half = half_of(file)
+        try:
+            save_file(tensors, half, metadata={"format": "pt", **checksums.METADATA})
+            checksums.seal(half)
+            os.replace(half, file)
+            config.save_pretrained(str(folder))
+        except (OSError, SafetensorError) as error:
+            half.unlink(missing_ok=True)
+            raise ValueError(f"{file} cannot be written ({short(error)}); a file that was there "
+                             f"is untouched; {write_remedy(error, folder)}") from error
 
 
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:

@@ -1,0 +1,367 @@
+"""Tries full and foreign disks, small limits, starts at one moment and long runs, and writes the
+page of what was seen: `python -m tests.faults.disks` (as root, for the disks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_plugin.lab.bench.report import paragraph
+from tests.faults.hosts import HOSTS, RANKS, Host, Ran
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks" / "disks.md"
+DATA = PAGE.parent / "data" / "disks.jsonl"
+HEAD = """# Disks, limits and long runs
+
+What users see where a disk is full or foreign, a limit is small, many runs start at one moment, or
+a run is long. Small MoE models on two ranks (gloo, CPU) that share the experts. *Kept*: what a
+second start, on a healthy disk, found; "the same losses" are those of a run in which nothing
+happened. Written by `python -m tests.faults.disks`, as root, which mounts small disks. Other
+faults: [injected faults](faults.md).
+"""
+NAMES = {"plain": "plain PyTorch", "fairseq": "fairseq", "megatron": "Megatron"}
+SIZES = {"plain": 1000, "fairseq": 1000, "megatron": 1400}  # KiB: of one checkpoint, not of two
+STEPS = 9
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A line of the page. seen: what the user reads. wrong: what was not as it must be."""
+
+    what: str
+    host: str
+    seen: str
+    kept: str
+    wrong: str = ""
+
+
+@contextlib.contextmanager
+def disk(folder: Path, kib: int, options: str = "") -> Iterator[Path]:
+    """A disk of so many KiB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k{options}", "tmpfs", str(folder)],
+                   check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def last_line(log: str, folder: Path) -> str:
+    """The last error of a log, without the folder's path."""
+    lines = [line for line in log.splitlines()
+             if re.search(r"(?<!\w)(error|Error): ", line) and "ERROR:" not in line]
+    said = lines[-1] if lines else (log.splitlines() or [""])[-1]
+    return re.sub(r"\s+", " ", said.replace(str(folder), "DISK")).replace("|", "/").strip()
+
+
+def _same(found: dict[int, float], wanted: dict[int, float], tolerance: float) -> str:
+    other = [step for step, loss in found.items()
+             if not abs(loss - wanted.get(step, float("nan"))) <= tolerance]
+    return f"other losses in steps {other}" if other else ""
+
+
+def _resumed(host: Host, folder: Path, whole: Ran, ran: Ran) -> tuple[str, str]:
+    saved, again = host.saved(folder), host.train(folder, steps=STEPS)
+    wrong = "" if again.code == 0 else f"status {again.code}: {last_line(again.log, folder)}"
+    wrong = wrong or _same({**ran.losses, **again.losses}, whole.losses, host.tolerance)
+    return f"resumed after step {saved}, the same losses", wrong
+
+
+def full_disk(name: str, home: Path) -> Iterator[Seen]:
+    """The second checkpoint does not fit; then there is room."""
+    host = HOSTS[name](home / name)
+    whole = host.train(home / "whole" / name, steps=STEPS)
+    with disk(home / "disk" / name, SIZES[name]) as folder:
+        ran = host.train(folder, steps=STEPS)
+        left = [path.name for path in folder.rglob("*") if path.suffix in (
+            ".new", ".part", ".tmp", ".lock", ".writing")
+            or (path.is_dir() and not any(path.iterdir()))]
+        wrong = "the run went on" if not ran.code else f"left: {left}" if left else ""
+        wrong = wrong or ("pages of output" if "Traceback" in ran.log else "")
+        subprocess.run(["mount", "-o", "remount,size=9m", str(folder)], check=True)
+        kept, other = _resumed(host, folder, whole, ran)
+        yield Seen("disk full in the second checkpoint", NAMES[name], last_line(ran.log, folder),
+                   kept, wrong or other)
+
+
+def read_only(name: str, home: Path) -> Iterator[Seen]:
+    """A folder that cannot be written, and one whose lock another host has."""
+    host = HOSTS[name](home / name)
+    with disk(home / "disk" / name, SIZES[name]) as folder:
+        (folder / "run").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        # the test's own notes lie in the folder of a run
+        ran = host.train(home / "notes" / name, steps=1, more=_into(name, folder / "run"))
+        yield Seen("folder that is read-only", NAMES[name], last_line(ran.log, folder),
+                   "nothing was there", "" if ran.code else "the run went on")
+
+
+def _into(name: str, folder: Path) -> list[str]:
+    """Arguments that let a run save in another folder."""
+    return {"plain": [], "fairseq": ["--save-dir", str(folder)],
+            "megatron": ["--save", str(folder), "--load", str(folder)]}[name]
+
+
+def statistics(name: str, home: Path) -> Iterator[Seen]:
+    """The disk of the layers' statistics is full: training goes on."""
+    host = HOSTS[name](home / name)
+    whole = host.train(home / "whole" / name, steps=STEPS)
+    with disk(home / "disk" / name, 4) as folder:
+        ran = host.train(home / "run" / name, steps=STEPS, more=[
+            "--moe-stats-jsonl", str(folder / "stats.jsonl"), "--moe-stats-interval", "1"])
+        warned = [line for line in ran.log.splitlines() if "records are lost" in line]
+        said = re.sub(r".*observe\.jsonl", "observe.jsonl", warned[0]) if warned else "nothing"
+        wrong = "" if ran.code == 0 and warned else last_line(ran.log, folder)
+        yield Seen("disk of `--moe-stats-jsonl` full", NAMES[name],
+                   said.replace(str(folder), "DISK"), "the run ended well, the same losses",
+                   wrong or _same(ran.losses, whole.losses, host.tolerance))
+
+
+_STORE = """
+import sys, torch
+from moe_plugin import MoEConfig, MoELayer
+from moe_plugin.config import with_overrides
+config = with_overrides(MoEConfig(model_dim=64, num_experts=8), {
+    "experts.store": "disk", "experts.store_path": sys.argv[1]})
+MoELayer(config).eval()(torch.randn(4, 64))
+"""
+
+
+def programs(home: Path) -> Iterator[Seen]:
+    """Experts on a disk that is full, and a report that does not fit."""
+    with disk(home / "disk" / "experts", 64) as folder:
+        yield _ran("disk of experts full (`experts.store: disk`)", "plain PyTorch",
+                   [sys.executable, "-c", _STORE, str(folder)], folder)
+    host = HOSTS["megatron"](home / "megatron")
+    run = home / "run" / "report"
+    host.train(run, steps=3)
+    with disk(home / "disk" / "report", 4) as folder:
+        yield _ran("disk of a report full", "`moe-plugin report`", [
+            sys.executable, "-m", "moe_plugin.cli.main", "report", str(run), "--output",
+            str(folder / "report.html")], folder)
+
+
+def _ran(what: str, host: str, command: Sequence[str], folder: Path) -> Seen:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    left = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    return Seen(what, host, last_line(done.stdout + done.stderr, folder),
+                "nothing half-written is left", "it ended well" if not done.returncode else
+                f"left: {left}" if left else "")
+
+
+def shared_memory(home: Path) -> Iterator[Seen]:
+    """`/dev/shm` of 64 KiB, in a space of mounts of its own."""
+    folder = home / "run" / "shm"
+    command = (f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} -m "
+               f"torch.distributed.run --standalone --nproc_per_node 2 scripts/train_plain.py "
+               f"{folder} --steps 3 --save-every 3")
+    done = subprocess.run(["unshare", "-m", "bash", "-c", command], capture_output=True, text=True,
+                          check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    yield Seen("`/dev/shm` of 64 KiB, two ranks", "plain PyTorch",
+               last_line(done.stdout + done.stderr, home), "the run ended well",
+               "" if done.returncode == 0 else f"status {done.returncode}")
+
+
+def starts(home: Path, count: int = 50) -> Iterator[Seen]:
+    """So many runs with one cache begin at one moment."""
+    host = HOSTS["plain"](home / "plain")
+    host.ranks = 1
+    os.environ["XDG_CACHE_HOME"] = str(home / "cache")
+    with ThreadPoolExecutor(count) as pool:
+        ran = list(pool.map(lambda i: host.train(home / "starts" / str(i), steps=2), range(count)))
+    del os.environ["XDG_CACHE_HOME"]
+    bad = [one for one in ran if one.code or one.losses != ran[0].losses]
+    yield Seen(f"{count} starts at one moment with one cache (`XDG_CACHE_HOME`)", "plain PyTorch",
+               ran[0].log.splitlines()[-1].replace(str(home), "DISK"),
+               f"all {count} have the same losses",
+               f"{len(bad)} differ: {last_line(bad[0].log, home)}" if bad else "")
+
+
+def descriptors(home: Path) -> Iterator[Seen]:
+    """`ulimit -n 64` before Megatron's ranks."""
+    host = HOSTS["megatron"](home / "megatron")
+    folder = home / "run" / "files"
+    words = [word for word in host.arguments(folder, 2) if word != "--cpu"]
+    command = (f"ulimit -n 64; exec {sys.executable} -m torch.distributed.run --standalone "
+               "--nproc_per_node 2 -m moe_plugin.hosts.megatron.launch --moe-cpu pretrain_gpt_moe "
+               + " ".join(words))
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False,
+                          cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    said = [line for line in done.stderr.splitlines() if "may open 64 files" in line]
+    yield Seen("`ulimit -n 64`", "Megatron", (said or [last_line(done.stderr, home)])[0],
+               "nothing was trained", "" if said and done.returncode else "no remedy")
+
+
+def ports(home: Path) -> Iterator[Seen]:
+    """What commands listen on while they run."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    train = ["scripts/train_plain.py", "--steps", "100000", "--save-every", "100000"]
+    for what, command in {
+        "`torchrun --standalone`, two ranks":
+            [*torchrun, "--standalone", "--nproc_per_node", "2", *train, str(home / "a")],
+        "`scripts/train_elastic.sh`, two replicas":
+            ["bash", "scripts/train_elastic.sh", "plain", str(home / "b"), *train[1:]],
+        "`scripts/train_plain.py` alone": [sys.executable, *train, str(home / "c")],
+        "`moe-plugin doctor`": [sys.executable, "-m", "moe_plugin.cli.main", "doctor"],
+    }.items():
+        found = _listening(command)
+        yield Seen("ports that are opened", what, "; ".join(found) or "none", "–")
+
+
+def _listening(command: Sequence[str], seconds: float = 25.0) -> list[str]:
+    """Address and program of each port that a command and its processes listen on, of all that are
+    seen until it ends or the time is over.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    found, until = dict[str, set[str]](), time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < until:
+        shown = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+        for line in shown.splitlines():
+            for name, pid in re.findall(r'\("([^"]+)",pid=(\d+)', line):
+                with contextlib.suppress(ProcessLookupError):
+                    if os.getsid(int(pid)) == process.pid:
+                        address, _, port = line.split()[3].rpartition(":")
+                        found.setdefault(f"{name} on {address}", set()).add(port)
+        time.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return [f"{where}: {len(ports)} port{'s' * (len(ports) > 1)}"
+            for where, ports in sorted(found.items())]
+
+
+def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
+         what: str = "checkpoints every 3 steps", ranks: int = RANKS) -> Seen:
+    """A run of so many minutes; memory and open files of its first rank after a fifth of the time
+    and at the end; then it is killed, and goes on.
+    """
+    host, folder = HOSTS[name](home / name), home / "soak" / f"{name} {what}".replace(" ", "-")
+    host.ranks, rows = ranks, list[tuple[int, int]]()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(host.train, folder, None, 50_000, more)
+        until, ticks = time.monotonic() + 60 * minutes, threading.Event()
+        while time.monotonic() < until and not first.done():
+            ticks.wait(60 * minutes / 10)
+            rows += filter(None, [_used(folder)])
+        process = _process(folder)
+        if process:
+            os.kill(process, signal.SIGKILL)
+        ran = first.result()
+    wrong = "" if process and rows else f"it ended: {last_line(ran.log, folder)}"
+    saved, reached = host.saved(folder), max(ran.losses, default=0)
+    again = host.train(folder, None, reached + 2, more)
+    wrong = wrong or ("" if again.code == 0 else last_line(again.log, folder))
+    wrong = wrong or _same({step: loss for step, loss in again.losses.items() if step <= reached},
+                           ran.losses, host.tolerance)
+    begin, end = rows[min(1, len(rows) - 1)] if rows else (0, 0), rows[-1] if rows else (0, 0)
+    return Seen(f"{minutes:g} minutes, {what}", NAMES[name],
+                f"{reached} steps; memory of the first rank {begin[0]} MiB, then {end[0]} MiB; "
+                f"open files {begin[1]}, then {end[1]}",
+                f"killed; went on after step {saved} (of {reached})"
+                + ", the same losses" * (saved < reached),
+                wrong or ("open files grow" if end[1] > begin[1] + 8 else ""))
+
+
+def _process(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / "moe_plugin.lock").read_text())["process"])
+    except (OSError, ValueError):
+        return 0
+
+
+def _used(folder: Path) -> tuple[int, int] | None:
+    """MiB and open files of the process that has a folder."""
+    process = _process(folder)
+    try:
+        [kib] = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+        return int(kib) // 1024, len(os.listdir(f"/proc/{process}/fd"))
+    except (OSError, ValueError):
+        return None
+
+
+def soaks(home: Path, minutes: float) -> Iterator[Seen]:
+    """Of each host with checkpoints, and of layouts that change."""
+    for name in NAMES:
+        yield soak(name, home, minutes)
+    yield from changing(home, minutes)
+
+
+def changing(home: Path, minutes: float) -> Iterator[Seen]:
+    """Of layouts that change."""
+    changes = ",".join(f"{step}={1 + step // 20 % 2}" for step in range(20, 4000, 20))
+    yield soak("fairseq", home, minutes, ["--moe-expert-parallel-at", changes],
+               "expert-parallel size 1 and 2 in turn")
+
+
+def streaming(home: Path, minutes: float) -> Iterator[Seen]:
+    """Of weights that stream."""
+    yield soak("fairseq", home, minutes, ["--weights-on", "host"],
+               "weights that stream, one rank", ranks=1)
+
+
+def cases(home: Path, minutes: float) -> dict[str, Callable[[], Iterator[Seen]]]:
+    """All by name."""
+    found: dict[str, Callable[[], Iterator[Seen]]] = {}
+    for name in NAMES:
+        found[f"full-{name}"] = lambda name=name: full_disk(name, home)
+    for name in ("fairseq", "megatron"):
+        found[f"read-only-{name}"] = lambda name=name: read_only(name, home)
+        found[f"statistics-{name}"] = lambda name=name: statistics(name, home)
+    return {**found, "programs": lambda: programs(home), "shm": lambda: shared_memory(home),
+            "starts": lambda: starts(home), "files": lambda: descriptors(home),
+            "ports": lambda: ports(home), "soaks": lambda: soaks(home, minutes),
+            "streams": lambda: streaming(home, minutes)}
+
+
+def page(rows: Sequence[Seen]) -> str:
+    """The page of the rows that were seen."""
+    wrong = sum(bool(row.wrong) for row in rows)
+    return "\n".join([
+        HEAD, paragraph(f"{len(rows)} cases, {wrong} not as they must be."), "",
+        "| case | host or command | what the user sees | kept |", "|---|---|---|---|",
+        *(f"| {row.what} | {row.host} | {row.seen} | {row.wrong or row.kept} |" for row in rows)
+    ]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 1 if anything is not as it must be."""
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--only", default="", help="names of cases, comma-separated (default: all)")
+    p.add_argument("--minutes", type=float, default=20.0, help="of each long run")
+    args = p.parse_args(argv)
+    rows = [Seen(**json.loads(line)) for line in DATA.read_text().splitlines()
+            ] if DATA.exists() else []
+    with tempfile.TemporaryDirectory() as home:
+        for name, case in cases(Path(home), args.minutes).items():
+            if args.only and name not in args.only.split(","):
+                continue
+            for row in case():
+                print(f"{name}: {row}", flush=True)
+                rows = [one for one in rows if (one.what, one.host) != (row.what, row.host)]
+                rows.append(row)
+                DATA.write_text("".join(json.dumps(asdict(one)) + "\n" for one in rows))
+    PAGE.write_text(page(rows))
+    return int(any(row.wrong for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
