@@ -298,19 +298,18 @@ def test_peers_that_come_together_are_all_accepted() -> None:
     server._server.server_close()
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_any_peers_die_at_any_step(data: st.DataObject) -> None:
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.permutations(range(8)))
+def test_any_peers_die_at_any_step(order: list[int]) -> None:
     with crew() as made:
         made.start(8)
         swarm = swarm_of(made, 8)
-        expected, got, dead = alone(4), [], set()
+        expected, got = alone(4), []
         for step in range(4):
             got += losses(swarm, [step])
             # which stage a process serves is not known here: as long as each has two
             if step < 2 and min(map(len, swarm.members.stages)) > 1:
-                dead |= {data.draw(st.sampled_from(sorted(set(range(8)) - dead)))}
-                made.signal(signal.SIGKILL, *dead)
+                made.signal(signal.SIGKILL, order[step])
         assert got == pytest.approx(expected, rel=2e-6)
         swarm.close()
 
