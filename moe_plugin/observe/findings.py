@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_plugin.config.flags import setting_specs
 from moe_plugin.observe.history.records import OWN_LOOPS, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.layer_rules import (
     BALANCE_WEIGHT,
@@ -34,6 +33,25 @@ DECIDED = ("settle", "keep", "restore")
 # fairseq multiplies both weights: --moe-losses alone would take the place of 1.0
 _BALANCE_WEIGHTS = {"fairseq": "--moe-gate-loss-wt", "megatron": "--moe-aux-loss-coeff",
                     "transformers": "router_aux_loss_coef", "pytorch": "losses.switch"}
+# the settings of the flags in remedies, for hosts without a command line (`config` needs torch)
+_SETTINGS = {
+    "--moe-all-to-all": "comm.all_to_all",
+    "--moe-capacity-factor": "dispatch.capacity_factor",
+    "--moe-eval-capacity-factor": "dispatch.eval_capacity_factor",
+    "--moe-eval-token-fraction": "dispatch.eval_token_fraction",
+    "--moe-experts-cache": "experts.cache",
+    "--moe-losses": "losses",
+    "--moe-parallel": "parallel.mode",
+    "--moe-pre-gate": "router.pre_gate",
+    "--moe-predict-experts": "router.predict",
+    "--moe-router": "router.name",
+    "--moe-router-fp32": "router.fp32",
+    "--moe-router-jitter": "router.input_jitter",
+    "--moe-router-noise": "router.noise",
+    "--moe-spill": "parallel.spill",
+    "--moe-stats-interval": "observe.interval",
+    "--moe-wire": "comm.wire",
+}
 
 
 @dataclass(frozen=True)
@@ -82,9 +100,8 @@ def _for_host(remedy: str, host: str) -> str:
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
     if host not in OWN_LOOPS:
         return remedy
-    paths = {spec.flag: spec.path for spec in setting_specs()}
     remedy = remedy.replace("--moe-losses ...,z=", "losses.z=")
-    return re.sub(r"(--moe-[a-z0-9-]+)( (?=[\w.]))?", lambda flag: paths.get(
+    return re.sub(r"(--moe-[a-z0-9-]+)( (?=[\w.]))?", lambda flag: _SETTINGS.get(
         flag[1], flag[1]) + ("=" if flag[2] else ""), remedy)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoEBlock, MoELayer
+from moe_plugin import MoEBlock, MoELayer, checksums
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.expert_file import write_experts
@@ -141,7 +141,8 @@ def test_streamed_weights(tmp_path: Path) -> None:
     for path in (tmp_path / "saved").iterdir():
         with SafetensorsFile(path) as file:
             metadata = dict(file.metadata)
-        save_file(former(load_file(path)), path, metadata)
+        save_file(former(load_file(path)), path, {**metadata, **checksums.METADATA})
+        checksums.seal(path)
     load_weights(loaded, tmp_path / "saved")
     for one, other in zip(saved.blocks, loaded.blocks, strict=True):
         assert all(map(torch.equal, one.read(), other.read()))

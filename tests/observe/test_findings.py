@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
 from moe_plugin.config import ObserveConfig, from_dict
+from moe_plugin.config.flags import setting_specs
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.findings import RULES, findings
 from moe_plugin.observe.health import KEPT, HealthLog
@@ -117,13 +119,15 @@ HOSTS = {"fairseq": "--moe-gate-loss-wt", "megatron": "--moe-aux-loss-coeff",
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_remedy_names_what_the_host_has(host: str) -> None:
     """One host's weight, and a flag only where there is a command line."""
-    weighed = set()
+    weighed, known = set(), {*(s.path for s in setting_specs()), "losses.switch", "losses.z"}
     for rule, made in MADE.items():
         for found in findings(dataclasses.replace(made, host=host)):
             assert "{" not in found.remedy
             named = {other for other, weight in HOSTS.items() if weight in found.remedy}
             assert named <= {host}, (rule, found.remedy)
             assert host in ("fairseq", "megatron") or "--moe" not in found.remedy, found.remedy
+            settings = set(re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", found.remedy))
+            assert host != "pytorch" or settings <= known
             weighed |= {rule} if named else set()
     assert weighed >= {"collapse", "dead_experts", "no_balance", "uneven"}
 

@@ -84,7 +84,7 @@ class DistributedFiles:
         self._sums, self._lock = dict(checksums_by_name or {}), RLock()  # of what is known of files
         self._verified: set[str] = set()
         for name in {METADATA, COMMON} & set(self._sums):
-            self._verify(name)
+            self.verify(name)
         metadata = _read_metadata(folder / METADATA, trusted)
         self._metadata, self._places = metadata.state_dict_metadata, metadata.storage_data
         self._chunks: dict[Any, Derived] = {}  # by file and place
