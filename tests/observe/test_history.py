@@ -270,6 +270,7 @@ def test_an_unfinished_fairseq_line_is_said(tmp_path: Path) -> None:
     '{"step": 4, "layer": "a", "load": "many"}', '{"step": "x", "layer": "a", "load": []}',
     '{"step": 4, "layer"', '{"step": NaN, "layer": "a", "load": [1]}',
     '{"step": 4, "layer": "a", "load": [true]}',
+    '{"step": 4, "layer": "a", "load": [NaN, 1e40]}',
     '{"step": 4, "layer": "a", "load": [1], "decisions": [7]}',
     '{"step": 1e999, "layer": "a", "load": []}'
 ])

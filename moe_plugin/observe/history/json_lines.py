@@ -23,7 +23,6 @@ from moe_plugin.observe.history.records import (
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
 ERRORS = "oracle_error", "top1_error", "member_error"  # of an ensemble
-_KNOWN: dict[float, float] = {}
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
@@ -37,9 +36,16 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 def _loads(values: list[Any]) -> tuple[float, ...]:
     """The loads of all experts. Equal numbers are one object, because a long log has millions."""
-    if not {*map(type, values)} <= {int, float} or max(map(abs, values), default=0) > LARGEST:
+    known = {*map(type, values)} <= {int, float}
+    if not known or not max(map(abs, values), default=0) <= LARGEST:  # not: also of NaN
         return tuple(_number(value, "load") for value in values)  # says what is wrong
-    return tuple(map(_KNOWN.setdefault, values, values))
+    return tuple(map(_one_of, values))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # bounded: training reads its own records, too
+def _one_of(value: float) -> float:
+    """The object that stands for all numbers of this value."""
+    return value
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
