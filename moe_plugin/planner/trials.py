@@ -24,6 +24,8 @@ from typing import Generic, NamedTuple, TypeVar
 Choice = TypeVar("Choice", bound=Hashable)
 FIRST_CHECK, CHECK_GROWTH, LAST_CHECK = 16, 3, 2048  # calls between two checks
 FEW_ROUNDS = 3  # of so many rounds the spread counts twice
+# of the seconds that were measured: a later step that takes less shows that the machine was busy
+BUSY = 0.7
 NEVER_COME = 8  # calls without a time, after which the times of a round come no more
 
 
@@ -352,12 +354,9 @@ class Steady:
         keys = dict.fromkeys(key for step in self.steps for key in step)
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
-    def contradicts(self, numbers: Mapping[Hashable, float], factor: float) -> bool:
-        """Whether a later step took so much less that these were measured in a bad moment.
-
-        factor: of their sum.
-        """
+    def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
+        """Whether a later step took so much less that these were measured in a bad moment."""
         known = self.best()
         mine = sum(known[key] for key in numbers if key in known)
-        return sum(numbers[key] for key in numbers if key in known) < factor * mine
+        return sum(numbers[key] for key in numbers if key in known) < BUSY * mine
 

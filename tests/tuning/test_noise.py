@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import moe_plugin
-from moe_plugin.memory.activations import auto as activations
-from moe_plugin.planner.trials import Checks, Steady
+from moe_plugin.planner.trials import BUSY, Checks, Steady
 from moe_plugin.tuning import compute_times
 from moe_plugin.tuning.collectives import Choices
 from moe_plugin.tuning.compute_times import MeasuredChoices
@@ -132,7 +131,7 @@ def steady(truth: dict[str, float], noise: Noise, folder: Path) -> Outcome:
         measures = planned is None or checks.due()
         if measures:
             numbers = {("forward", i): noise() for i in range(3)}
-            if planned is not None and found.contradicts(numbers, activations.BUSY):
+            if planned is not None and found.contradicts(numbers):
                 found, planned = Steady(), None
                 checks.changed()
             elif planned is not None:
@@ -141,7 +140,7 @@ def steady(truth: dict[str, float], noise: Noise, folder: Path) -> Outcome:
                 found.add(numbers)
             if planned is None and found.enough:
                 planned = best if sum(
-                    found.best().values()) < 3 * usual / activations.BUSY else worst
+                    found.best().values()) < 3 * usual / BUSY else worst
         trials += measures
         total += truth[planned or worst]
     return Outcome(planned, total, trials)

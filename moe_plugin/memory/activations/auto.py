@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 MEASURING = ("swap", "recompute", "recompute")  # policies of all blocks in the first steps
 MEASURING_AGAIN = 3  # steps without all blocks until that is said
-BUSY = 0.7  # of the measured forward seconds: a later step that takes less shows a bad moment
 MARGIN = 0.98  # of the memory that a step should have had, when it took more
 
 
@@ -217,7 +216,7 @@ class AutoActivations(Activations):
             self.tell = no_probe
             steady = self._measured.steady
             found = self._measured.forward_seconds()
-            if self.comm.agree_max([float(steady.contradicts(found, BUSY))])[0]:
+            if self.comm.agree_max([float(steady.contradicts(found))])[0]:
                 logger.info("activations: a step took much less than those that were measured, so "
                             "that they are measured again")
                 self._measure_again()

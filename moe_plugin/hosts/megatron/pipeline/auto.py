@@ -32,7 +32,6 @@ from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_time
 
 logger = logging.getLogger(__name__)
-BUSY = 0.7  # of the measured seconds: a later step that takes less shows a bad moment
 
 
 @register
@@ -95,7 +94,7 @@ class AutoSchedule(PipelineSchedule):
         profile = agreed(step, self.group, limit)
         numbers = numbers_of(profile)
         if self.chosen is not None:
-            if not self._steady.contradicts(numbers, BUSY):
+            if not self._steady.contradicts(numbers):
                 self._checks.agreed()
                 return logged
             logger.info("pipeline.schedule=auto: a step took much less than those that were "

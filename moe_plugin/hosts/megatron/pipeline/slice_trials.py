@@ -19,12 +19,10 @@ from moe_plugin.hosts.megatron.pipeline.executor import transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import Seconds, SliceStep
 from moe_plugin.planner.pipeline.schedules import equal_slices
 from moe_plugin.planner.pipeline.slices import SliceProfile, fit, slice_seconds
-from moe_plugin.planner.trials import Checks
+from moe_plugin.planner.trials import BUSY, Checks
 
 COUNTS = (1, 2, 4, 8)  # equal slices of the trials
 ROUNDS = 2
-# of the seconds that the trials say: a later step that takes less shows that they were disturbed
-BUSY = 0.7
 logger = logging.getLogger(__name__)
 
 
