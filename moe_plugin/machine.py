@@ -168,7 +168,7 @@ def cache_home() -> Path:
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
     """A folder that outlives the process, created if missing; every cache is in it. It belongs to
-    this user, and nobody else can write there: programs are compiled into it and run from it.
+    this user, and no other user can write there: programs are compiled into it and run from it.
 
     If it cannot be created it is below the temporary folder. If others can write there a new folder
     takes its place, for this process alone.

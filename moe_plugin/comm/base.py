@@ -221,8 +221,9 @@ class Comm(RankGroup):
         except CommError:
             raise
         except (RuntimeError, ValueError) as error:
-            remedy = "".join(f"; {text}" for text in [too_many(error)] if text)
-            raise self.error(f"{describe()} failed: {error}{remedy}{self._started_before()}"
+            remedy = too_many(error)
+            raise self.error(f"{describe()} failed: {error}{remedy and '; ' + remedy}"
+                             f"{self._started_before()}"
                              f"{self.missing_ranks()}") from error
 
     def _started_before(self) -> str:

@@ -21,8 +21,8 @@ from moe_plugin.machine import capturing
 from moe_plugin.routing.replay import inside_backward
 
 logger = logging.getLogger(__name__)
-# after 1, 3, 6, 12, ... steps: experts that are averaged every few steps are equal after some of
-# these, whatever the period is
+# after 1, 3, 6, 12, ... steps: for any period of a few steps, experts that are averaged once in it
+# are equal after some of these
 _CALLS = (2, 4, 7, 13, 25, 61, 121, 241)
 LAST_CALL = _CALLS[-1]
 VALUES = 256  # of the experts, and as many of the shared parameters: the sample of a rank

@@ -38,7 +38,7 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
     if not parameters or not all(isinstance(p, Tensor) for p in parameters):
         raise ValueError("clip_grad_norm_ takes a model's parameters, and got "
                          f"{parameters[0].__class__.__name__ if parameters else 'none'}: must be "
-                         "tensors; call it with model.parameters(), again each time")
+                         "tensors; call it with a new model.parameters() each time")
     owners = [p for p in parameters if p.grad is not None]
     clip = PartedClip(max_norm, world)
     clip.add(0, owners)

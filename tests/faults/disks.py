@@ -309,7 +309,7 @@ def changing(home: Path, minutes: float) -> Iterator[Seen]:
     """Of layouts that change."""
     changes = ",".join(f"{step}={1 + step // 20 % 2}" for step in range(20, 4000, 20))
     yield soak("fairseq", home, minutes, ["--moe-expert-parallel-at", changes],
-               "expert-parallel size 1 and 2 in turn")
+               "expert-parallel size alternates between 1 and 2")
 
 
 def streaming(home: Path, minutes: float) -> Iterator[Seen]:

@@ -119,6 +119,7 @@ HOSTS = {"fairseq": "--moe-gate-loss-wt", "megatron": "--moe-aux-loss-coeff",
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_remedy_names_what_the_host_has(host: str) -> None:
     """One host's weight, and a flag only where there is a command line."""
+    paths = {s.flag: s.path for s in setting_specs()}
     weighed, known = set(), {*(s.path for s in setting_specs()), "losses.switch", "losses.z"}
     for rule, made in MADE.items():
         for found in findings(dataclasses.replace(made, host=host)):
@@ -126,6 +127,11 @@ def test_a_remedy_names_what_the_host_has(host: str) -> None:
             named = {other for other, weight in HOSTS.items() if weight in found.remedy}
             assert named <= {host}, (rule, found.remedy)
             assert host in ("fairseq", "megatron") or "--moe" not in found.remedy, found.remedy
+            # each is said as its setting where there is no command line
+            for flag in re.findall(r"--moe-[a-z0-9-]+", found.remedy):
+                if flag in paths and flag != "--moe-losses":
+                    assert any(paths[flag] in other.remedy for other in findings(
+                        dataclasses.replace(made, host="pytorch"))), flag
             settings = set(re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", found.remedy))
             assert host != "pytorch" or settings <= known
             weighed |= {rule} if named else set()

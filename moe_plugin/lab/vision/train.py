@@ -173,14 +173,14 @@ class Trainer:
 
     def begin_with(self, place: Path) -> None:
         """Read initial weights; a head of other classes stays as it was drawn."""
-        anew: list[str] = []
+        fresh: list[str] = []
 
         def leave(shapes: Mapping[str, tuple[int, ...]], extra: Mapping[str, Any]) -> list[str]:
-            anew.extend(head_of_other_classes(self.model, self.classes, shapes, extra))
-            return anew
+            fresh.extend(head_of_other_classes(self.model, self.classes, shapes, extra))
+            return fresh
 
         self.read_weights(place, leave)
-        head = f"; the head begins again, for {len(self.classes)} other classes" if anew else ""
+        head = f"; the head begins again, for {len(self.classes)} other classes" if fresh else ""
         self.say(f"begins with the weights of {place}{head}")
 
     def read_weights(self, place: Path, leave: Leave | None = None) -> Mapping[str, Any]:

@@ -54,7 +54,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a group beside a layer": (lambda: MoEBlock(MoELayer(4, num_experts=2), LocalComm()),
                                "comm beside a layer that is built"),
     "no step to end": (lambda: finish_step(dense()), "Sequential has no MoE layer whose step ends"),
-    "parameters that were read before": (read_before, "got none.*model.parameters.., again"),
+    "parameters that were read before": (
+        read_before, "got none.*a new model.parameters.. each time"),
     "a model for its parameters": (lambda: clip_grad_norm_(dense(), 1.0),
                                    "got Linear: must be tensors"),
     "a unit of another model": (

@@ -27,6 +27,7 @@ from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
 from moe_plugin.messages import short
 from moe_plugin.regular_files import half_of, make_folder, write_remedy
 
+TENSORS = "adapter_model.safetensors"
 START = "base_model.model."  # of all names in a file, and of those in a model of peft
 
 
@@ -138,7 +139,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     config.target_parameters, config.inference_mode = targets, True
     if default_comm().rank == 0:
         tensors = {name: value.cpu().contiguous() for name, value in state.items()}
-        file = make_folder(folder) / "adapter_model.safetensors"
+        file = make_folder(folder) / TENSORS
         half = half_of(file)
         try:
             save_file(tensors, half, metadata={"format": "pt", **checksums.METADATA})

@@ -15,11 +15,9 @@ from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import refused_if_unreadable
 from moe_plugin.experts.lora import PLACES, TARGETS
 from moe_plugin.hosts.plain.adapters.add import add_lora
-from moe_plugin.hosts.plain.adapters.files import START, PeftStack, by_pattern, stacks_of
+from moe_plugin.hosts.plain.adapters.files import START, TENSORS, PeftStack, by_pattern, stacks_of
 from moe_plugin.hosts.plain.huggingface import swapped_blocks
 from moe_plugin.layer import MoELayer
-
-_TENSORS = "adapter_model.safetensors"
 
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
@@ -42,7 +40,7 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     if config.peft_type != peft.PeftType.LORA or config.use_dora:
         raise ValueError(f"{str(folder)!r} holds {config.peft_type.value} with use_dora="
                          f"{getattr(config, 'use_dora', False)}: must be LoRA; give another folder")
-    path = Path(folder) / _TENSORS
+    path = Path(folder) / TENSORS
     with refused_if_unreadable(f"{str(path)!r} cannot be read", "get the file again"):
         checksums.verify(path)
         rest = load_file(path)
@@ -76,7 +74,7 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
 
 
 def _refuse_pickles(folder: Path) -> None:
-    for name in ("adapter_config.json", _TENSORS):
+    for name in ("adapter_config.json", TENSORS):
         if not (folder / name).is_file():
             pickled = (folder / "adapter_model.bin").is_file()
             why = ("; adapter_model.bin is a pickle, which can hold code and is not read: save the "

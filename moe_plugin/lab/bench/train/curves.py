@@ -41,9 +41,9 @@ def _panel(axis: Any, report: TrainReport) -> None:
     native, ours = report.best("native"), report.side(sides.OURS)
     for side, name, color in ((native, NATIVE[report.host], OTHERS), (ours, "moe-plugin", OURS)):
         seconds, losses = curve(side)
-        axis.plot(seconds, [mean for mean, _, _ in smoothed(losses)], color=color, label=name)
-        axis.fill_between(seconds, *zip(*((low, high) for _, low, high in smoothed(losses))),
-                          color=color, alpha=0.2, linewidth=0)
+        means, lows, highs = zip(*smoothed(losses), strict=True)
+        axis.plot(seconds, means, color=color, label=name)
+        axis.fill_between(seconds, lows, highs, color=color, alpha=0.2, linewidth=0)
     shape = report.shape
     axis.set_title(f"{HOSTS[report.host]}: {shape.experts} experts, k = {shape.top_k}",
                    loc="left", fontsize="medium")
