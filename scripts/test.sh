@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--fast | --rest | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
 #
-#   --fast    only the fast tests: some of every room, in 2 to 4 minutes on two cores
+#   --fast    only the fast tests: some of every room, in about 4 minutes on two cores
 #   --rest    the others, without the slow ones
 #   --all     also the slow tests (minutes each)
 # Without pytest arguments the fast tests run first, and the others only where these pass.
