@@ -32,6 +32,7 @@ from moe_plugin.hosts.plain.swarm.saved import save_swarm
 from moe_plugin.hosts.plain.swarm.stage import ServedStage
 from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
 from moe_plugin.output import weighted_loss
+from tests.distributed import free_port
 
 BATCHES, SEED = 6, 3
 SGD = partial(torch.optim.SGD, lr=0.5)
@@ -98,8 +99,7 @@ class Crew:
     """Processes that serve stages."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()  # peers look for the trainer before it listens there
         self.processes: list[RankProcess] = []
 
     def start(self, number: int = 1, kind: type[StagePeer] = StagePeer, *,
