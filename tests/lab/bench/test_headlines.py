@@ -39,7 +39,8 @@ def test_every_ratio_is_that_of_its_numbers() -> None:
         if row["predicted"] is None:
             assert (predicted, ratio) == ("not modelled", "")
             continue
-        ends = [one / row["value"] for one in row["predicted"]]
+        base = 0.0 if row["percent"] else 1.0
+        ends = [(one - base) / (row["value"] - base) for one in row["predicted"]]
         assert ratio == " to ".join(dict.fromkeys(f"{end:.2f}" for end in ends))
         miss = min(ends) < 0.75 or max(ends) > 1.25
         assert row["why"] or not miss, row["result"]
@@ -50,13 +51,13 @@ def test_every_ratio_is_that_of_its_numbers() -> None:
 
 @pytest.mark.parametrize("change, words", [
     ({"source": ""}, "source is missing"), ({"hardware": ""}, "hardware is missing"),
-    ({"predicted": [1.0, 1.26]}, "why is missing"), ({"predicted": [0.74, 1.0]}, "why is missing"),
+    ({"predicted": [2.0, 2.26]}, "why is missing"), ({"predicted": [1.74, 2.0]}, "why is missing"),
     ({"what": ""}, "what is missing"), ({"value": None}, "value is missing"),
     ({"model": ""}, "model is missing"), ({"predicted": None}, "must begin with 'not modelled: '"),
     ({"model": "not modelled: why"}, "must begin with 'not modelled: '")])
 def test_a_row_that_cannot_be_judged_is_refused(change: dict[str, Any], words: str) -> None:
-    row = {"system": "S", "result": "R", "said": "1 x", "value": 1.0, "percent": False,
-           "hardware": "H", "source": "P", "model": "M", "why": "", "predicted": [0.75, 1.25],
+    row = {"system": "S", "result": "R", "said": "1 x", "value": 2.0, "percent": False,
+           "hardware": "H", "source": "P", "model": "M", "why": "", "predicted": [1.75, 2.25],
            "measured": None, "page": "", "what": "GPUs"}
     assert headlines.checked(row) is row
     with pytest.raises(ValueError, match=words):

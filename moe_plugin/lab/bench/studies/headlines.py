@@ -82,10 +82,15 @@ def _range(values: Any) -> list[float]:
 
 
 def ratios(row: Mapping[str, Any]) -> list[float] | None:
-    """Prediction over published result, least and most; None: one of them is not there."""
+    """Predicted over published, least and most; None: one of them is not there.
+
+    Of a factor, what counts is the gain: 1.05 x predicted of 1.32 x published is 0.16. A share
+    (`percent`) is taken as it is.
+    """
     if row["predicted"] is None or row["value"] is None:
         return None
-    return [value / row["value"] for value in row["predicted"]]
+    base = 0 if row["percent"] else 1
+    return [(value - base) / (row["value"] - base) for value in row["predicted"]]
 
 
 def misses(row: Mapping[str, Any]) -> bool:
@@ -211,12 +216,12 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "measurement of ours, on processors and emulated networks: it shows the same mechanism, "
         "never the same hardware, and its number is not comparable with theirs.")
     yield (
-        "*Published* is a factor, or as it is said; gains in percent are compared as factors, so "
-        "that small ones are within a quarter easily. *Predicted*: constants are estimates after "
-        "data sheets (`configs/devices`, `configs/clusters`, by name below) and those that a note "
+        "*Published* is a factor, or as it is said. *Predicted*: constants are estimates after data "
+        "sheets (`configs/devices`, `configs/clusters`, by name below) and those that a note "
         "names; none is fitted to a result. A range is over what the abstract, or what else is "
         "public, leaves open (*not stated*). "
-        "*Ratio*: predicted over published. Sources, models and reasons are below the table; "
+        "*Ratio*: the predicted gain over the published one, where a factor of 1.3 is a gain of "
+        "0.3; of a share, the share. Sources, models and reasons are below the table; "
         "measured numbers are those of the pages named there.")
     if found["here"]:
         here = found["here"]
