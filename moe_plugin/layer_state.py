@@ -31,7 +31,6 @@ class LayerState(HasFinishStep, nn.Module):
         has_own_router: whether the router was passed.
         route: the experts of each token; what stands in its place without `pregate.link` raises.
         link: see `moe_plugin.pregate`; None: the layer knows no neighbours.
-        reordered: how often experts changed places (`checkpoint.resize.reorder_experts`).
     """
 
     given: MoEConfig
@@ -45,7 +44,6 @@ class LayerState(HasFinishStep, nn.Module):
     ddp_check: DDPCheck
     route: Callable[..., Routing]
     link: Any = None
-    reordered: int = 0
 
     def follow_from_now_on(self) -> None:
         """Take notice of new parameters, and wait for `moe_plugin.pregate.link` where settings ask

@@ -21,6 +21,26 @@ _WAIT_S = 10.0  # for the rank that writes the message
 _CLEARLY = 0.05  # more alike by so much: the other name was not meant
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", re.S)
 
+# flags, settings and commands of the version before, and what to use in their place; the flags of a
+# command follow its name
+_ORDER = "experts are no longer ordered by who is chosen together; leave it out"
+REMOVED = {
+    "--moe-stats-choices": _ORDER, "observe.choices": _ORDER, "plan --choices": _ORDER,
+    "plan --slack": _ORDER, "plan --order": _ORDER, "reshard --order": _ORDER,
+}
+
+
+def removed(name: str, command: str = "") -> str:
+    """What to say of a flag, setting or command that is not known because it was removed; nothing
+    for other names.
+
+    Args:
+        name: as the user wrote it.
+        command: whose flag it is; empty: of no command of ours.
+    """
+    said = REMOVED.get(name) or REMOVED.get(f"{command} {name}")
+    return f"{name} was removed: {said}" if said else ""
+
 
 def short(value: Any, limit: int = LIMIT) -> str:
     """A value as at most `limit` characters of a message: an error's text on one line, other values
@@ -138,6 +158,9 @@ class Parser(argparse.ArgumentParser):
         if found := _CHOICE.match(message):
             wrong[found[2]] = alike(found[2], re.findall(r"[\w.-]+", found[3]))
         near = {name: meant for name, meant in wrong.items() if meant}
+        command = next((word for word in self.given if not word.startswith("-")), "")
+        if gone := [said for name in wrong if (said := removed(name, command))]:
+            return gone
         if len(wrong) == 1 and all(name in message for name in wrong):
             return [f"did you mean {' or '.join(meant)}?" for meant in near.values()]
         return [f"did you mean {' or '.join(meant)} instead of {name}?"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_plugin.messages import Parser, alike
+from moe_plugin.cli.main import main
+from moe_plugin.config.tree import run_from_dict
+from moe_plugin.messages import REMOVED, Parser, alike
 from moe_plugin.routing.registry import routers
 
 pytestmark = pytest.mark.fast
@@ -65,3 +67,21 @@ def test_near_names_of_registries() -> None:
                                          "known: .*topk"):
         routers.get("swich")
     assert alike("loss_scale", ["loss_scale_window", "loss", "x"]) == ["loss_scale_window"]
+
+
+def test_what_was_removed_says_so_in_every_place(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in REMOVED:
+        words = name.split()
+        if name.startswith("--"):  # a flag of a host
+            parser = Parser(prog="train")
+            with pytest.raises(SystemExit):
+                parser.parse_args([name, "x"])
+        elif len(words) == 1:
+            section, _, key = name.rpartition(".")
+            with pytest.raises(ValueError, match=f"{name} was removed: "):
+                run_from_dict({section: {key: "x"}} if section else {key: "x"})
+            continue
+        else:
+            with pytest.raises(SystemExit):
+                main([*words, "x"])
+        assert f"{words[-1]} was removed: " in capsys.readouterr().err, name

@@ -23,7 +23,6 @@ from moe_plugin.checkpoint.formats.base import (
     convert,
     formats,
 )
-from moe_plugin.checkpoint.reorder import reordered
 from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import (
     MODEL,
@@ -56,7 +55,6 @@ class Conversion:
         force: replace another folder at `target`.
         pattern: of the layers of a hybrid model of Megatron (`formats.megatron.hybrid`), as which
             it is written; empty: as a GPT model; None: as it is.
-        orders: of experts, by layer, see `reorder.reordered`; empty: as they are.
         advance: called with the number of bytes that are verified, kept or written; by several
             threads.
         kept: files that an interrupted conversion had completed.
@@ -69,7 +67,6 @@ class Conversion:
     model_only: bool = False
     force: bool = False
     advance: Callable[[int], None] = lambda _: None
-    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     pattern: str | None = None
     kept: list[str] = field(default_factory=list)
 
@@ -112,9 +109,8 @@ class Conversion:
                  for path in self.source.files()}
         layout = {name: str(value) for name, value in asdict(self.layout).items()
                   if value is not None}
-        orders = {name: list(order) for name, order in self.orders.items()}
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
-                "model_only": self.model_only, **({"orders": orders} if orders else {}),
+                "model_only": self.model_only,
                 **({} if self.pattern is None else {"pattern": self.pattern})}
 
     def _is_there(self, plan: Mapping[str, Any]) -> bool:
@@ -130,8 +126,6 @@ class Conversion:
     def _view(self) -> Source:
         dtype = self.layout.dtype
         source = self.source if dtype is None else self.source.decoded(dtype)
-        if self.orders:
-            source = reordered(source, self.orders)
         if self.pattern is not None:
             from moe_plugin.checkpoint.formats.megatron.hybrid import as_gpt, with_pattern
 

@@ -1,5 +1,4 @@
-"""Another number of expert-parallel ranks, or another order of experts, between two steps of a run,
-without a checkpoint.
+"""Another number of expert-parallel ranks between two steps of a run, without a checkpoint.
 
 Experts and what the optimizer keeps for each of them go from the ranks that store them to those
 that will (`planner.resharding`), point to point: nothing is gathered, and what a rank keeps does
@@ -9,14 +8,12 @@ not travel. Of several ranks that store the same experts each sends a part.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.reorder import Orders, router_axis
 from moe_plugin.checkpoint.reshard import window_of_rank
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.agreement import agree
@@ -25,10 +22,8 @@ from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.marks import mark_expert
 from moe_plugin.layer import MoELayer, named_layers_in
-from moe_plugin.planner.order_files import check_order
-from moe_plugin.planner.resharding import Box, TensorLayout
+from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.records import Placement, check_shards
-from moe_plugin.routing.contract import expert_groups_of
 
 # what a layer has of its group; its router and experts are moved one by one
 _OF_THE_GROUP = ("comm", "config", "placement", "tokens", "layouts", "capacity", "ddp_check")
@@ -286,115 +281,3 @@ def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor,
         group["params"] = [new if p is old else p for p in group["params"]]
     if optimizer.state.pop(old, None) is not None:
         optimizer.state[new] = dict(state)
-
-
-# -- another order
-
-
-@torch.no_grad()
-def reorder_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None, orders: Orders,
-                    world: Comm | None = None) -> None:
-    """Change the places of experts between two steps.
-
-    Call it after `finish_step` and before the next forward pass, without gradients (they are
-    dropped). All parameters stay the same objects, and so does the optimizer: their values move,
-    point to point, what stays on a rank does not travel. Replicas of `parallel.spill: standing` are
-    placed again. Collective over `world`; a layer's largest tensor of experts is in memory twice.
-
-    Args:
-        model: in a plain training loop, wrapped or not.
-        optimizer: as of `change_expert_parallel`, of the routers' parameters, too; None: none.
-        orders: by name of an `MoELayer` in the model; others stay as they are.
-        world: all data-parallel ranks; None: those of the default group.
-    Raises:
-        ValueError: before anything has moved: no such layer, custom experts, experts that are not
-            on the device, routers that know where experts are (`RouterModule.expert_groups`),
-            sharded parameters, optimizers as of `change_expert_parallel`, orders or optimizer
-            states that differ between ranks.
-    """
-    world = default_comm() if world is None else world
-    found = named_layers_in(model)
-    agree(world, {f"order of {name}": list(order) for name, order in sorted(orders.items())})
-    if unknown := sorted(set(orders) - set(found)):
-        raise ValueError(f"order of layer {unknown[0]!r}: the model has MoE layers {sorted(found)}")
-    layers = {name: found[name] for name in sorted(orders)}
-    places = {name: _positions(f"of layer {name!r}", layer.comm, world)
-              for name, layer in layers.items()}
-    for name, layer in layers.items():
-        _check_movable(name, layer)
-        _check_order(name, layer, orders[name])
-    tensors = {f"{name}.router.{key}": tensor for name, layer in layers.items()
-               for key, tensor in _router_tensors(layer)
-               if router_axis(key, tensor.shape, layer.config.num_experts) is not None}
-    _check_states(_experts_of(layers) | tensors, optimizer, world)
-    for name, layer in layers.items():
-        _reorder(layer, optimizer, orders[name], places[name], world)
-
-
-def _check_order(name: str, layer: MoELayer, order: Sequence[int]) -> None:
-    experts, groups = layer.config.num_experts, expert_groups_of(layer.router)
-    check_order(name, order, experts)
-    size = experts // (groups or 1)
-    if not groups or any(order[i] // size != order[i - i % size] // size for i in range(experts)):
-        raise ValueError(
-            f"order of layer {name!r} with router {type(layer.router).__name__} and expert_groups="
-            f"{groups}: its choices depend on where experts are, or groups would be torn apart; "
-            "keep its order, or make one from its own recorded choices")
-    for below, value in _router_tensors(layer):
-        router_axis(below, value.shape, experts)
-
-
-def _router_tensors(layer: MoELayer) -> Iterator[tuple[str, Tensor]]:
-    return ((name, value) for name, value in layer.router.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor))
-
-
-def _reorder(layer: MoELayer, optimizer: torch.optim.Optimizer | None, order: Sequence[int],
-          places: Sequence[int], world: Comm) -> None:
-    for name, parameter in layer.experts.named_parameters():
-        moved = _ExpertMove(layer, name, parameter, order, places, world)
-        for value in _with_state(optimizer, parameter):
-            value.copy_(moved(value))
-    chosen = torch.tensor(order)
-    for name, tensor in _router_tensors(layer):
-        axis = router_axis(name, tensor.shape, len(order))
-        if axis is not None:
-            for value in _with_state(optimizer, tensor):
-                value.copy_(value.index_select(axis, chosen.to(value.device)))
-    layer.reordered += 1
-    replicas = layer.layouts.available.replicas
-    if replicas is not None:
-        replicas.standing.forget()
-
-
-def _with_state(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> list[Tensor]:
-    """A parameter, without its gradient, and what the optimizer keeps of its shape."""
-    parameter.grad = None
-    state = _state(optimizer, parameter)
-    return [parameter, *(value for _, value in sorted(state.items()) if _moves(value, parameter))]
-
-
-class _ExpertMove:
-    """A parameter of all experts to another order, slot by slot of a rank."""
-
-    def __init__(self, layer: MoELayer, name: str, parameter: Tensor, order: Sequence[int],
-                 places: Sequence[int], world: Comm) -> None:
-        place, axis = layer.placement, SHARD_AXIS[name]
-        shape = [place.experts, *parameter.shape[1:]]
-        shape[axis] *= place.shards
-        here = {rank: window_of_rank(shape, position, place.local, place.shards, axis)
-                for rank, position in enumerate(places)}
-        source = TensorLayout(tuple(shape), {rank: _box(window) for rank, window in here.items()})
-        self.moves = []
-        for slot in range(place.local):
-            wanted = {rank: order[window[0].start + slot] for rank, window in here.items()}
-            target = {rank: _box((slice(wanted[rank], wanted[rank] + 1), *window[1:]))
-                      for rank, window in here.items()}
-            self.moves.append(Resharding(world, source, replace(source, boxes=target)))
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return torch.cat([move(value.detach(), value.dtype) for move in self.moves])
-
-
-def _box(window: Sequence[slice]) -> Box:
-    return tuple((part.start, part.stop) for part in window)

@@ -120,9 +120,6 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                    help="of the model's tensors (default: as they are); optimizer state keeps its")
     p.add_argument("--model-only", action="store_true", help="leave optimizer state out")
-    p.add_argument("--order", type=Path, default=None, metavar="FILE",
-                   help="put experts in another order over the ranks (`moe-plugin plan --choices` "
-                        "makes the file); the model computes the same")
     p.add_argument("--hybrid-layer-pattern", metavar="PATTERN",
                    help="of Megatron: write the layers of a HybridModel, such as '*E*E' or '*E|*-' "
                         "(docs/megatron_models.md); gpt: those of a GPT model")
@@ -136,10 +133,8 @@ def reshard(args: argparse.Namespace) -> int:
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
     from moe_plugin.observe import progress
-    from moe_plugin.planner.order_files import load_orders
     from moe_plugin.planner.units import show_size, show_time
 
-    orders = {} if args.order is None else load_orders(args.order)
     pattern = "" if args.hybrid_layer_pattern == "gpt" else args.hybrid_layer_pattern
     layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
                              dtype=args.dtype and getattr(torch, args.dtype))
@@ -150,7 +145,7 @@ def reshard(args: argparse.Namespace) -> int:
         writes = formats.get(to)().nbytes(source, layout)
         with progress(reads + writes, "reshard", unit="B") as bar:
             conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
-                                    bar.update, orders, pattern)
+                                    bar.update, pattern)
             written = conversion.run()
         origin = source.format
     if not written:

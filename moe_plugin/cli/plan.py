@@ -98,17 +98,6 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                             "(default: 1)")
     group.add_argument("--trace", type=Path, default=None, metavar="FILE",
                        help="with --memory: write the timeline for Perfetto or chrome://tracing")
-    group = p.add_argument_group("places of experts, in place of parallel sizes")
-    group.add_argument("--choices", type=Path, default=None, nargs="+", metavar="FILE",
-                       help="experts that tokens chose together (observe.choices; a file of each "
-                            "pipeline stage): an order of the experts over --nodes and "
-                            "--ranks-per-node in which a token's row goes to fewer of them, and "
-                            "what it saves")
-    group.add_argument("--slack", type=float, default=0.0, metavar="SHARE",
-                       help="with --choices: how much busier than the busiest rank or node now one "
-                            "may be (default: 0)")
-    group.add_argument("--order", type=Path, default=None, metavar="FILE",
-                       help="with --choices: write the order, for `moe-plugin reshard --order`")
     group = p.add_argument_group("pieces of prompts, in place of parallel sizes")
     group.add_argument("--prefill", default=None, metavar="LIST",
                        help="prompt tokens on each rank (e.g. 256,4096): pieces and kernel of an "
@@ -132,19 +121,12 @@ def plan(args: argparse.Namespace) -> int:
         check_figure(args.plot)
     if args.trace:
         check_output(args.trace)
-    if args.order:
-        check_output(args.order)
-    if args.choices is None and (args.order or args.slack):
-        raise ValueError("--order and --slack go with --choices FILE: give that, too, or leave "
-                         "them out")
     if args.memory is None and (given := given_options(args, ("link", "tokens"))):
         raise ValueError(f"--{given[0]} goes with --memory, --model and --device; leave it out")
     if args.history is not None:
         _history(args)
     elif args.pipeline is not None:
         _plan_pipeline(args)
-    elif args.choices is not None:
-        _plan_places(args)
     elif args.prefill is not None or args.kernels is not None:
         _plan_prefill(args)
     elif args.memory is not None or args.profile is not None:
@@ -294,40 +276,12 @@ def _history(args: argparse.Namespace) -> None:
     from moe_plugin.lab.planning.history import as_dict, explain
     from moe_plugin.observe.history.reader import read_predictions
 
-    if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile", "pipeline", "choices",
-                                     "prefill", "kernels")):
+    if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile", "pipeline", "prefill",
+                                     "kernels")):
         raise ValueError(f"--{given[0]} is of another use of plan than --history; leave one of "
                          "them out")
     found = read_predictions(args.history)
     print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
-
-
-def _plan_places(args: argparse.Namespace) -> None:
-    """Which expert goes where, and what that saves."""
-    from moe_plugin.lab.planning.expert_places import as_dict, explain
-    from moe_plugin.planner.cluster import load_cluster
-    from moe_plugin.planner.expert_order import place
-    from moe_plugin.planner.order_files import dump_orders, load_stages
-
-    if given := given_options(args, ("model", "device", "scale", "write", "plot", "memory",
-                                     "profile")):
-        raise ValueError(f"--{given[0]} is of another use of plan than --choices; leave one of "
-                         "them out")
-    check_counts(args, "nodes", "ranks_per_node")
-    cluster = None if args.cluster is None else load_cluster(args.cluster)
-    nodes = args.nodes or (cluster.nodes if cluster else None)
-    each = args.ranks_per_node or (cluster.ranks_per_node if cluster else None)
-    if nodes is None or each is None:
-        raise ValueError("--choices needs the ranks that share the experts: give --nodes and "
-                         "--ranks-per-node, or --cluster")
-    placed = {name: place(choices, nodes, nodes * each, args.slack)
-              for name, choices in load_stages(args.choices).items()}
-    print(json.dumps(as_dict(placed), indent=1) if args.json else explain(placed, nodes, each))
-    if args.order:
-        dump_orders(args.order, {name: one.order for name, one in placed.items()})
-        if not args.json:
-            print(f"wrote {args.order}; for a checkpoint: moe-plugin reshard IN OUT --order "
-                  f"{args.order}")
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar, cast
 
-from moe_plugin.messages import alike, cut, did_you_mean, short
+from moe_plugin.messages import alike, cut, did_you_mean, removed, short
 
 LARGEST = 2**63 - 1  # integer that torch takes
 # beyond any use; they keep loops and memory finite
@@ -201,6 +201,8 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
     values = canonical(values, aliases(cls), prefix)
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
+        if said := removed(prefix + unknown[0]):
+            raise ValueError(said)
         near = [*_below(cls, unknown[0], prefix), *_below(root or cls, unknown[0], ""),
                 *(prefix + name for name in alike(unknown[0], fields))]
         near = list(dict.fromkeys(near))

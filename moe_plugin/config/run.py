@@ -44,12 +44,6 @@ class ObserveConfig(SettingsSection):
         "training step of which rank 0 writes a timeline to the JSONL file (slows that step "
         "down); 0: none",
         flag="stats-timeline")
-    choices: str | None = option(
-        None,
-        "JSON file to which the experts that tokens of the last interval chose together are "
-        "written, for `moe-plugin plan --choices`; Megatron: later pipeline stages add .stageN",
-        flag="stats-choices")
-
     prediction: str | None = option(
         None,
         "file of what was predicted of a step (`moe-plugin plan` and `recommend` write it): some "
@@ -75,8 +69,7 @@ class ObserveConfig(SettingsSection):
     def writes(self) -> bool:
         """Whether statistics go anywhere besides the host's own log, or choices come from a trace.
         """
-        return bool(self.jsonl or self.tensorboard or self.wandb or self.choices or self.trace
-                    or self.replay)
+        return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
     def check_bounds(self) -> None:
         self.require("interval", self.interval >= 1, ">= 1", "use 100")

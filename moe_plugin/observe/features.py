@@ -13,7 +13,6 @@ from typing import Any
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.observe.choices import ChoiceLog
 from moe_plugin.observe.drops import RULE
 from moe_plugin.observe.history.fairseq_log import skipped_step
 from moe_plugin.observe.history.records import OWN_LOOPS
@@ -67,7 +66,6 @@ class LayerRecords(RunFeature):
         own_loop = host in OWN_LOOPS
         warned = [RULE] if has_log and not own_loop else []
         self.recorder = StatsRecorder(config, comm, warned, host=host)
-        self.choices = ChoiceLog(config.choices, layers, comm) if config.choices else None
         self.trace = trace_of(config, layers, comm.rank if rank is None else rank)
         self.timeline = StepTimeline(config, layers, comm, rank or 0, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
@@ -79,14 +77,11 @@ class LayerRecords(RunFeature):
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
-        """Every `observe.interval` steps a record per layer, and choices if they are counted; the
-        host's numbers to the findings.
+        """Every `observe.interval` steps a record per layer; the host's numbers to the findings.
         """
         ends = facts.made and facts.number % self.config.interval == 0
         if ends:
             self.recorder.flush(facts.number)
-        if ends and self.choices is not None:
-            self.choices.write()
         if self.trace is not None:
             self.trace.end_step(facts.number, facts.made)
         if not self.has_log:

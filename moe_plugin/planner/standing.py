@@ -176,11 +176,6 @@ class StandingReplicas:
         else:
             self.shares = {}
 
-    def forget(self) -> None:
-        """Experts have other places: placement begins again."""
-        self.placed, self.shares = None, {}
-        self._loads, self._calls = [], 0
-
     def state(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {"ranks": self.ranks, "steps": self._steps, "calls": self._calls,

@@ -92,9 +92,6 @@ class RouterModule(HasFinishStep, nn.Module):
         any_number: a token may have up to E experts, whatever k is.
         reads_top_k: `router.top_k` changes what it does; False, too, for a class with `fixed_k`.
         balances: it gives experts even loads without a balance loss.
-        expert_groups: it is the same router where experts change places together with their rows of
-            its tensors, as long as these groups of consecutive experts stay together; 1: any order;
-            0: its choices depend on where experts are, or it does not say.
         host: what the host knows of the layer.
         all_ranks: data-parallel ones, told by `gradients.sync` where a model has no host; None:
             not yet.
@@ -107,7 +104,6 @@ class RouterModule(HasFinishStep, nn.Module):
     any_number: bool = False
     reads_top_k: bool = True
     balances: bool = False
-    expert_groups: int = 0
     all_ranks: Comm | None = None
 
     def __init_subclass__(cls) -> None:
@@ -153,15 +149,6 @@ class RouterModule(HasFinishStep, nn.Module):
 def needs_of(router: nn.Module) -> frozenset[str]:
     """`RouterModule.needs`; nothing for another module."""
     return router.needs if isinstance(router, RouterModule) else frozenset()
-
-
-def expert_groups_of(router: nn.Module) -> int:
-    """`RouterModule.expert_groups`; 0 for another module, and with the loss `ta_moe`, which knows
-    where experts are.
-    """
-    if not isinstance(router, RouterModule) or getattr(router, "penalty_E", None) is not None:
-        return 0
-    return router.expert_groups
 
 
 def balances_by_itself(router: nn.Module) -> bool:

@@ -23,7 +23,6 @@ from moe_plugin.routing.contract import (
     BuffersKeepDtype,
     RouterModule,
     balances_by_itself,
-    expert_groups_of,
     needs_of,
 )
 
@@ -128,8 +127,6 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         self.layer = host.layer_number
         self.needs = frozenset().union(*(needs_of(router) for router in routers))
         self.balances = all(map(balances_by_itself, routers))
-        groups = {expert_groups_of(router) for router in routers}
-        self.expert_groups = max(groups) if len(groups - {1}) <= 1 and 0 not in groups else 0
         self.steps = 0  # the value of the buffer, without a read from the device
         where = torch.empty(0, device=device).device
         self.register_buffer("step", torch.zeros(

@@ -1,4 +1,4 @@
-"""What a user can name: `abilities.txt` beside this file lists it, so that a change shows in a diff.
+"""What a user can name: `abilities.txt` lists it, so that a change shows in a diff.
 
     python -m tests.packaging.test_abilities > tests/packaging/abilities.txt
 """
@@ -65,7 +65,8 @@ def options_of(commands: Mapping[str, command_line.Command], above: tuple[str, .
                 action, argparse._SubParsersAction)).choices[word]
         for action in parser._actions:
             if not isinstance(action, argparse._HelpAction):
-                yield f"command: {' '.join(words)} {', '.join(action.option_strings) or action.dest}"
+                told = ", ".join(action.option_strings) or action.dest
+                yield f"command: {' '.join(words)} {told}"
 
 
 def abilities() -> str:

@@ -20,7 +20,6 @@ MEASURES = f"{PACKAGE}.lab.bench"
 LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "checkpoint.resize.reorder_experts",
     "lab.planning.offload.peers.versus_pipeline",
     "resilience.averaging_peers.StreamedPeer",
 )

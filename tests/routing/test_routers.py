@@ -24,9 +24,7 @@ from moe_plugin.routing import (
     score_functions,
 )
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import expert_groups_of
 from moe_plugin.routing.routers.hashing import balanced_table
-from moe_plugin.routing.routers.topk import TopKRouter
 
 pytestmark = pytest.mark.fast
 
@@ -446,21 +444,3 @@ def test_a_score_function_of_ones_own(own_entries: None) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
     with pytest.raises(ValueError, match="unknown score function 'tanh'; .*sigmoid, softmax"):
         MoELayer(6, num_experts=4, router={"score": "tanh"})
-
-
-@pytest.mark.parametrize("hook", ["forward", "route", "scores", "select", "weigh", "after_choice",
-                                  "losses_of"])
-def test_a_router_with_a_hook_of_its_own_says_where_experts_may_be(hook: str) -> None:
-    own = type("Own", (TopKRouter,), {hook: getattr(TopKRouter, hook)})
-    config = from_dict({"model_dim": 8, "num_experts": 4})
-    assert expert_groups_of(own(config)) == 0 < expert_groups_of(TopKRouter(config))
-    said = type("Said", (own,), {"expert_groups": 1})
-    assert expert_groups_of(said(config)) == 1
-
-
-def test_groups_of_provided_routers_stay() -> None:
-    for name in ("group_limited", "sam", "sigmoid_bias", "sinkhorn", "gshard"):
-        layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "router": {
-            "name": name, **({} if name in ("sinkhorn", "gshard") else {"groups": 2}),
-            **({"top_k": 2} if name == "gshard" else {})}}))
-        assert expert_groups_of(layer.router) == (1 if name in ("sinkhorn", "gshard") else 2)

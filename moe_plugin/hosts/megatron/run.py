@@ -17,8 +17,8 @@ from moe_plugin.resilience.overflow import StepStart
 def of_stage(config: ObserveConfig) -> ObserveConfig:
     """`observe` of this pipeline stage: one writer a file, so that later stages write their own."""
     stage = ps.get_pipeline_model_parallel_rank()
-    return replace(config, **{name: path and f"{path}.stage{stage}" for name in (
-        "jsonl", "choices") if (path := getattr(config, name))}) if stage else config
+    return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
+        stage and config.jsonl) else config
 
 
 def traced(config: ObserveConfig, args: Any,

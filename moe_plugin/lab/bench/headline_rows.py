@@ -310,8 +310,8 @@ def rows() -> tuple[Headline, ...]:
             predict=models.streaming_peers, model="[Offload plans](offload_plans.md): 24 layers "
             "of width 2,048, 4 peers, averages every 500 steps, 300 to 10 Mbit/s.",
             measured=("peers", lambda found: [row["factor"] for row in found["rows"]],
-                      "two streaming peers over a pipeline, a model of 84 KiB, weights averaged every 30 "
-                      "steps, emulated links of 50 to 10 Mbit/s"),
+                      "two streaming peers over a pipeline, a model of 84 KiB, weights averaged "
+                      "every 30 steps, emulated links of 50 to 10 Mbit/s"),
             why="The gain follows the network's rate, which is not stated: the model reaches 20 "
             "between 30 and 10 Mbit/s."),
         Headline(
@@ -380,15 +380,15 @@ def rows() -> tuple[Headline, ...]:
             system="Pre-gated MoE", result="block latency over fetching on demand", said="1.7 x",
             value=1.7, hardware="one A100 80 GB", source=PREGATED, model=PREGATE_MODEL,
             measured=("offload", partial(tokens_s, over="pre-gated", under="on demand"),
-                      "tokens a second, experts ten times the memory limit, files read at 2,500 MB/s at "
-                      "most, one CPU")),
+                      "tokens a second, experts ten times the memory limit, files read at "
+                      "2,500 MB/s at most, one CPU")),
         Headline(
             system="Pre-gated MoE", result="throughput of resident experts, in 23 % of the memory",
             said="81 %", value=0.81, percent=True, hardware="one A100 80 GB", source=PREGATED,
             model=PREGATE_MODEL, measured=(
                 "offload", partial(tokens_s, over="pre-gated", under="resident"),
-                "tokens a second under a tenth of the experts' size, files read at 2,500 MB/s at most, "
-                "one CPU")),
+                "tokens a second under a tenth of the experts' size, files read at 2,500 MB/s at "
+                "most, one CPU")),
         *(Headline(
             system="AlpaComm", result=result, said=said, hardware=NOT_SAID, source=ALPA,
             model="not modelled: meshes and models of the result are " + NOT_SAID + ".",

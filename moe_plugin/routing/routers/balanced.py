@@ -25,7 +25,6 @@ class SinkhornRouter(Router):
     """
 
     reads = SEVERAL | {"sinkhorn_rounds"}
-    expert_groups = 1
     balances = True
     own_losses = frozenset()
     score_name = "softmax"
@@ -83,7 +82,6 @@ class ExpertChoiceRouter(Router):
 
     reads = SEVERAL
     any_number = True
-    expert_groups = 1
     balances = True
     own_losses = frozenset()
     score_name = "softmax"

@@ -33,8 +33,6 @@ BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
 LINEAR = frozenset({"bias"})  # whose logits are `Router.scores`
 FORCED = frozenset({"force"})  # whose choice may be replaced by another of as many experts
 WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
-# a router with one of these of its own says for itself what `expert_groups` is
-_HOOKS = {"forward", "route", "scores", "select", "weigh", "after_choice", "losses_of"}
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
@@ -73,14 +71,11 @@ class Router(BuffersKeepDtype, RouterModule):
     leaves_none: bool = True
     adapted: bool = False
     multiplies_in_blocks: bool = True
-    expert_groups: int = 1
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "select" in vars(cls) and "leaves_none" not in vars(cls):
             cls.leaves_none = False
-        if _HOOKS & vars(cls).keys() and "expert_groups" not in vars(cls):
-            cls.expert_groups = 0
 
     def __init__(self, config: MoEConfig, *, comm: Comm | None = None,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,

@@ -35,7 +35,6 @@ class CosineRouter(TopKRouter):
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}
     multiplies_in_blocks = False
-    expert_groups = 1
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create projection, bias, directions and temperature, which hosts leave as they are."""

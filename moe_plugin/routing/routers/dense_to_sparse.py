@@ -26,7 +26,6 @@ class DenseToSparseRouter(Router):
     reads = SEVERAL | {"sparsity"}
     reads_top_k = False
     any_number = True
-    expert_groups = 1
     own_losses = frozenset()
     score_name = "softmax"
 

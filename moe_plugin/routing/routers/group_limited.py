@@ -32,10 +32,6 @@ class GroupLimitedRouter(Router):
     leaves_none = True
     groups_needed = True
 
-    @property
-    def expert_groups(self) -> int:  # type: ignore[override]
-        return self.config.groups or 1
-
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters and check the groups; see `Router.build`."""
         super().build(dtype, device)
@@ -96,7 +92,6 @@ class SAMRouter(GroupLimitedRouter):
 
     reads = BY_SCORE | LINEAR | {"groups"}
     chosen_groups = 1
-    expert_groups = GroupLimitedRouter.expert_groups
 
     def counted_scores(self, k: int) -> int:
         """All scores of a group count."""
@@ -127,7 +122,6 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
     groups_needed = False
     leaves_none = True
-    expert_groups = GroupLimitedRouter.expert_groups
     score_name = "sigmoid"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
@@ -177,5 +171,4 @@ class SoftmaxBiasRouter(SigmoidBiasRouter):
     """
 
     reads = SigmoidBiasRouter.reads - {"score"}
-    expert_groups = SigmoidBiasRouter.expert_groups
     score_name = "softmax"

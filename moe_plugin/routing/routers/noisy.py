@@ -31,7 +31,6 @@ class NoisyTopKRouter(Router):
     """
 
     reads = SEVERAL - {"noise"}
-    expert_groups = 1
     adds_noise = False
     leaves_none = True
     score_name = "softmax"

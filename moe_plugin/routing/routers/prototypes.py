@@ -34,10 +34,6 @@ class PrototypeRouter(Router):
     leaves_none = True
     score_name = "softmax"
 
-    @property
-    def expert_groups(self) -> int:  # type: ignore[override]
-        return self.config.top_k
-
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters and check the number of prototypes; see `Router.build`."""
         super().build(dtype, device)

@@ -33,7 +33,6 @@ class QuantileRouter(Router):
 
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
     leaves_none = True
-    expert_groups = 1
     balances = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:

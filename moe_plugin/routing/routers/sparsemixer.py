@@ -25,7 +25,6 @@ class SparseMixerRouter(Router):
     reads = frozenset({"input_jitter", "mixer_eps"})
     adds_noise = False
     leaves_none = True
-    expert_groups = 1
     own_losses = frozenset()
     score_name = "softmax"
 

@@ -36,7 +36,6 @@ class TopKRouter(Router):
 
     reads = WITH_POLICY | FORCED | LINEAR
     leaves_none = True
-    expert_groups = 1
     second_expert_policy = ""
 
     def __init__(self, config: MoEConfig, **where: Any) -> None:

@@ -48,7 +48,6 @@ from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.cli.main import main
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner.order_files import dump_orders, load_choices
 from moe_plugin.records import HostContext
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, losses_of, refusal, trained
@@ -148,27 +147,6 @@ def test_a_run_continues_in_the_other_layout_of_experts(case: str, native: bool,
 
 
 @pytest.mark.distributed
-def test_a_run_continues_with_experts_in_another_order(runs: Any, data: str,
-                                                       tmp_path: Path) -> None:
-    """Losses stay; what tokens choose together is recorded, and placed again from there."""
-    folder, recorded = runs("SGD EP2", False), tmp_path / "choices.json"
-    plan = ["plan", "--choices", str(recorded), "--nodes", "1", "--ranks-per-node", "2"]
-    dump_orders(tmp_path / "order.json", {"layer1": (2, 0, 3, 1), "layer2": (3, 2, 1, 0)})
-    assert main(["reshard", folder, str(tmp_path / "moved"), "--order",
-                 str(tmp_path / "order.json")]) == 0
-    world, argv = CASES["SGD EP2"]
-    on_ranks(world, trained, [
-        *argv, "--data-path", data, "--train-iters", str(STEPS), "--load", str(tmp_path / "moved"),
-        "--log-file", str(tmp_path / "log.jsonl"), "--moe-stats-choices", str(recorded),
-        "--moe-stats-interval", "2"])
-    assert losses_of(str(tmp_path / "log.jsonl")) == pytest.approx(_after(folder), abs=2e-4)
-    found = load_choices(recorded)
-    assert list(found) == ["layer1", "layer2"]
-    assert {one.tokens for one in found.values()} == {2 * 8 * 32}  # of two steps
-    assert main([*plan, "--order", str(tmp_path / "next.json")]) == 0
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(("world", "sizes"), [(2, EP2), pytest.param(
     2, TP2, marks=pytest.mark.slow), pytest.param(2, PP2, marks=pytest.mark.slow)],
     ids=["EP2", "TP2", "PP2"])
@@ -224,7 +202,6 @@ def test_biases_of_experts_change_their_layout_and_come_back() -> None:
 
 def test_reshard_and_inspect(runs: Any, tmp_path: Path, capsys: Any) -> None:
     """By the commands, and on from where a full disk stopped a conversion."""
-    from moe_plugin.cli.main import main
 
     folder, target = runs("Adam", True), tmp_path / "ours"
     assert main(["reshard", folder, str(target), "--to", "megatron"]) == 0

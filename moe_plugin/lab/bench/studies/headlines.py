@@ -216,8 +216,8 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "measurement of ours, on processors and emulated networks: it shows the same mechanism, "
         "never the same hardware, and its number is not comparable with theirs.")
     yield (
-        "*Published* is a factor, or as it is said. *Predicted*: constants are estimates after data "
-        "sheets (`configs/devices`, `configs/clusters`, by name below) and those that a note "
+        "*Published* is a factor, or as it is said. *Predicted*: constants are estimates after "
+        "data sheets (`configs/devices`, `configs/clusters`, by name below) and those that a note "
         "names; none is fitted to a result. A range is over what the abstract, or what else is "
         "public, leaves open (*not stated*). "
         "*Ratio*: the predicted gain over the published one, where a factor of 1.3 is a gain of "
