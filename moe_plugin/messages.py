@@ -24,9 +24,12 @@ _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (
 # flags, settings and commands of the version before, and what to use in their place; the flags of a
 # command follow its name
 _ORDER = "experts are no longer ordered by who is chosen together; leave it out"
+_STUDY = "docs/benchmarks.md names its numbers and the commit that still has it"
 REMOVED = {
     "--moe-stats-choices": _ORDER, "observe.choices": _ORDER, "plan --choices": _ORDER,
     "plan --slack": _ORDER, "plan --order": _ORDER, "reshard --order": _ORDER,
+    "bench first-curve": _STUDY, "bench adam": _STUDY, "bench ranks": _STUDY,
+    "bench reshard": _STUDY,
 }
 
 

@@ -18,7 +18,7 @@ from moe_plugin.planner.choice import LayoutChoice
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 COMMITTED = [study for study in STUDIES.values() if (BENCHMARKS / study.numbers_name).exists()]
-QUICK = ("offload-plans", "layers", "operations", "scaling", "ranks", "predicted", "headlines")
+QUICK = ("offload-plans", "layers", "operations", "scaling", "predicted", "headlines")
 
 
 def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:
