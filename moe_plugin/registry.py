@@ -1,7 +1,7 @@
 """One registry per kind: names map to implementations, an unknown name lists the known ones.
 
 A kind is created once (`routers = Registry("router")`); whatever is registered in it is found by
-config, listed by `moe-plugin doctor` and joins the exactness tests without another line.
+config and joins the exactness tests without another line.
 """
 
 from __future__ import annotations

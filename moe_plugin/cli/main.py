@@ -160,7 +160,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true",
                         help="log more; show the traceback of an error")
     line = os.environ.get("COMP_LINE") if "_ARGCOMPLETE" in os.environ else None
-    _add_commands(parser, COMMANDS, _words(argv if line is None else line.split()[1:]), shown=False)
+    add_commands(parser, COMMANDS, _words(argv if line is None else line.split()[1:]), shown=False)
     if line is not None:  # a shell asks what may follow: docs/index.md
         import argcomplete
 
@@ -184,7 +184,7 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
     return status
 
 
-def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
+def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
                   words: Sequence[str], above: str = "", level: str = "command",
                   shown: bool = True) -> None:
     """Add all commands by name, and the options of the one that `words` begins with.
@@ -203,7 +203,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Comman
         if words[:1] != [name]:
             continue
         if command.parts:
-            _add_commands(child, command.parts, words[1:], f"{name}-", level="part")
+            add_commands(child, command.parts, words[1:], f"{name}-", level="part")
         elif command.study is not None:
             command.study.add_arguments(child)
             child.set_defaults(run=command.study.run)

@@ -59,7 +59,7 @@ def options_of(commands: Mapping[str, command_line.Command], above: tuple[str, .
             yield from options_of(command.parts, words)
             continue
         parser = argparse.ArgumentParser()
-        command_line._add_commands(parser, command_line.COMMANDS, list(words))
+        command_line.add_commands(parser, command_line.COMMANDS, list(words))
         for word in words:
             parser = next(action for action in parser._actions if isinstance(
                 action, argparse._SubParsersAction)).choices[word]

@@ -1,5 +1,5 @@
 """`moe-plugin doctor`: whether the layer works here, what is wrong, what is missing and the command
-that adds it; with `--all` everything that is installed and active, and why.
+that adds it; with `--all` also packages, what hosts lack, and what was measured and kept.
 
 Exit status 0 where the layer works (a tiny forward and backward pass agrees with a dense
 computation), 1 where it does not.
@@ -22,7 +22,8 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.description = ("Checks this installation: whether the layer works, what is wrong, what "
                           "is missing. Exit status 0: the layer works; 1: it does not.")
     parser.add_argument("--all", action="store_true",
-                        help="also packages, registered names and what is active, and why")
+                        help="also packages, names that cannot be chosen here, what hosts lack, "
+                             "and what auto has measured and kept")
     parser.add_argument("--forget-decisions", action="store_true",
                         help="only remove what auto has measured on this machine and kept for "
                              "later runs, so that it is measured again")

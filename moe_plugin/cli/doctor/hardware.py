@@ -1,4 +1,4 @@
-"""Devices and torch.distributed backends."""
+"""Devices, and what is compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.cpu import products
@@ -53,26 +52,6 @@ def compiled() -> list[dict[str, str]]:
                   functions.why_not(None)))
     return [{"name": name, "state": "not available" if reason else "active",
              "what": f"by torch: {reason}" if reason else ""} for name, reason in found]
-
-
-def backends() -> list[dict[str, str]]:
-    """torch.distributed backends; active is the one that the launch scripts choose here."""
-    if not dist.is_available():
-        return [{
-            "name": "torch.distributed", "state": "not available",
-            "what": "this torch is built without it: one process only"
-        }]
-    gpu = torch.cuda.is_available()
-    return [_backend("nccl", dist.is_nccl_available(), "" if gpu else "no GPU", gpu, "GPU tensors"),
-            _backend("gloo", dist.is_gloo_available(), "", not gpu, "CPU tensors"),
-            _backend("mpi", dist.is_mpi_available(), "", False, "CPU tensors")]
-
-
-def _backend(name: str, built: bool, hindered: str, chosen: bool, use: str) -> dict[str, str]:
-    why_not = "this torch is built without it" if not built else hindered
-    if why_not:
-        return {"name": name, "state": "not available", "what": why_not}
-    return {"name": name, "state": "active" if chosen else "available", "what": use}
 
 
 def _why_no_cuda() -> str:

@@ -26,20 +26,16 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """What a verdict does not need: what is installed, registered and active, and why.
+    """What a verdict does not need: what is missing and why, and what was measured and kept.
 
     everything: False: nothing of it.
     """
     if not everything:
         return {}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "failed_imports": registries.import_everything(), "backends": hardware.backends(),
-        "fused": packages.fused_rows(), "registries": registries.registry_rows(device),
+        "failed_imports": registries.import_everything(), "fused": packages.fused_rows(),
+        "missing": registries.missing_rows(), "runs": registries.run_rows(),
         "expert_compute_choices": registries.choice_rows(),
-        "expert_dropout": registries.dropout_rows(),
-        "default_when_unset": registries.unset_rows(), "guard": registries.guard_rows(),
-        "send": registries.send_rows(), "runs": registries.run_rows(),
     }
 
 
@@ -78,8 +74,9 @@ def render(report: dict[str, Any]) -> str:
         "\n".join(["Problems:", *(f"  {line}" for line in found)]) if found else "Problems: none",
         _table("Devices", report["devices"], "name", "state", "what"),
         _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
-        _missing(report), *(_everything(report) if "registries" in report else [
-            "What is installed, registered and active, and why: moe-plugin doctor --all"])
+        _missing(report), *(_everything(report) if "missing" in report else [
+            "Packages, what cannot run here, what hosts lack, kept decisions: moe-plugin doctor "
+            "--all"])
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -88,19 +85,11 @@ def _everything(report: dict[str, Any]) -> list[str]:
     return [
         _table("Compiled for this CPU (docs/kernels.md)", report["compiled"], "name", "state",
                "what"),
-        _table("torch.distributed", report["backends"], "name", "state", "what"),
         _table("Packages", report["packages"], "name", "version", "state", "use"),
         _table("What the hosts use for optimizers, norms and gradients, and why",
                report["fused"], "name", "state", "reason"),
-        "Registered names (active: used by the default settings on this machine)",
-        *(_kind(kind, rows) for kind, rows in report["registries"].items()),
-        _table("Defaults that depend on the ranks of a layer: on one node, and over several",
-               report["default_when_unset"], "name", "one_node", "several_nodes"),
-        _table("How often a token's row travels, dispatch.send (docs/once.md)", report["send"],
-               "name", "state", "what"),
-        _table("Checks between ranks, by default (docs/wrong_ranks.md)",
-               [{**r, "what": _short(r["what"], 110)} for r in report["guard"]],
-               "name", "flag", "state", "what"),
+        _table("Names that cannot be chosen here, and why", report["missing"], "kind", "name",
+               "reason"),
         _table("What hosts do around a run's steps, and why another does not",
                [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
                "name", "state", "what"),
@@ -109,9 +98,6 @@ def _everything(report: dict[str, Any]) -> list[str]:
                [{**r, "load": _load(r["load"]), "age": f"{r['age']} ago",
                  "spread": f"spread {r['spread']}"} for r in report["expert_compute_choices"]]
                or [{"name": "none yet"}], "name", "load", "why", "age", "spread"),
-        _table("Expert compute in training with experts.dropout > 0 (evaluation: no change), "
-               "always with experts.clamp or linear_offset",
-               report["expert_dropout"], "name", "state", "reason"),
         _table("Self check: largest relative difference from a dense computation",
                [_check(r) for r in report["self_check"]],
                "device", "dtype", "dispatcher", "ranks", "verdict", "what"),
@@ -123,24 +109,8 @@ def _table(title: str, rows: list[dict[str, Any]], *keys: str) -> str:
     return "\n".join([title, textwrap.indent(aligned(cells), "  ")])
 
 
-def _kind(kind: str, rows: list[dict[str, Any]]) -> str:
-    shown = []
-    for row in rows:
-        state, what, width = row["state"], row["reason"] or row["summary"], 110
-        if "implementations" in row:
-            state = ", ".join(map(_implementation, row["implementations"]))
-            what, width = row["summary"], 80
-        shown.append({"name": f"  {row['name']}", "state": _short(state, 80),
-                      "what": _short(what, width)})
-    return _table(f"  {kind}", shown, "name", "state", "what")
-
-
 def _short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3].rstrip() + "..."
-
-
-def _implementation(row: dict[str, Any]) -> str:
-    return f"{row['name']} {row['state']}" + (f" ({row['reason']})" if row["reason"] else "")
 
 
 def _check(row: dict[str, Any]) -> dict[str, Any]:
