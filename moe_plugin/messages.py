@@ -33,15 +33,15 @@ REMOVED = {
 }
 
 
-def removed(name: str, command: str = "") -> str:
+def removed(name: str, *commands: str) -> str:
     """What to say of a flag, setting or command that is not known because it was removed; nothing
     for other names.
 
     Args:
         name: as the user wrote it.
-        command: whose flag it is; empty: of no command of ours.
+        commands: words before it, one of which may be the command of ours that it belongs to.
     """
-    said = REMOVED.get(name) or REMOVED.get(f"{command} {name}")
+    said = next(filter(None, map(REMOVED.get, (name, *(f"{each} {name}" for each in commands)))), "")
     return f"{name} was removed: {said}" if said else ""
 
 
@@ -161,8 +161,8 @@ class Parser(argparse.ArgumentParser):
         if found := _CHOICE.match(message):
             wrong[found[2]] = alike(found[2], re.findall(r"[\w.-]+", found[3]))
         near = {name: meant for name, meant in wrong.items() if meant}
-        command = next((word for word in self.given if not word.startswith("-")), "")
-        if gone := [said for name in wrong if (said := removed(name, command))]:
+        words = [*self.prog.split()[-1:], *(w for w in self.given if not w.startswith("-"))][:2]
+        if gone := [said for name in wrong if (said := removed(name, *words))]:
             return gone
         if len(wrong) == 1 and all(name in message for name in wrong):
             return [f"did you mean {' or '.join(meant)}?" for meant in near.values()]
