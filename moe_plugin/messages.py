@@ -41,7 +41,8 @@ def removed(name: str, *commands: str) -> str:
         name: as the user wrote it.
         commands: words before it, one of which may be the command of ours that it belongs to.
     """
-    said = next(filter(None, map(REMOVED.get, (name, *(f"{each} {name}" for each in commands)))), "")
+    places = (name, *(f"{each} {name}" for each in commands))
+    said = next((REMOVED[place] for place in places if place in REMOVED), "")
     return f"{name} was removed: {said}" if said else ""
 
 
