@@ -15,7 +15,7 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm
-from moe_plugin.lab.bench.studies import STUDIES
+from moe_plugin.lab.bench.studies import STUDIES, losses
 from moe_plugin.lab.bench.studies.train import hardware
 from moe_plugin.lab.bench.study import ROOT, read_numbers
 from moe_plugin.lab.bench.train.results import (
@@ -251,3 +251,41 @@ def test_command_in_fairseq(tmp_path: Path) -> None:
     for more in ("", "--evaluate"):
         run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path} {more}", ranks=2).ok()
     learned_alike(tmp_path, "fairseq", {"fairseq's moe branch"})
+
+
+def test_the_first_token_that_parts_has_its_margin_and_its_rounding() -> None:
+    """By hand: token 1 stands between experts 0 and 2, which the other side's rounding turns."""
+    tracer = losses.Tracer(1, rank=3)
+    mine_TE = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.0, 0.75], [0.0, 1.0, 0.0]])
+    theirs_TE = mine_TE + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 2.0]])
+    tracer.step = 4
+    first_TK = tracer.first(0, mine_TE)
+    assert first_TK.tolist() == [[0], [0], [1]]
+    assert tracer.other("other", 0, theirs_TE).equal(first_TK)
+    assert tracer.parted == [losses.Parted("other", 4, 0, 3, 1, 0, 2, 0.25, 0.5)]
+    assert losses.gap([[1.0, 1.0, 1.5], [1.0, 0.75, 1.0]]) == 0.5
+    assert losses.first_apart([[1.0, 1.0], [1.0, 1.1]]) == 1 and losses.first_apart(
+        [[1.0, 1.0 + 1e-6]]) is None
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("host", ["megatron", "fairseq"])
+def test_sides_with_the_same_choices_have_the_same_losses(
+        host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the host's own layer, which takes choices that it would not make."""
+    pytest.importorskip({"megatron": "megatron.core"}.get(host, host))
+    assert main(["bench", "losses", "--host", host, "--shapes", TINY, "--steps", "3",
+                 "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["shapes"].values()
+    assert len(found["sides"]) >= 6 and len(found["same"]) == 3
+    assert losses.gap(found["same"]) < losses.SAME
+    assert all(row[0] > 1.0 for row in found["same"])
+
+
+def test_the_page_says_that_same_choices_give_same_losses() -> None:
+    found = read_numbers(ROOT / "docs/benchmarks/data/losses.json")["shapes"]
+    assert {where.split(",")[0] for where in found} == {"Megatron-core", "fairseq"}
+    for where, one in found.items():
+        assert losses.gap(one["same"]) < losses.SAME, where
+        apart = losses.first_apart(one["own"])
+        assert apart is None or any(token["step"] <= apart for token in one["parted"]), where

@@ -32,6 +32,10 @@ class BranchMoE(nn.Module):
         top_k: 1 or 2.
         comm: the ranks that share the experts, a `TorchComm` where there are several.
         activation: between an expert's two maps.
+
+    Attributes:
+        choose: gives the experts [S, K] of logits [S, E] in place of the gate; None: nothing does.
+
     Raises:
         ValueError: another number of choices.
     """
@@ -42,6 +46,7 @@ class BranchMoE(nn.Module):
         if top_k not in (1, 2):
             raise ValueError(f"top_k={top_k} does not fit fairseq's moe branch: must be 1 or 2")
         self.top_k, self.comm, self.activation = top_k, comm, activation
+        self.choose: Callable[[Tensor], Tensor] | None = None
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(
             nn.ModuleList([nn.Linear(width, inner), nn.Linear(inner, width)])
@@ -51,7 +56,9 @@ class BranchMoE(nn.Module):
 
     def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs [S, D] of tokens x_SD, and the gate's balance loss."""
-        loss, combine_SEC = gate(self.gate(x_SD.to(self.gate.weight.dtype)).float(), self.top_k)
+        logits_SE = self.gate(x_SD.to(self.gate.weight.dtype)).float()
+        chosen_SK = None if self.choose is None else self.choose(logits_SE.detach())
+        loss, combine_SEC = gate(logits_SE, self.top_k, chosen_SK)
         slots = combine_SEC.shape[1] * combine_SEC.shape[2]
         chosen_VS = combine_SEC.bool().to(x_SD.dtype).permute(1, 2, 0).reshape(slots, -1)
         rows_VD = exchange(chosen_VS.mm(x_SD), self.comm)
@@ -66,21 +73,23 @@ class BranchMoE(nn.Module):
         return second(self.activation(first(rows)))
 
 
-def gate(logits_SE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def gate(logits_SE: Tensor, top_k: int,
+         chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(balance loss, weights [S, E, C] of each token's row in each slot) as the branch's gates.
 
     C is ceil(S/E) times top_k; what finds no slot is dropped, first choices before second ones;
-    weights of two choices are normalised after that.
+    weights of two choices are normalised after that. chosen_SK: experts in place of the largest.
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     tokens, experts = gates_SE.shape
     slots = top_k * math.ceil(tokens / experts)
-    ids_S = gates_SE.argmax(1)
+    ids_S = gates_SE.argmax(1) if chosen_SK is None else chosen_SK[:, 0]
     masks = [F.one_hot(ids_S, experts)]
     loss = (gates_SE.mean(0) * masks[0].to(gates_SE.dtype).mean(0)).mean() * experts * experts
     if top_k == 2:
         others_SE = logits_SE.masked_fill(masks[0].bool(), -math.inf)
-        masks.append(F.one_hot(others_SE.argmax(1), experts))
+        second_S = others_SE.argmax(1) if chosen_SK is None else chosen_SK[:, 1]
+        masks.append(F.one_hot(second_S, experts))
     taken_E, places, weights = 0, [], []
     for number, mask_SE in enumerate(masks):
         place_SE = mask_SE.cumsum(0) - 1 + taken_E

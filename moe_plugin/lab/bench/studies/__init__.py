@@ -12,6 +12,8 @@ STUDIES = {study.name: study for study in (
           stem="one_problem", module="layers.OneProblemsOperations"),
     Study("host", "what a layer costs the host: processor time and operations of a call"),
     Study("train", "whole training steps of our layer and the framework's own"),
+    Study("losses", "why the losses of `train`'s sides part: the same choices, and the first token "
+          "that parts"),
     Study("transformers", "training steps of models of transformers, and of its own experts",
           needs=("transformers",)),
     Study("transformers-gpu", "training steps of models of transformers on one GPU",

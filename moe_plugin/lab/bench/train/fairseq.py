@@ -5,8 +5,8 @@ without experts.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,13 @@ from moe_plugin.experts.marks import is_expert
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.peers.fairseq_branch import BranchMoE
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import FUSED_ADAM, Settings, layout_of, tuners_settled
+from moe_plugin.lab.bench.train.sides import (
+    FUSED_ADAM,
+    Settings,
+    layout_of,
+    take_choices,
+    tuners_settled,
+)
 from moe_plugin.lab.bench.train.steps import Side, batch
 from moe_plugin.layer import MoELayer
 
@@ -113,17 +119,30 @@ class _Maker:
     def side(self, name: str, kind: str, made: Any) -> Side:
         from moe_plugin.hosts.fairseq.layers import moe_layers
 
+        loss, reduced = [0.0], made.task.reduce_metrics
+
+        def keep_loss(logs: Any, criterion: Any) -> None:
+            # what fairseq returns is rounded to three digits
+            loss[0] = float(sum(log["inner_loss"] for log in logs)) / float(
+                sum(log["sample_size"] for log in logs))
+            reduced(logs, criterion)
+
+        made.task.reduce_metrics = keep_loss
+
         def step(number: int) -> float:
             sample = self._sample(number)
-            logged = made.valid_step(sample) if self.evaluate else made.train_step([sample])
-            return logged["inner_loss"] * math.log(2)
+            made.valid_step(sample) if self.evaluate else made.train_step([sample])
+            return loss[0]
 
         found = moe_layers(made.get_model()) if kind == "ours" else []
         layers = [layer.moe_layer.moe for layer in found]
         tokens = self.sentences * self.shape.length
         settled = (lambda: True) if self.evaluate else tuners_settled(layers)
         return Side(name, kind, step, [made.optimizer.optimizer], settled,
-                    lambda: layout_of(layers, tokens), list(made.get_model().parameters()))
+                    lambda: layout_of(layers, tokens), list(made.get_model().parameters()), [
+                        *(partial(take_choices, layer) for layer in layers),
+                        *(partial(setattr, m, "choose") for m in made.get_model().modules()
+                          if isinstance(m, BranchMoE))])
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape

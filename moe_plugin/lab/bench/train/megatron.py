@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 
 from moe_plugin.lab.bench.peers.base import copy
 from moe_plugin.lab.bench.train.shapes import TrainShape
-from moe_plugin.lab.bench.train.sides import FUSED_ADAM, Settings, layout_of, tuners_settled
+from moe_plugin.lab.bench.train.sides import (
+    FUSED_ADAM,
+    Settings,
+    layout_of,
+    take_choices,
+    tuners_settled,
+)
 from moe_plugin.lab.bench.train.steps import Side, batch
 
 DISPATCHERS = ("alltoall", "allgather")
@@ -190,7 +198,25 @@ def _side(name: str, kind: str, made: _Made, source: _Source) -> Side:
     settled = (lambda: True) if source.evaluate else tuners_settled(layers)
     return Side(name, kind, evaluation if source.evaluate else step, optimizers, settled,
                 lambda: layout_of(layers, source.sentences * source.length),
-                list(made.chunk.parameters()))
+                list(made.chunk.parameters()), [
+                    *(partial(take_choices, layer) for layer in layers),
+                    *(partial(_take_choices, m.router) for m in made.chunk.modules()
+                      if _is_native(m))])
+
+
+def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
+    """`sides.take_choices` for a router of Megatron's."""
+    from megatron.core.transformer.moe import router as module
+
+    routing, choice = router.routing, module.topk_routing_with_score_function
+
+    def routed(logits: Tensor, *args: Any, **more: Any) -> Any:
+        chosen_TK = choose(logits.detach().view(-1, logits.shape[-1]))
+        with patch.object(module, "topk_routing_with_score_function",
+                          partial(choice, precomputed_indices=chosen_TK)):
+            return routing(logits, *args, **more)
+
+    router.routing = routed
 
 
 def _copy_weights(source: _Made | None, target: _Made) -> None:

@@ -39,13 +39,12 @@ docs/benchmarks`."""
 TERMS = """*Behind our best*: how much longer a step takes with the defaults than with the fastest
 of all settings measured. *Native / dense*: what *native / ours* would be for an MoE layer that
 costs no more than a dense one, which exchanges nothing. *Optimizer*: its share of a step. *Loss
-gap*: the largest difference between the two losses of any step. Where it is above 1e-05, all sides
-are equal to five digits for the first 7 to 25 steps (in bf16 to three), and then part, our own
-settings from each other too: sums in another order round differently, and near a tie rounding
-decides a token's expert (not traced token by token). *bf16*: parameters and activations; the
-optimizers have copies in float32. *Spread*: the middle half of the steps over their median.
-`auto`: layout and all-to-all chosen while training; the defaults do so where a group spans nodes,
-and take the layout with the least predicted time on one node."""
+gap*: the largest difference between the two losses of any step. Sums in another order round
+differently, and near a tie rounding decides a token's expert: [traced](losses.md), all sides that
+make the same choices have the same losses. (fairseq's losses here are rounded to 7e-04.) *bf16*:
+parameters and activations; the optimizers have copies in float32. *Spread*: the middle half of the steps over
+their median. `auto`: layout and all-to-all chosen while training; the defaults do so where a group
+spans nodes, and take the layout with the least predicted time on one node."""
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,17 @@ def train_side(host: str, shape: TrainShape, text: Tensor, settings: Settings) -
     return side
 
 
+def sides_of(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings]) -> list[Side]:
+    """All sides with equal weights; every rank calls it.
+
+    Args:
+        text: path of the text that models train on.
+        ours: settings of our layer by the side's name.
+    """
+    comm = _ready()
+    return _builder(host)(shape, read_text(text), comm.rank, comm.size, ours, True)
+
+
 def _ready() -> TorchComm:
     torch.set_num_threads(1)
     # Megatron compiles some small functions: 15 s in every process, and none of them is a layer's

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
@@ -57,6 +59,11 @@ def _exploring(layer: MoELayer) -> bool:
     exchanges = layer.comm.size > 1 and layouts.current.r > 0
     return exchanges and layouts.current.algorithm == "auto" and ExchangeTuner.of(
         layer.comm).exploring
+
+
+def take_choices(layer: MoELayer, choose: Callable[[Tensor], Tensor]) -> None:
+    """From now on `choose` gives the experts [T, K] of logits [T, E]."""
+    layer.router.forced = lambda call: choose(call.logits_TE)
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:

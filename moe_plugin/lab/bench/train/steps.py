@@ -29,6 +29,8 @@ class Side:
         settled: whether its tuners have chosen, the same on all ranks.
         layout: what runs, for the report.
         parameters: of the model; in 16 bits the optimizers have copies of them.
+        routers: one function for each MoE layer, in their order. It is given a function from
+            logits [T, E] to experts [T, K], which from then on makes the layer's choices.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Side:
     settled: Callable[[], bool] = lambda: True
     layout: Callable[[], str] = lambda: ""
     parameters: Sequence[Tensor] = ()
+    routers: Sequence[Callable[[Callable[[Tensor], Tensor]], None]] = ()
 
 
 @dataclass(frozen=True)
