@@ -190,8 +190,8 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         if spec.kind is dict:
             pairs = [item.split("=") for item in text.split(",")]
             by_number = spec.entry.startswith("step=")
-            found = {int(key) if by_number else key.strip(): (int if by_number else float)(value)
-                     for key, value in pairs}
+            found = {(float(key) if "." in key else int(key)) if by_number else key.strip():
+                     (int if by_number else float)(value) for key, value in pairs}
             if len(found) < len(pairs):
                 raise KeyError("one is given twice")
             return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_plugin.config.options import (
     MOST_EXPERTS,
+    MOST_STEPS,
     MOST_WIDTH,
     SettingsSection,
     option,
@@ -214,6 +215,11 @@ class RouterConfig(SettingsSection):
         "experts per token (expert_choice: on average; base, gshard, hash, switch: theirs is "
         "fixed; dense_to_sparse does not read it)",
         flag="top-k")
+    top_k_at: dict[float, int] = field(default_factory=dict, metadata={
+        "help": "experts per token from a step on, by step: 1000=1 (a file: {1000: 1}), or from a "
+                "part of the run on, by a number below 1: 0.25=2,0.5=1. Before, top_k counts; a "
+                "run that resumes has the number of its step",
+        "flag": "top-k-at", "entry": "step=experts"})
     score: str = option("softmax", "score function: softmax over experts, sigmoid of each, or a "
                         "registered name", flag="router-score")
     normalize: str = option(
@@ -301,15 +307,27 @@ class RouterConfig(SettingsSection):
                      "a registered name, or several with commas", "use topk")
         self.require("score", bool(self.score), "a registered name", "use softmax")
         self.require("top_k", self.top_k >= 1, ">= 1", "use 1 (Switch) or 2 (GShard)")
+        self.top_k_at = {int(step) if step >= 1 and step == int(step) else step: k
+                         for step, k in self.top_k_at.items()}
+        steps = list(self.top_k_at)
+        self.require("top_k_at", steps == sorted(steps), "in ascending order",
+                     "write the first change first, e.g. 100=2,200=1")
+        self.require("top_k_at", all(0 < step < 1 for step in steps) or all(
+            2 <= step <= MOST_STEPS and step == int(step) for step in steps),
+                     f"by steps from 2 to {MOST_STEPS}, or by parts of the run between 0 and 1",
+                     "give the first step's number of experts by router.top_k")
+        self.require("top_k_at", all(k >= 1 for k in self.top_k_at.values()), ">= 1 expert",
+                     "use 1 or 2")
         self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
         self.require("input_jitter", 0 <= self.input_jitter < 1, "in [0, 1)", "use 0 for none")
         for name in ("normalize_add", "normalize_min"):
             if not 0 <= getattr(self, name) <= 1:
                 self.require(name, False, "in [0, 1]", "leave it out")
         self.require("scaling", self.scaling > 0, "> 0", "use 1")
-        two = self.second_expert_policy == "all" or self.top_k == 2
+        two = self.second_expert_policy == "all" or set(self.several_k) == {2}
         self.require("second_expert_policy", two, "'all' unless router.top_k=2",
-                     f"router.top_k is {self.top_k}: set it to 2 or the policy to 'all'")
+                     f"router.top_k is {', then '.join(map(str, self.several_k))}: set it to 2 or "
+                     "the policy to 'all'")
         self.within("groups", 0, MOST_EXPERTS, "use 0 for none")
         self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
                      f"in 1..router.groups={self.groups}", "use 1")
@@ -352,7 +370,7 @@ class RouterConfig(SettingsSection):
         others = [name for name in self.names if "force" not in (reads_of(name) or {"force"})]
         self.read_where(not others, f"with router {', '.join(others)}",
                         "use router.name=topk alone", "force")
-        self.read_where(self.normalize in ("none", "always") or self.top_k > 1,
+        self.read_where(self.normalize in ("none", "always") or max(self.several_k) > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k, or use always to divide nevertheless",
                         "normalize")
@@ -363,11 +381,16 @@ class RouterConfig(SettingsSection):
         default = RouterConfig.top_k
         read = self.top_k in (default, *fixed) or self.may_be_read(
             [name for name in built_in() if getattr(router_class(name), "reads_top_k", True)])
+        readers = [name for name in self.names if fixed_k_of(name) is None
+                   and getattr(router_class(name), "reads_top_k", True)]
+        self.require("top_k_at", bool(readers) or not self.top_k_at,
+                     f"{{}} {where}, whose experts per token are fixed",
+                     "leave it out, or use router.name=topk")
         if not read:
             self.unread("top_k", f"{' or '.join(map(str, fixed or [default]))} {where}, which does "
                         "not read it", "leave it out, or use router.name=topk")
-        if self.top_k == 1 and set(self.names) == {"noisy_topk"}:
-            self.unread("top_k", f"> 1 {where}: a softmax over one choice is always 1, and the "
+        if 1 in self.several_k and set(self.names) == {"noisy_topk"}:
+            self.unread("top_k" if self.top_k == 1 else "top_k_at", f"> 1 {where}: a softmax over one choice is always 1, and the "
                         "task would teach the router nothing",
                         "use 2, or router.name=topk with router.noise")
 
@@ -381,11 +404,16 @@ class RouterConfig(SettingsSection):
         return router_names(self.name)
 
     @property
+    def several_k(self) -> list[int]:
+        """`top_k`, and what `top_k_at` puts in its place."""
+        return [self.top_k, *self.top_k_at.values()]
+
+    @property
     def experts_per_token(self) -> int:
-        """`top_k`, or what takes its place in routers whose number is fixed."""
-        return max(fixed_k_of(name) or self.top_k for name in self.names)
+        """`top_k`, at most, or what takes its place in routers whose number is fixed."""
+        return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:
         """Experts that a token may have, of so many."""
         return max(experts if getattr(router_class(name), "any_number", False)
-                   else fixed_k_of(name) or self.top_k for name in self.names)
+                   else fixed_k_of(name) or max(self.several_k) for name in self.names)

@@ -91,6 +91,9 @@ class MoEConfig(SettingsSection):
         self.require("router.top_k", self.router.top_k <= self.num_experts,
                      f"<= num_experts={self.num_experts}",
                      "lower router.top_k or raise num_experts")
+        self.require("router.top_k_at", max(self.router.several_k) <= self.num_experts,
+                     f"<= num_experts={self.num_experts} experts",
+                     "lower router.top_k_at or raise num_experts")
         for name, weight in self.losses.items():
             check(weight >= 0, f"losses.{name}", weight, ">= 0", "use 0 to switch a loss off")
         self.require("parallel.mode", not self.deterministic or self.parallel.mode != "auto",
@@ -170,7 +173,7 @@ class MoEConfig(SettingsSection):
 
 
 HOSTS = "fairseq", "megatron"  # sections of a file that hold a host's own arguments
-MAPPINGS = "losses", "resize.expert_parallel_at"  # leaves that are mappings
+MAPPINGS = "losses", "resize.expert_parallel_at", "router.top_k_at"  # leaves that are mappings
 _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 
 

@@ -16,9 +16,10 @@ from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.in_blocks import ScoreInPieces, product_in_blocks
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
+from moe_plugin.machine import capturing
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
+from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
 from moe_plugin.routing.forced import balanced
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
@@ -159,7 +160,14 @@ class Router(BuffersKeepDtype, RouterModule):
         self.register_buffer("step_load_E",
                              torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device),
                              persistent=False)
+        changes = self.config.top_k_at if self.fixed_k is None and self.reads_top_k else {}
+        self.schedule = TopKSchedule(self.config.top_k, changes, device) if changes else None
         self.build(dtype, device)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.schedule is None:  # of a run that had one
+            state_dict.pop(f"{prefix}schedule.now", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
         """Buffers stay: what they hold (costs of links, tables, biases) is not drawn again."""
@@ -279,6 +287,11 @@ class Router(BuffersKeepDtype, RouterModule):
     @property
     def top_k(self) -> int:
         """Experts per token of a call that gives no number."""
+        if self.schedule is not None:
+            check(not capturing(self.schedule.now.device), "router.top_k_at",
+                  self.config.top_k_at, "{} in a CUDA graph, which repeats one number of experts",
+                  "leave it out, or capture nothing of the layer")
+            return self.schedule.k
         return self.config.top_k if self.fixed_k is None else self.fixed_k
 
     def _checked(self, top_k: int) -> int:

@@ -49,6 +49,7 @@ BRANCH_PATHS: dict[str, tuple[Any, str]] = {
 # the branch divides weights by their sum, or by torch.finfo(torch.float32).eps where that is more
 BRANCH_DIVISOR = 2.0**-23
 _OF_DENSE_LAYERS = "experts.hidden_dim", "experts.activation", "experts.dropout"
+_TOP_K_AT = next(spec for spec in setting_specs() if spec.path == "router.top_k_at")
 DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_factor",
                   "moe_eval_token_fraction")
 
@@ -114,11 +115,11 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
     changed = set(_changed_branch_paths(args))
     whole = describes_layers(in_file)
     names = router_names(str(flags.get("moe_router") or in_file.get("router.name", "topk")))
-    read = only_read(base, names, chosen_k)  # the branch's defaults are for its own gates
+    read = only_read(base, names, max(chosen_k))  # the branch's defaults are for its own gates
     base = {path: value for path, value in base.items()
             if (path in read and path not in in_file and (not whole or path in _OF_DENSE_LAYERS))
             or path in changed}
-    if chosen_k > 1 and _branch_gates(names, flags, in_file) \
+    if max(chosen_k) > 1 and _branch_gates(names, flags, in_file) \
             and "router.normalize_min" not in in_file and not whole:
         base["router.normalize_min"] = BRANCH_DIVISOR
     _refuse_contradictions(args, flags, base, changed, in_file)
@@ -167,18 +168,20 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
     }
 
 
-def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> int:
-    """Experts a token, as far as it can be read: flag, file, branch. (Nonsense is refused later, by
-    the tree.)
+def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
+    """Numbers of experts a token, at first and by `router.top_k_at`, as far as they can be read:
+    flag, file, branch. (Nonsense is refused later, by the tree.)
     """
+    later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else
+             in_file.get(_TOP_K_AT.path) or {})
     branch = 1 if setting(args, "moe_top1_expert", False) else 2
     for value in (flags.get("moe_top_k"), None if branch == 1 else in_file.get("router.top_k")):
         if str(value).isdigit():
-            return int(str(value))
-    return branch
+            return {int(str(value)), *later.values()}
+    return {branch, *later.values()}
 
 
-def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]:
+def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
     """What the branch's flags mean in our tree.
 
     The branch keeps 2*ceil(S/E) slots for top-2 and ceil(S/E) for top-1, which both are capacity
@@ -189,8 +192,8 @@ def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]
     base: dict[str, Any] = {
         "router.top_k": 1 if setting(args, "moe_top1_expert", False) else 2,
         "router.second_expert_policy": setting(args, "moe_second_expert_policy", "sampling")
-        if chosen_k == 2 else "all",
-        "router.normalize": "none" if chosen_k == 1 else "before_drop" if before else "after_drop",
+        if chosen_k == {2} else "all",
+        "router.normalize": "none" if chosen_k == {1} else "before_drop" if before else "after_drop",
         "router.batch_prioritized": setting(args, "moe_batch_prioritized_routing",
                                             False), "losses": {"gshard": 1.0},
     }
