@@ -248,6 +248,9 @@ class RouterConfig(SettingsSection):
                           flag="router-noise")
     input_jitter: float = option(0.0, "training: multiply the router's input by U[1-j, 1+j]",
                                  flag="router-jitter")
+    input_dropout: float = option(
+        0.0, "training: probability with which a value of the router's input becomes 0, where the "
+        "others are divided by 1 - p; the experts' input stays", flag="router-input-dropout")
     second_expert_policy: str = option(
         "all",
         "topk, cosine, ta_moe, in training with top_k = 2: all keeps the second expert; sampling "
@@ -319,7 +322,8 @@ class RouterConfig(SettingsSection):
         self.require("top_k_at", all(k >= 1 for k in self.top_k_at.values()), ">= 1 expert",
                      "use 1 or 2")
         self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
-        self.require("input_jitter", 0 <= self.input_jitter < 1, "in [0, 1)", "use 0 for none")
+        for name in ("input_jitter", "input_dropout"):
+            self.require(name, 0 <= getattr(self, name) < 1, "in [0, 1)", "use 0 for none")
         for name in ("normalize_add", "normalize_min"):
             if not 0 <= getattr(self, name) <= 1:
                 self.require(name, False, "in [0, 1]", "leave it out")

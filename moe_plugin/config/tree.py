@@ -134,6 +134,7 @@ class MoEConfig(SettingsSection):
                 ("experts.dropout", (0.0,), "random numbers go by the place in the batch"),
                 ("router.noise", (0.0,), "random numbers go by the place in the batch"),
                 ("router.input_jitter", (0.0,), "random numbers go by the place in the batch"),
+                ("router.input_dropout", (0.0,), "random numbers go by the place in the batch"),
                 ("router.second_expert_policy", ("all",), "others drop by the batch's numbers")):
             value = operator.attrgetter(name)(self)
             self.require(name, value in allowed,
