@@ -29,7 +29,8 @@ class HashConfig(SettingsSection):
         "random: any expert; balanced: tokens by falling frequency, each to the expert with "
         "the least load; file: as `path` says",
         choices=("random", "balanced", "file"), flag="hash")
-    vocabulary: int = option(0, "number of token ids", flag="hash-vocabulary")
+    vocabulary: int = option(0, "number of token ids; 0: the host's, of fairseq's dictionary or "
+                             "Megatron's tokenizer", flag="hash-vocabulary")
     path: str | None = option(
         None,
         "text file of one integer per token id: its expert (file) or its frequency (balanced)",
