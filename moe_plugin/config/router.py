@@ -29,8 +29,8 @@ class HashConfig(SettingsSection):
         "random: any expert; balanced: tokens by falling frequency, each to the expert with "
         "the least load; file: as `path` says",
         choices=("random", "balanced", "file"), flag="hash")
-    vocabulary: int = option(0, "number of token ids; 0: the host's, of fairseq's dictionary or "
-                             "Megatron's tokenizer", flag="hash-vocabulary")
+    vocabulary: int = option(0, "number of token ids; 0: the host's",
+                             flag="hash-vocabulary")
     path: str | None = option(
         None,
         "text file of one integer per token id: its expert (file) or its frequency (balanced)",
@@ -89,7 +89,7 @@ class LinksConfig(SettingsSection):
     pair_capacity: float = option(
         0.0,
         "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
-        "dropped; 0: none are",
+        "dropped",
         flag="pair-capacity")
     visited: float = option(
         0.0,
@@ -214,12 +214,11 @@ class RouterConfig(SettingsSection):
     top_k: int = option(
         2,
         "experts per token (expert_choice: on average; base, gshard, hash, switch: theirs is "
-        "fixed; dense_to_sparse does not read it)",
+        "fixed; not dense_to_sparse)",
         flag="top-k")
     top_k_at: dict[float, int] = field(default_factory=dict, metadata={
-        "help": "experts per token from a step on, by step: 1000=1 (a file: {1000: 1}), or from a "
-                "part of the run on, by a number below 1: 0.25=2,0.5=1. Before, top_k counts; a "
-                "run that resumes has the number of its step",
+        "help": "experts per token from a step on: 1000=1 (a file: {1000: 1}), or a part of the "
+                "run: 0.5=1",
         "flag": "top-k-at", "entry": "step=experts"})
     score: str = option("softmax", "score function: softmax over experts, sigmoid of each, or a "
                         "registered name", flag="router-score")
@@ -241,8 +240,8 @@ class RouterConfig(SettingsSection):
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
     fp32: bool = option(
         False,
-        "keep the router's parameters in float32 in a model of lower precision (scores are "
-        "computed in float32 in any case)",
+        "keep the router's parameters in float32 in a model of lower precision (scores always "
+        "are)",
         flag="router-fp32")
     noise: float = option(0.0,
                           "training: add noise/num_experts times a standard normal to the logits",
@@ -250,11 +249,10 @@ class RouterConfig(SettingsSection):
     input_jitter: float = option(0.0, "training: multiply the router's input by U[1-j, 1+j]",
                                  flag="router-jitter")
     input_dropout: float = option(
-        0.0, "training: probability with which a value of the router's input becomes 0, where the "
-        "others are divided by 1 - p; the experts' input stays", flag="router-input-dropout")
+        0.0, "training: dropout on the router's input", flag="router-input-dropout")
     second_expert_policy: str = option(
         "all",
-        "topk, cosine, ta_moe, in training with top_k = 2: all keeps the second expert; sampling "
+        "topk, cosine, ta_moe, in training, top_k = 2: all keeps the second expert; sampling "
         "draws it with Gumbel noise; random keeps it with probability min(1, 2 g2)",
         choices=("all", "sampling", "random"),
         flag="router-second-expert",
@@ -282,13 +280,13 @@ class RouterConfig(SettingsSection):
                              flag="router-cosine-dim")
     pre_gate: int = option(
         0,
-        "1: each MoE block chooses the experts of the next one, which are known one block early; "
-        "the first one has a gate of its own, too",
+        "1: each MoE block chooses the experts of the next one, one block early; the first one "
+        "has a gate of its own, too",
         flag="pre-gate")
     predict: bool = option(
         False,
         "evaluation, with experts.store=host or disk: while a block computes, fetch the experts "
-        "that the next block's gate would choose for this block's tokens; results do not change",
+        "that the next block's gate would choose for its tokens",
         flag="predict-experts")
     force: str = option(
         "none",
@@ -389,14 +387,15 @@ class RouterConfig(SettingsSection):
         readers = [name for name in self.names if fixed_k_of(name) is None
                    and getattr(router_class(name), "reads_top_k", True)]
         self.require("top_k_at", bool(readers) or not self.top_k_at,
-                     f"{{}} {where}, whose experts per token are fixed",
+                     f"empty {where}, whose experts per token are fixed",
                      "leave it out, or use router.name=topk")
         if not read:
             self.unread("top_k", f"{' or '.join(map(str, fixed or [default]))} {where}, which does "
                         "not read it", "leave it out, or use router.name=topk")
         if 1 in self.several_k and set(self.names) == {"noisy_topk"}:
-            self.unread("top_k" if self.top_k == 1 else "top_k_at", f"> 1 {where}: a softmax over one choice is always 1, and the "
-                        "task would teach the router nothing",
+            self.unread("top_k" if self.top_k == 1 else "top_k_at",
+                        f"> 1 {where}: a softmax over one choice is always 1, and the task would "
+                        "teach the router nothing",
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:

@@ -168,6 +168,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         total: of the whole run; None: not known.
     """
 
+    now: Tensor
+
     def __init__(self, first: int, changes: Mapping[float, int], device: Any = None) -> None:
         super().__init__()
         self.first, self.changes = first, dict(changes)

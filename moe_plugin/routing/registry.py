@@ -186,7 +186,7 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
         check_losses(router, config.losses)
     if config.router.top_k_at:
         check(any(isinstance(part, TopKSchedule) for part in router.modules()), "router.top_k_at",
-              config.router.top_k_at, f"{{}} with router {type(router).__name__}, which does not "
+              config.router.top_k_at, f"empty with router {type(router).__name__}, which does not "
               "follow it", "leave it out, or derive the router from moe_plugin.routing.Router")
     check_results(router, config.num_experts)
     check_balance(router, config, comm, host)

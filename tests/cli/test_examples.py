@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.config import MoEConfig, both_from_yaml, settings_from_yaml
+from moe_plugin.config import MoEConfig, both_from_yaml
 from moe_plugin.lab.emulate import why_not
 from tests import text
 from tests.cli.examples import FENCES, ROOT, Block, Shell, blocks, commands, indented

@@ -21,7 +21,8 @@ D, E, T, P = 8, 4, 24, 0.4
 def layer(**router: Any) -> MoELayer:
     torch.manual_seed(0)
     return MoELayer(from_dict({
-        "model_dim": D, "num_experts": E, "losses": {}, "experts": {"hidden_dim": 12, "bias": False},
+        "model_dim": D, "num_experts": E, "losses": {},
+        "experts": {"hidden_dim": 12, "bias": False},
         "router": {"top_k": 2, "input_dropout": P, **router}})).double()
 
 
@@ -106,8 +107,8 @@ def _tensor_parallel(dispatch: str) -> tuple[torch.Tensor, torch.Tensor, float]:
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 @pytest.mark.parametrize("dispatch", ["ragged", "index_slice"])
 def test_tensor_parallel_ranks_of_megatron_draw_one_mask(dispatch: str) -> None:
-    """They see the same tokens, and have the same output, which another mask changes. With `index_slice`
-    each routes all of them for its own experts.
+    """They see the same tokens, and have the same output, which another mask changes. With
+    `index_slice` each routes all of them for its own experts.
     """
     from tests.hosts.megatron.ranks import on_ranks
 

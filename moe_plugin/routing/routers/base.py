@@ -288,8 +288,8 @@ class Router(BuffersKeepDtype, RouterModule):
     def top_k(self) -> int:
         """Experts per token of a call that gives no number."""
         if self.schedule is not None:
-            check(not capturing(self.schedule.now.device), "router.top_k_at",
-                  self.config.top_k_at, "{} in a CUDA graph, which repeats one number of experts",
+            check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
+                  "empty in a CUDA graph, which repeats one number of experts",
                   "leave it out, or capture nothing of the layer")
             return self.schedule.k
         return self.config.top_k if self.fixed_k is None else self.fixed_k

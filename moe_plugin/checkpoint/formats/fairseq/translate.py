@@ -193,7 +193,8 @@ def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str,
         "router.top_k": 1 if setting(args, "moe_top1_expert", False) else 2,
         "router.second_expert_policy": setting(args, "moe_second_expert_policy", "sampling")
         if chosen_k == {2} else "all",
-        "router.normalize": "none" if chosen_k == {1} else "before_drop" if before else "after_drop",
+        "router.normalize": "none" if chosen_k == {1} else "before_drop" if before else
+                            "after_drop",
         "router.batch_prioritized": setting(args, "moe_batch_prioritized_routing",
                                             False), "losses": {"gshard": 1.0},
     }
