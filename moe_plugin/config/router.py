@@ -213,8 +213,8 @@ class RouterConfig(SettingsSection):
         flag="router")
     top_k: int = option(
         2,
-        "experts per token (expert_choice: on average; base, gshard, hash, switch: theirs is "
-        "fixed; not dense_to_sparse)",
+        "experts per token (expert_choice: on average; base, gshard, hash, switch: fixed; not "
+        "dense_to_sparse)",
         flag="top-k")
     top_k_at: dict[float, int] = field(default_factory=dict, metadata={
         "help": "experts per token from a step on: 1000=1 (a file: {1000: 1}), or a part of the "
@@ -291,7 +291,7 @@ class RouterConfig(SettingsSection):
     force: str = option(
         "none",
         "balance: choices are not the router's, but as even as can be, for benchmarks "
-        "(docs/balance.md); none: they are the router's",
+        "(docs/balance.md)",
         choices=("none", "balance"), flag="router-force")
     mixer_eps: float = option(
         0.01,
