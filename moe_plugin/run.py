@@ -47,11 +47,13 @@ class StepInput:
         number: from 1.
         batch: this rank's first micro-batch, in a form that pickles; None: the host has none.
         loss_of: of such a batch; the model's forward pass.
+        total: steps of the whole run; None: not known.
     """
 
     number: int
     batch: Callable[[], Any] | None = None
     loss_of: Callable[[Any], Tensor] | None = None
+    total: int | None = None
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def config_page() -> str:
             "flag's value means \"not set\".",
             "Unknown keys, wrong types, impossible combinations and settings that nothing would "
             "read are refused; the error names the value, the bound and the remedy.",
+            "[One file](one_file.md) serves all hosts.",
             "In Python `moe_plugin.config.from_yaml` reads a layer's settings, `both_from_yaml` "
             "those of a run, too. Under Hydra the group `moe` has them (`configs/moe/`).")),
         "", "All settings with their defaults, a layer's first. A file contains what differs:", "",

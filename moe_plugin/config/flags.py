@@ -37,7 +37,6 @@ from moe_plugin.config.tree import unread
 from moe_plugin.messages import short
 
 logger = logging.getLogger(__name__)
-SECTIONS = "moe_config_sections"  # a tuple of names
 _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
                 "dispatch.eval_token_fraction")
 
@@ -120,7 +119,7 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     `--moe-capacity-factor none` drops no token: then nothing reads what the file says of capacity.
 
     Args:
-        values: parsed flags by `dest`; `SECTIONS`: what the host itself has read in the file.
+        values: parsed flags by `dest`.
     Raises:
         ValueError: see `settings_from_yaml`.
     """
@@ -128,7 +127,7 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     if not path:
         return {}
     trusted = bool(parse_value(TRUST_FLAG, values.get(TRUST_FLAG.dest) or "false"))
-    found = settings_from_yaml(path, trust_imports=trusted, apart=values.get(SECTIONS) or ())
+    found = settings_from_yaml(path, trust_imports=trusted)
     given = settings_from_flags(values)
     apart = {name: value for name, value in found.items() if name not in given
              and name in _made_unread(found, given)}
@@ -191,8 +190,8 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         if spec.kind is dict:
             pairs = [item.split("=") for item in text.split(",")]
             by_number = spec.entry.startswith("step=")
-            found = {int(key) if by_number else key.strip(): (int if by_number else float)(value)
-                     for key, value in pairs}
+            found = {(float(key) if "." in key else int(key)) if by_number else key.strip():
+                     (int if by_number else float)(value) for key, value in pairs}
             if len(found) < len(pairs):
                 raise KeyError("one is given twice")
             return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_plugin.config.options import (
     MOST_EXPERTS,
+    MOST_STEPS,
     MOST_WIDTH,
     SettingsSection,
     option,
@@ -28,7 +29,8 @@ class HashConfig(SettingsSection):
         "random: any expert; balanced: tokens by falling frequency, each to the expert with "
         "the least load; file: as `path` says",
         choices=("random", "balanced", "file"), flag="hash")
-    vocabulary: int = option(0, "number of token ids", flag="hash-vocabulary")
+    vocabulary: int = option(0, "number of token ids; 0: the host's",
+                             flag="hash-vocabulary")
     path: str | None = option(
         None,
         "text file of one integer per token id: its expert (file) or its frequency (balanced)",
@@ -87,7 +89,7 @@ class LinksConfig(SettingsSection):
     pair_capacity: float = option(
         0.0,
         "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
-        "dropped; 0: none are",
+        "dropped",
         flag="pair-capacity")
     visited: float = option(
         0.0,
@@ -211,9 +213,13 @@ class RouterConfig(SettingsSection):
         flag="router")
     top_k: int = option(
         2,
-        "experts per token (expert_choice: on average; base, gshard, hash, switch: theirs is "
-        "fixed; dense_to_sparse does not read it)",
+        "experts per token (expert_choice: on average; base, gshard, hash, switch: fixed; not "
+        "dense_to_sparse)",
         flag="top-k")
+    top_k_at: dict[float, int] = field(default_factory=dict, metadata={
+        "help": "experts per token from a step on: 1000=1 (a file: {1000: 1}), or a part of the "
+                "run: 0.5=1",
+        "flag": "top-k-at", "entry": "step=experts"})
     score: str = option("softmax", "score function: softmax over experts, sigmoid of each, or a "
                         "registered name", flag="router-score")
     normalize: str = option(
@@ -234,17 +240,19 @@ class RouterConfig(SettingsSection):
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
     fp32: bool = option(
         False,
-        "keep the router's parameters in float32 in a model of lower precision (scores are "
-        "computed in float32 in any case)",
+        "keep the router's parameters in float32 in a model of lower precision (scores always "
+        "are)",
         flag="router-fp32")
     noise: float = option(0.0,
                           "training: add noise/num_experts times a standard normal to the logits",
                           flag="router-noise")
     input_jitter: float = option(0.0, "training: multiply the router's input by U[1-j, 1+j]",
                                  flag="router-jitter")
+    input_dropout: float = option(
+        0.0, "training: dropout on the router's input", flag="router-input-dropout")
     second_expert_policy: str = option(
         "all",
-        "topk, cosine, ta_moe, in training with top_k = 2: all keeps the second expert; sampling "
+        "topk, cosine, ta_moe, in training, top_k = 2: all keeps the second expert; sampling "
         "draws it with Gumbel noise; random keeps it with probability min(1, 2 g2)",
         choices=("all", "sampling", "random"),
         flag="router-second-expert",
@@ -272,18 +280,18 @@ class RouterConfig(SettingsSection):
                              flag="router-cosine-dim")
     pre_gate: int = option(
         0,
-        "1: each MoE block chooses the experts of the next one, which are known one block early; "
-        "the first one has a gate of its own, too",
+        "1: each MoE block chooses the experts of the next one, one block early; the first one "
+        "has a gate of its own, too",
         flag="pre-gate")
     predict: bool = option(
         False,
         "evaluation, with experts.store=host or disk: while a block computes, fetch the experts "
-        "that the next block's gate would choose for this block's tokens; results do not change",
+        "that the next block's gate would choose for its tokens",
         flag="predict-experts")
     force: str = option(
         "none",
         "balance: choices are not the router's, but as even as can be, for benchmarks "
-        "(docs/balance.md); none: they are the router's",
+        "(docs/balance.md)",
         choices=("none", "balance"), flag="router-force")
     mixer_eps: float = option(
         0.01,
@@ -301,15 +309,28 @@ class RouterConfig(SettingsSection):
                      "a registered name, or several with commas", "use topk")
         self.require("score", bool(self.score), "a registered name", "use softmax")
         self.require("top_k", self.top_k >= 1, ">= 1", "use 1 (Switch) or 2 (GShard)")
+        self.top_k_at = {int(step) if step >= 1 and step == int(step) else step: k
+                         for step, k in self.top_k_at.items()}
+        steps = list(self.top_k_at)
+        self.require("top_k_at", steps == sorted(steps), "in ascending order",
+                     "write the first change first, e.g. 100=2,200=1")
+        self.require("top_k_at", all(0 < step < 1 for step in steps) or all(
+            2 <= step <= MOST_STEPS and step == int(step) for step in steps),
+                     f"by steps from 2 to {MOST_STEPS}, or by parts of the run between 0 and 1",
+                     "give the first step's number of experts by router.top_k")
+        self.require("top_k_at", all(k >= 1 for k in self.top_k_at.values()), ">= 1 expert",
+                     "use 1 or 2")
         self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
-        self.require("input_jitter", 0 <= self.input_jitter < 1, "in [0, 1)", "use 0 for none")
+        for name in ("input_jitter", "input_dropout"):
+            self.require(name, 0 <= getattr(self, name) < 1, "in [0, 1)", "use 0 for none")
         for name in ("normalize_add", "normalize_min"):
             if not 0 <= getattr(self, name) <= 1:
                 self.require(name, False, "in [0, 1]", "leave it out")
         self.require("scaling", self.scaling > 0, "> 0", "use 1")
-        two = self.second_expert_policy == "all" or self.top_k == 2
+        two = self.second_expert_policy == "all" or set(self.several_k) == {2}
         self.require("second_expert_policy", two, "'all' unless router.top_k=2",
-                     f"router.top_k is {self.top_k}: set it to 2 or the policy to 'all'")
+                     f"router.top_k is {', then '.join(map(str, self.several_k))}: set it to 2 or "
+                     "the policy to 'all'")
         self.within("groups", 0, MOST_EXPERTS, "use 0 for none")
         self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
                      f"in 1..router.groups={self.groups}", "use 1")
@@ -352,7 +373,7 @@ class RouterConfig(SettingsSection):
         others = [name for name in self.names if "force" not in (reads_of(name) or {"force"})]
         self.read_where(not others, f"with router {', '.join(others)}",
                         "use router.name=topk alone", "force")
-        self.read_where(self.normalize in ("none", "always") or self.top_k > 1,
+        self.read_where(self.normalize in ("none", "always") or max(self.several_k) > 1,
                         "where router.top_k=1 (a weight over itself is always 1)",
                         "raise router.top_k, or use always to divide nevertheless",
                         "normalize")
@@ -363,12 +384,18 @@ class RouterConfig(SettingsSection):
         default = RouterConfig.top_k
         read = self.top_k in (default, *fixed) or self.may_be_read(
             [name for name in built_in() if getattr(router_class(name), "reads_top_k", True)])
+        readers = [name for name in self.names if fixed_k_of(name) is None
+                   and getattr(router_class(name), "reads_top_k", True)]
+        self.require("top_k_at", bool(readers) or not self.top_k_at,
+                     f"empty {where}, whose experts per token are fixed",
+                     "leave it out, or use router.name=topk")
         if not read:
             self.unread("top_k", f"{' or '.join(map(str, fixed or [default]))} {where}, which does "
                         "not read it", "leave it out, or use router.name=topk")
-        if self.top_k == 1 and set(self.names) == {"noisy_topk"}:
-            self.unread("top_k", f"> 1 {where}: a softmax over one choice is always 1, and the "
-                        "task would teach the router nothing",
+        if 1 in self.several_k and set(self.names) == {"noisy_topk"}:
+            self.unread("top_k" if self.top_k == 1 else "top_k_at",
+                        f"> 1 {where}: a softmax over one choice is always 1, and the task would "
+                        "teach the router nothing",
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
@@ -381,11 +408,16 @@ class RouterConfig(SettingsSection):
         return router_names(self.name)
 
     @property
+    def several_k(self) -> list[int]:
+        """`top_k`, and what `top_k_at` puts in its place."""
+        return [self.top_k, *self.top_k_at.values()]
+
+    @property
     def experts_per_token(self) -> int:
-        """`top_k`, or what takes its place in routers whose number is fixed."""
-        return max(fixed_k_of(name) or self.top_k for name in self.names)
+        """`top_k`, at most, or what takes its place in routers whose number is fixed."""
+        return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:
         """Experts that a token may have, of so many."""
         return max(experts if getattr(router_class(name), "any_number", False)
-                   else fixed_k_of(name) or self.top_k for name in self.names)
+                   else fixed_k_of(name) or max(self.several_k) for name in self.names)

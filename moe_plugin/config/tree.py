@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -91,6 +91,9 @@ class MoEConfig(SettingsSection):
         self.require("router.top_k", self.router.top_k <= self.num_experts,
                      f"<= num_experts={self.num_experts}",
                      "lower router.top_k or raise num_experts")
+        self.require("router.top_k_at", max(self.router.several_k) <= self.num_experts,
+                     f"<= num_experts={self.num_experts} experts",
+                     "lower router.top_k_at or raise num_experts")
         for name, weight in self.losses.items():
             check(weight >= 0, f"losses.{name}", weight, ">= 0", "use 0 to switch a loss off")
         self.require("parallel.mode", not self.deterministic or self.parallel.mode != "auto",
@@ -131,6 +134,7 @@ class MoEConfig(SettingsSection):
                 ("experts.dropout", (0.0,), "random numbers go by the place in the batch"),
                 ("router.noise", (0.0,), "random numbers go by the place in the batch"),
                 ("router.input_jitter", (0.0,), "random numbers go by the place in the batch"),
+                ("router.input_dropout", (0.0,), "random numbers go by the place in the batch"),
                 ("router.second_expert_policy", ("all",), "others drop by the batch's numbers")):
             value = operator.attrgetter(name)(self)
             self.require(name, value in allowed,
@@ -169,7 +173,8 @@ class MoEConfig(SettingsSection):
         return self.experts.latent_dim or self.model_dim
 
 
-MAPPINGS = "losses", "resize.expert_parallel_at"  # leaves that are mappings
+HOSTS = "fairseq", "megatron"  # sections of a file that hold a host's own arguments
+MAPPINGS = "losses", "resize.expert_parallel_at", "router.top_k_at"  # leaves that are mappings
 _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 
 
@@ -258,12 +263,24 @@ def _of_file(path: str) -> Iterator[None]:
         raise ValueError(f"config file {short(str(path))}: {error}") from error
 
 
-def _read(path: str, trust_imports: bool, apart: Collection[str] = ()) -> dict[str, Any]:
-    values = {name: value for name, value in read_yaml(path).items() if name not in apart}
-    if "megatron" in values:
-        raise ValueError(
-            f"config file {short(str(path))}: its section megatron is read by python -m "
-            "moe_plugin.hosts.megatron.launch alone; start the script by it, or leave it out")
+def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same nested values without the sections that hosts have in a file for their own arguments
+    (`HOSTS`), so that one file serves all hosts.
+    """
+    return {name: value for name, value in values.items() if name not in HOSTS}
+
+
+def describes_layers(settings: Mapping[str, Any]) -> bool:
+    """Whether dotted paths describe layers as a whole, which those with a number of experts do.
+
+    Then a setting of routing, losses, dispatch or capacity that they leave out has its default of
+    this tree in every host. Others leave it to the host's own arguments and defaults.
+    """
+    return "num_experts" in settings
+
+
+def _read(path: str, trust_imports: bool) -> dict[str, Any]:
+    values = without_hosts(read_yaml(path))
     if not trust_imports and not (values.get("imports") is None or says_none(values["imports"])):
         raise ValueError(
             f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
@@ -273,14 +290,11 @@ def _read(path: str, trust_imports: bool, apart: Collection[str] = ()) -> dict[s
     return values
 
 
-def settings_from_yaml(path: str, *, trust_imports: bool = False,
-                       apart: Collection[str] = ()) -> dict[str, Any]:
+def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
     """The settings that a YAML file names, of layers and of a run, as dotted paths; arguments and
     errors as of `from_yaml`.
-
-    apart: sections that the host itself has read, and that are left out.
     """
-    values = _read(path, trust_imports, apart)
+    values = _read(path, trust_imports)
     with _of_file(path), unread_allowed():  # errors name keys, types and bounds
         trees = _trees_of(values)
     typed = {leaf: value for tree in trees for leaf, value in flatten(to_dict(tree)).items()}

@@ -5,9 +5,10 @@ The mark of router parameters whose initial values a host must keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
@@ -144,6 +145,73 @@ class RouterModule(HasFinishStep, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # copies are trained by what is told again; a process group cannot be pickled
         return {name: value for name, value in vars(self).items() if name != "all_ranks"}
+
+
+class TopKSchedule(HasFinishStep, BuffersKeepDtype):
+    """Experts per token by optimizer step (`router.top_k_at`); saved with the weights.
+
+    A run that knows the number of its step tells it (`begin_step`); elsewhere `finish_step` counts.
+    The value is one number on the host: a call reads nothing from the device, a compiled layer is
+    compiled once for each number of experts.
+
+    Args:
+        first: experts per token before the first change.
+        changes: by step, from 1, or by part of the run (below 1): experts per token from there on.
+        device: of the saved numbers.
+    Attributes:
+        k: experts per token of the present step; outside training, of the next one.
+        steps: completed ones.
+        total: of the whole run; None: not known.
+    """
+
+    now: Tensor
+
+    def __init__(self, first: int, changes: Mapping[float, int], device: Any = None) -> None:
+        super().__init__()
+        self.first, self.changes = first, dict(changes)
+        self.steps, self.k, self.total = 0, first, None  # type: int, int, int | None
+        self.register_buffer("now", torch.tensor([0, first], device=device))
+
+    def begin_step(self, number: int, total: int | None) -> None:
+        """A run makes its step `number`, from 1, of so many; None: their number is not known."""
+        self.total = self.total if total is None else total
+        self._go_to(number - 1)
+
+    def finish_step(self) -> None:
+        """Count the step.
+
+        Raises:
+            ValueError: changes are by parts of a run, whose number of steps nobody has told.
+        """
+        self._go_to(self.steps + 1)
+
+    def _go_to(self, steps: int) -> None:
+        k = self.first
+        for place, experts in self.changes.items():
+            if place < 1 and self.total is None:
+                raise ValueError(
+                    f"router.top_k_at={self.changes} is by parts of a run, whose number of steps "
+                    "is not known: must be by steps, such as 1000=1; use these, or tell how many "
+                    "there are (--max-update, --train-iters, TrainingSteps(..., total=...))")
+            k = experts if steps >= (place * (self.total or 0) if place < 1 else place - 1) else k
+        if (steps, k) != (self.steps, self.k):
+            self.steps, self.k = steps, k
+            self.now.copy_(torch.tensor([steps, k]))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(f"{prefix}now")
+        if saved is None:  # of a run that had no schedule yet
+            state_dict[f"{prefix}now"] = self.now
+        elif not saved.is_meta:
+            self.steps, self.k = saved.tolist()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def begin_step(model: nn.Module, number: int, total: int | None) -> None:
+    """Tell the schedules of a model which step a run makes; see `TopKSchedule.begin_step`."""
+    for module in model.modules():
+        if isinstance(module, TopKSchedule):
+            module.begin_step(number, total)
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.options import check
 from moe_plugin.config.router import may_be_read, readers_of
 from moe_plugin.messages import first_process, warn_once
 from moe_plugin.records import HostContext, Routing
 from moe_plugin.registry import Registry
-from moe_plugin.routing.contract import RouterModule, balances_by_itself
+from moe_plugin.routing.contract import RouterModule, TopKSchedule, balances_by_itself
 from moe_plugin.routing.losses import losses
 from moe_plugin.routing.several_routers import RouterSelector
 from moe_plugin.routing.token_ids import check_range
@@ -183,6 +184,10 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
         router = build_router(config, comm, host=host, **where)
     else:
         check_losses(router, config.losses)
+    if config.router.top_k_at:
+        check(any(isinstance(part, TopKSchedule) for part in router.modules()), "router.top_k_at",
+              config.router.top_k_at, f"empty with router {type(router).__name__}, which does not "
+              "follow it", "leave it out, or derive the router from moe_plugin.routing.Router")
     check_results(router, config.num_experts)
     check_balance(router, config, comm, host)
     return router

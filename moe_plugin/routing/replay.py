@@ -365,7 +365,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     any other checkpoint.
 
     Leave its `preserve_rng_state` on where weights depend on noise (`router.noise`,
-    `router.input_jitter`), which is drawn again.
+    `router.input_jitter`, `router.input_dropout`), which is drawn again.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

@@ -28,5 +28,6 @@ def _read(words: list[str]) -> dict[str, Any]:
     from moe_plugin.hosts.megatron.launch import extra_args_provider
 
     parser = extra_args_provider(add_megatron_arguments(Parser(allow_abbrev=False)))
+    del parser.parse_known_args  # which reads the file of --moe-config; here none need be
     return {name: value for name, value in vars(parser.parse_args(words)).items()
             if isinstance(value, (bool, int, float, str, list, type(None)))}

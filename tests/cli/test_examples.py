@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.config import MoEConfig, both_from_yaml, settings_from_yaml
+from moe_plugin.config import MoEConfig, both_from_yaml
 from moe_plugin.lab.emulate import why_not
 from tests import text
 from tests.cli.examples import FENCES, ROOT, Block, Shell, blocks, commands, indented
@@ -69,9 +69,6 @@ def test_both_sides_of_a_change_run(block: Block, mark: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("block", blocks_of("yaml"), ids=lambda block: block.name)
 def test_yaml_is_read_as_settings(block: Block, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(block.text, encoding="utf-8")
-    if block.text.startswith("megatron:"):  # read by its launcher, with ours beside it
-        assert settings_from_yaml(str(tmp_path / "settings.yaml"), apart=("megatron",))
-        return
     layer, _ = both_from_yaml(str(tmp_path / "settings.yaml"))
     assert isinstance(layer, MoEConfig)
 

@@ -242,6 +242,7 @@ def test_the_routers_of_this_package_are_known() -> None:
 # settings that a router either reads, so that something changes, or refuses; sigmoid_bias always
 # takes a sigmoid
 CHANGES = [("score", "sigmoid"), ("noise", 3.0), ("input_jitter", 0.5),
+           ("input_dropout", 0.5),
            ("second_expert_policy", "random"), ("second_expert_policy", "sampling"),
            ("normalize", "before_drop"), ("normalize", "after_drop"), ("normalize", "none"),
            ("batch_prioritized", True), ("top_k", 4), ("scaling", 2.0), ("force", "balance")]

@@ -56,6 +56,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "topk noise": {"router": {"name": "topk", "noise": 4.0}},
     "topk jitter": {"router": {"name": "topk", "input_jitter": 0.3}},
     "topk forced": {"router": {"name": "topk", "force": "balance", "noise": 4.0}},
+    "topk dropout": {"router": {"name": "topk", "input_dropout": 0.5}},
     "switch jitter": {"router": {"name": "switch", "input_jitter": 0.3}},
     "several": {"router": {"name": "gshard,topk,noisy_topk",
                            "selection": {"rule": "cycle", "every": 1}}},

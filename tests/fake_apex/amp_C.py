@@ -53,4 +53,12 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: list[lis
         weight.sub_(lr * (mean / scale + (weight_decay * weight if mode else 0)))
 
 
-multi_tensor_adam_capturable = multi_tensor_adam_capturable_master = multi_tensor_adam
+def multi_tensor_adam_capturable(chunk_size: int, noop_flag: Tensor,
+                                 tensor_lists: list[list[Tensor]], lr: Tensor, beta1: float,
+                                 beta2: float, epsilon: float, step: Tensor, mode: int,
+                                 bias_correction: int, weight_decay: float,
+                                 inv_scale: Tensor) -> None:
+    raise NotImplementedError("for CUDA graphs, which neither host asks for")
+
+
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable

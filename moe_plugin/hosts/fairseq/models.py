@@ -46,6 +46,7 @@ from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.messages import short
 from moe_plugin.pregate import link
+from moe_plugin.routing.routers.hashing import with_vocabulary
 from moe_plugin.routing.token_ids import hand_token_ids
 from moe_plugin.run import refuse_unfit
 
@@ -155,8 +156,9 @@ def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> Fair
 
 def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:
     part = getattr(module.cfg, stack)
-    return layer_config(args, model_dim=part.embed_dim, ffn_dim=part.ffn_embed_dim,
-                        activation=str(setting(module.cfg, "activation_fn")))
+    config = layer_config(args, model_dim=part.embed_dim, ffn_dim=part.ffn_embed_dim,
+                          activation=str(setting(module.cfg, "activation_fn")))
+    return with_vocabulary(config, [len(module.dictionary)], f"the {stack}'s dictionary")
 
 
 def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings) -> None:

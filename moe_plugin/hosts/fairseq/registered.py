@@ -56,6 +56,12 @@ def set_missing(args: Any, values: dict[str, Any]) -> None:
             setattr(args, name, value)
 
 
+def _experts(args: Any) -> dict[str, int]:
+    """8 experts, unless a flag of ours or a file says how many."""
+    said = any(getattr(args, name, None) for name in ("moe_config", "moe_num_experts"))
+    return {} if said else {"moe_expert_count": 8}
+
+
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
     """GPT-like decoder with an MoE layer every second layer and 8 experts, unless given otherwise.
     """
@@ -63,7 +69,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
     def architecture(args: Any) -> None:
         set_missing(args, {
             "decoder_embed_dim": width, "decoder_layers": layers, "decoder_attention_heads": heads,
-            "moe_freq": 2, "moe_expert_count": 8
+            "moe_freq": 2, **_experts(args)
         })
         base_gpt3_architecture(args)
 
@@ -83,7 +89,7 @@ def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], No
             })
         if not any(name in args for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")):
             args.moe_freq = 2
-        set_missing(args, {"moe_expert_count": 8})
+        set_missing(args, _experts(args))
         base_architecture(args)
 
     return architecture

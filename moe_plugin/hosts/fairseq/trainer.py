@@ -98,7 +98,8 @@ class MoETrainer(Trainer):
         """fairseq's, and what else the run does around it."""
         before = self.get_num_updates()
         step = StepInput(before + 1, lambda: self._prepare_sample(samples[0])[0],
-                         lambda batch: self._criterion(self._model, batch)[0])
+                         lambda batch: self._criterion(self._model, batch)[0],
+                         of_run.total_updates(self.cfg, self._epoch_batches))
         with self.run.around_step(step):
             batches = self.run.batches(samples)
             logged = self.run.compute(lambda: self._passes(batches, raise_oom))

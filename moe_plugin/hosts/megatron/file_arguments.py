@@ -9,7 +9,9 @@
 
 `megatron.num_layers=8` and `router.fp32=false` on the command line replace what the file says;
 flags win over both. The section becomes words in front of those of the command line, so that
-Megatron's own parser checks types and choices.
+Megatron's own parser checks types and choices. In front of the section are Megatron's arguments
+for those of our settings in the file that it has arguments for (`num_experts: 8` becomes
+`--num-experts 8`); an argument that says otherwise is an error when a layer is built.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.config.flags import CONFIG_FLAG, SECTIONS, TRUST_FLAG, setting_specs
-from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+from moe_plugin.config import settings_from_yaml
+from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
+from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
 from moe_plugin.messages import alike, did_you_mean, short
 from moe_plugin.yaml_file import read_yaml
 
@@ -40,34 +43,27 @@ class FileArguments:
         words: the command line without settings of Megatron's; ours are flags there.
         path: of the file; None: none is given.
         section: Megatron's arguments by the names that the user gave.
+        settings: ours in the file, by dotted path.
     """
 
     words: list[str]
     path: str | None
     section: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
-    def given_to(self, parser: Parser) -> Parser:
-        """The same parser, which takes the section's arguments before those of the command line.
+    def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
+        """Words that give a parser Megatron's arguments of the file, and attributes for what no
+        word says.
 
         Raises:
             ValueError: an argument that the parser does not have, or a value that none can be.
         """
         kept: dict[str, bool] = {}
-        words = [word for name, value in self.section.items()
+        known = {action.dest for action in parser._actions}
+        words = [word for name, value in native_arguments(self.settings).items() if name in known
                  for word in self._words(parser, name, value, kept)]
-        parse = parser.parse_known_args
-
-        @functools.wraps(parse)
-        def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
-            given = sys.argv[1:] if args is None else list(args)
-            # before argparse puts its defaults there, which others may have changed
-            namespace = argparse.Namespace() if namespace is None else namespace
-            vars(namespace).update(kept)
-            return parse([*words, *given], namespace)
-
-        parser.parse_known_args = parse_known_args  # type: ignore[assignment]
-        parser.set_defaults(**{SECTIONS: (SECTION,)})
-        return parser
+        return words + [word for name, value in self.section.items()
+                        for word in self._words(parser, name, value, kept)], kept
 
     def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
         """kept: takes the attributes of switches that no flag gives their value."""
@@ -99,6 +95,25 @@ class _Nothing:
     """In the place of a value that a file leaves empty."""
 
 
+def reads_file(parser: Parser) -> Parser:
+    """The same parser, which takes the arguments in the file of `--moe-config`, and single settings
+    (`file_arguments`), before those of the command line.
+    """
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        found = file_arguments(sys.argv[1:] if args is None else args)
+        words, kept = found.before_those_of(parser)
+        # before argparse puts its defaults there, which others may have changed
+        namespace = argparse.Namespace() if namespace is None else namespace
+        vars(namespace).update(kept)
+        return parse([*words, *found.words], namespace)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[assignment]
+    return parser
+
+
 def file_arguments(words: Iterable[str]) -> FileArguments:
     """What a command line says of a file and of single settings.
 
@@ -106,7 +121,7 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
         ValueError: a file that cannot be read, whose section is not one; a setting that does not
             exist; `--yaml-cfg`.
     """
-    kept, section, path = list[str](), dict[str, Any](), None
+    kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -117,12 +132,15 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
                 f"the section {SECTION} of a file, and give {CONFIG_FLAG.flag} FILE")
         if name == CONFIG_FLAG.flag:
             path = value if "=" in word else next(iter(words[place + 1:]), None)
+        trusted |= name == TRUST_FLAG.flag and value != "false"
         override = _OVERRIDE.fullmatch(word)
         if override and override[1].startswith(f"{SECTION}."):
             section[override[1].removeprefix(f"{SECTION}.")] = _value(override[2])
         else:
             kept.append(_as_flag(override[1], override[2]) or word if override else word)
-    return FileArguments(kept, path, {**_section_of(path), **_as_in_file(section, path)})
+    section = {**_section_of(path), **_as_in_file(section, path)}
+    return FileArguments(kept, path, section,
+                         settings_from_yaml(path, trust_imports=trusted) if path else {})
 
 
 def _section_of(path: str | None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     script_arguments,
 )
 from moe_plugin.hosts.megatron.endings import end_process, status_of
-from moe_plugin.hosts.megatron.file_arguments import file_arguments
+from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
@@ -56,14 +56,14 @@ EXAMPLES = Path(__file__).with_name("examples")
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our generated flags, without those that have a native equivalent, and those of
-    `own_flags`, of ensembles and of replicas.
+    `own_flags`, of ensembles and of replicas. The parser then reads the file of `--moe-config`.
 
     For scripts that call Megatron's `pretrain` themselves.
     """
     for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
-    return parser
+    return reads_file(parser)
 
 
 class ScriptParser(Parser):
@@ -135,8 +135,8 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
 
     output: takes what Megatron prints; None: it is shown.
     """
-    in_file = file_arguments(arguments)
-    sys.argv = [script, *in_file.words]
+    file_arguments(arguments)  # its errors come before Megatron is imported
+    sys.argv = [script, *arguments]
     # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
     # so that megatron.core and megatron.training are those of one tree
     sys.path.insert(0, os.path.dirname(script))
@@ -148,8 +148,7 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
         extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.WITHOUT_ENGINE))
     keep_compiled_helpers()
     mend_config_warning()
-    extend_parse_args(lambda script: lambda parser: in_file.given_to(chained(script)(parser)),
-                      lambda args: output and output.open(vars(args)))
+    extend_parse_args(chained, lambda args: output and output.open(vars(args)))
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script

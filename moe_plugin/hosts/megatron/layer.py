@@ -26,6 +26,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     setting,
     settings_errors,
     tokens_of_call,
+    vocabulary_sizes,
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
@@ -45,6 +46,7 @@ from moe_plugin.records import HostContext, TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.contract import keeps_init
 from moe_plugin.routing.replay import counts, replaying
+from moe_plugin.routing.routers.hashing import with_vocabulary
 from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 "TransformerConfig(is_hybrid_model=True, ...)")
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
+        plan = replace(plan, config=with_vocabulary(plan.config, vocabulary_sizes(),
+                                                    "Megatron's vocabulary"))
         if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (
                 layer_numbers.last_layer_is_moe(config)):
             raise ValueError(

@@ -203,7 +203,8 @@ class Script:
             while True:
                 begins = StepInput(self._reached(number),
                                    lambda: passes.first_batch(given["data_iterator"]),
-                                   lambda batch: passes.loss_of(given, batch))
+                                   lambda batch: passes.loss_of(given, batch),
+                                   script_arguments().get("train_iters"))
                 with self.run.around_step(begins), _named("step"):
                     done = step()
                 left_out = self.run.left_out

@@ -29,6 +29,7 @@ from moe_plugin.config import (
     with_overrides,
 )
 from moe_plugin.config.router import router_names
+from moe_plugin.config.tree import describes_layers
 from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -125,14 +126,14 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     if not injected_router:
         balance.refuse_unknown(native)
         balance.refuse_unmatched(native)
-    reasons = list(
-        fields.router_reasons(native)) + (["the spec's own router"] if injected_router else [])
-    known = _native_values(native)
-    for path, value in known.items():
-        _check_agreement(path, settings, value)
-    # Megatron's init methods fill the weights
-    _check_agreement("experts.init_std", settings, setting(native, "init_method_std"))
-    known["losses"] = _losses(native, settings.get("losses"), bool(reasons))
+    whole = describes_layers(settings)
+    settings = _without_open(settings)
+    reasons = [reason for reason in fields.router_reasons(native)
+               # whether the router has a bias, the file says
+               if not (whole and reason.startswith("add_bias_linear="))]
+    reasons += ["the spec's own router"] if injected_router else []
+    known = _agreed(native, settings, whole and not reasons)
+    known["losses"] = _losses(native, settings.get("losses"), bool(reasons), whole)
     name = settings.get("router.name", RouterConfig.name)
     known = only_read(known, router_names(name), native.moe_router_topk)
     recipe = recipes.precision_settings(native, settings)
@@ -147,6 +148,76 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     return Translation(config, run, tuple(reasons), (*_notices(native), *_followed(recipe)),
                        injected_router or balance.router_balances(native),
                        follows_recipe="experts.precision" in recipe)
+
+
+def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments, by attribute, that say the same as these settings by dotted path; what
+    it has no argument for is left out.
+    """
+    settings = _without_open(settings)
+    found = {name: settings[path] for path, name in _ATTRIBUTES.items()
+             if settings.get(path) or settings.get(path) is False}
+    kind, activation = (settings.get(f"experts.{name}") for name in ("kind", "activation"))
+    if (kind, activation) == ("gated_ffn", "silu"):
+        found["swiglu"] = True
+    if (kind, activation) in ((None, "squared_relu"), ("ffn", "squared_relu")):
+        found["squared_relu"] = True
+    if settings.get("router.score") in ("softmax", "sigmoid"):
+        found["moe_router_score_function"] = settings["router.score"]
+    of_one = describes_layers(settings) and settings.get("router.top_k") == 1
+    if settings.get("router.normalize", "none" if of_one else "") == "none":
+        found["moe_router_pre_softmax"] = True
+    return found
+
+
+# what Megatron has an argument of the same values for: path in our tree -> attribute
+_ATTRIBUTES = {
+    "model_dim": "hidden_size",
+    "num_experts": "num_experts",
+    "deterministic": "deterministic_mode",
+    "router.top_k": "moe_router_topk",
+    "router.scaling": "moe_router_topk_scaling_factor",
+    "router.input_jitter": "moe_input_jitter_eps",
+    "experts.hidden_dim": "moe_ffn_hidden_size",
+    "experts.latent_dim": "moe_latent_size",
+    "experts.bias": "add_bias_linear",
+    "experts.shared_hidden_dim": "moe_shared_expert_intermediate_size",
+    "experts.shared_gate": "moe_shared_expert_gate",
+    "experts.shared_overlap": "moe_shared_expert_overlap",
+    "experts.init_std": "init_method_std",
+    "experts.weights_first": "moe_apply_probs_on_input",
+}
+
+
+def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without those that leave a choice to the host, as by default."""
+    open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
+                   "experts.init_std": None}
+    return {path: value for path, value in settings.items()
+            if path not in open_values or value != open_values[path]}
+
+
+def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+    """What Megatron's settings say in our terms, once they and ours agree.
+
+    whole: ours describe layers: what our layer alone computes and Megatron leaves at its default
+        is then as they say.
+    """
+    known = _native_values(native)
+    said = {**known, "experts.init_std": setting(native, "init_method_std"),
+            # Megatron's own shared expert is used
+            "experts.shared_hidden_dim": native.moe_shared_expert_intermediate_size or 0,
+            "experts.shared_gate": bool(setting(native, "moe_shared_expert_gate", False))}
+    defaults = {"router.score": "softmax", "router.normalize": "before_drop",
+                "experts.kind": "ffn", "experts.activation": "gelu"} if whole else {}
+    for path, value in said.items():
+        ours = settings.get(path, value)
+        by_shared = path.startswith("experts.") and said["experts.shared_hidden_dim"]
+        if ours != value and value == defaults.get(path) and not by_shared:
+            known[path] = ours
+        else:
+            _check_agreement(path, settings, value)
+    return known
 
 
 def _native_values(native: Any) -> dict[str, Any]:
@@ -180,12 +251,12 @@ def _check_agreement(path: str, settings: Mapping[str, Any], native_value: Any) 
         argument = NATIVE_ARGUMENTS.get(path, "--hidden-size")
         raise ValueError(
             f"{path}={short(settings[path])} contradicts Megatron's own setting, which says "
-            f"{short(native_value)}; in this host "
-            f"set it by {argument} and leave it out of the moe-plugin settings")
+            f"{short(native_value)}; set both to one value, or leave one of the two out: "
+            f"{argument}, or {path} in the moe-plugin settings")
 
 
 def _losses(native: Any, given: Mapping[str, float] | None,
-            native_router: bool) -> dict[str, float]:
+            native_router: bool, whole: bool) -> dict[str, float]:
     extra = given or {}
     if native_router:  # Megatron's router attaches its own losses
         if extra:
@@ -208,6 +279,8 @@ def _losses(native: Any, given: Mapping[str, float] | None,
             f"losses.{both[0]}={short(extra[both[0]])} contradicts {short(weights[both[0]])} from "
             "moe_aux_loss_coeff/moe_z_loss_coeff; "
             "give one of the two")
+    if whole and given is None and not weights:
+        return dict(MoEConfig().losses)
     return {**weights, **extra}
 
 

@@ -155,7 +155,7 @@ class TrainingSteps:
             RowsOverflow, WrongResultError: see `RowsFit`, `TwinCheck`; on all ranks.
         """
         begins = StepInput(self.done + 1, lambda: batch,
-                           lambda batch: self.loss_of(self.bare, batch))
+                           lambda batch: self.loss_of(self.bare, batch), self.total)
         with self.run.around_step(begins):
             batches = self.run.batches([batch])
             loss = self.run.compute(lambda: self._passes(batches))

@@ -16,9 +16,10 @@ from moe_plugin.kernels.derivatives import transformed
 from moe_plugin.kernels.in_blocks import ScoreInPieces, product_in_blocks
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
+from moe_plugin.machine import capturing
 from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule
+from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
 from moe_plugin.routing.forced import balanced
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
@@ -27,7 +28,7 @@ from moe_plugin.routing.token_ids import check_integers, check_range
 
 # settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
 # weigh by a score function, and may drop a second expert
-SCORED = frozenset({"noise", "input_jitter", "batch_prioritized"})
+SCORED = frozenset({"noise", "input_jitter", "input_dropout", "batch_prioritized"})
 SEVERAL = SCORED | {"normalize=after_drop", "normalize_add", "normalize_min"}
 BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
 LINEAR = frozenset({"bias"})  # whose logits are `Router.scores`
@@ -154,7 +155,14 @@ class Router(BuffersKeepDtype, RouterModule):
         self.register_buffer("step_load_E",
                              torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device),
                              persistent=False)
+        changes = self.config.top_k_at if self.fixed_k is None and self.reads_top_k else {}
+        self.schedule = TopKSchedule(self.config.top_k, changes, device) if changes else None
         self.build(dtype, device)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.schedule is None:  # of a run that had one
+            state_dict.pop(f"{prefix}schedule.now", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
         """Buffers stay: what they hold (costs of links, tables, biases) is not drawn again."""
@@ -203,15 +211,15 @@ class Router(BuffersKeepDtype, RouterModule):
             self._check_info(call.info, x_TD.shape[0])
         if mask_T is not None:  # padding may be NaN, which a factor of 0 does not remove from a sum
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
-        if self.training and self.config.input_jitter:
-            x_TD = self._jittered(x_TD)
+        if self.training and (self.config.input_jitter or self.config.input_dropout):
+            x_TD = self._disturbed(x_TD)
         if not torch.is_autocast_enabled(x_TD.device.type):
             return self.route(x_TD, call)
         with torch.autocast(x_TD.device.type, enabled=False):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """The hooks in their order; x_TD: without padding's values, jittered."""
+        """The hooks in their order; x_TD: without padding's values, disturbed."""
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
@@ -274,6 +282,11 @@ class Router(BuffersKeepDtype, RouterModule):
     @property
     def top_k(self) -> int:
         """Experts per token of a call that gives no number."""
+        if self.schedule is not None:
+            check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
+                  "empty in a CUDA graph, which repeats one number of experts",
+                  "leave it out, or capture nothing of the layer")
+            return self.schedule.k
         return self.config.top_k if self.fixed_k is None else self.fixed_k
 
     def _checked(self, top_k: int) -> int:
@@ -300,11 +313,18 @@ class Router(BuffersKeepDtype, RouterModule):
         call.clean_TE = clean_TE
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
-    def _jittered(self, x_TD: Tensor) -> Tensor:
-        """x_TD times U[1-j, 1+j], at least in float32."""
-        jitter = self.config.input_jitter
+    def _disturbed(self, x_TD: Tensor) -> Tensor:
+        """x_TD with input dropout, then times U[1-j, 1+j], at least in float32.
+
+        Both are drawn from the device's default generator, which a checkpoint sets back for its
+        recomputation and which ranks with the same tokens have alike. Source: Switch Transformers
+        (Fedus et al. 2021), exploration strategies "input dropout" and "input jitter".
+        """
+        jitter, dropout = self.config.input_jitter, self.config.input_dropout
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
-        return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
+        if dropout:
+            x_TD = nn.functional.dropout(x_TD, dropout)
+        return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter) if jitter else x_TD
 
     def one_pass(self) -> bool:
         """Whether one kernel makes choice, weights and sums."""

@@ -35,7 +35,8 @@ class GroupLimitedRouter(Router):
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters and check the groups; see `Router.build`."""
         super().build(dtype, device)
-        self._check(self.config.top_k)
+        for k in self.config.several_k:
+            self._check(k)
 
     @property
     def chosen_groups(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.router import HashConfig
 from moe_plugin.messages import short
 from moe_plugin.regular_files import check_input
@@ -61,6 +63,25 @@ class HashRouter(Router):
         """1; see `Router.weigh`."""
         call.scores_TE = F.one_hot(ids_TK[:, 0], self.num_experts).to(call.logits_TE.dtype)
         return torch.ones_like(ids_TK, dtype=call.logits_TE.dtype)
+
+
+def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEConfig:
+    """The settings of a layer in a host that knows its vocabulary: `router.hash.vocabulary` is the
+    first size unless the user gave one.
+
+    Args:
+        sizes: sizes that may be given, such as without and with rows of padding; empty: not known.
+        whose: what errors call the vocabulary.
+    Raises:
+        ValueError: the user gave another size.
+    """
+    given = config.router.hash.vocabulary
+    if "hash" not in config.router.names or not sizes or given in sizes:
+        return config
+    if given:
+        raise ValueError(f"router.hash.vocabulary={given} contradicts {whose} of {sizes[0]} tokens:"
+                         f" must be {' or '.join(map(str, dict.fromkeys(sizes)))}; leave it out")
+    return with_overrides(config, {"router.hash.vocabulary": sizes[0]})
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:

@@ -37,7 +37,8 @@ class PrototypeRouter(Router):
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters and check the number of prototypes; see `Router.build`."""
         super().build(dtype, device)
-        self._check(self.config.top_k)
+        for k in self.config.several_k:
+            self._check(k)
 
     def _check(self, k: int) -> None:
         experts = self.num_experts

@@ -22,7 +22,7 @@ class SparseMixerRouter(Router):
     of the gradient of the choice. Source: Liu et al. 2024, GRIN, arXiv 2409.12136; Phi-3.5-MoE.
     """
 
-    reads = frozenset({"input_jitter", "mixer_eps"})
+    reads = frozenset({"input_jitter", "input_dropout", "mixer_eps"})
     adds_noise = False
     leaves_none = True
     own_losses = frozenset()

@@ -14,7 +14,7 @@ from tests.hosts.fairseq.small import language_model, tokens, translation_model
 
 # routers without chance, whose choice does not depend on which rank has which sentences beyond the
 # micro-batch
-GATES = "--moe-router switch,expert_choice,hash --moe-hash-vocabulary 64 --moe-losses switch=0.1"
+GATES = "--moe-router switch,expert_choice,hash --moe-losses switch=0.1"
 
 
 def gates_by_step(path: Path) -> list[dict[str, int]]:

@@ -28,6 +28,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
        for name in ("gshard", "noisy_topk", "dense_to_sparse", "base", "sparsemixer")},
     "top 1 with jitter": {"moe_top1_expert": True, "moe_second_expert_policy": "all",
                           "moe_router_jitter": "0.2"},
+    "input dropout": {"moe_second_expert_policy": "all", "moe_router_input_dropout": "0.3"},
     "global batch": {"moe_losses": "global_batch=1"},
 }
 

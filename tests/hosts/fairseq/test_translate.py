@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_plugin.checkpoint.formats.fairseq import translate
-from moe_plugin.config import MoEConfig
+from moe_plugin.config import ExpertsConfig, MoEConfig
 from tests.fuzz.hostile import NUMBERS, WORDS, bounded, is_named
 
 pytestmark = pytest.mark.fast
@@ -109,11 +109,33 @@ def test_the_gate_settings_of_the_branch_go_to_routers_that_read_them(
 
 def test_a_file_names_the_router_that_reads_or_does_not(tmp_path: Path) -> None:
     path = tmp_path / "moe.yaml"
-    path.write_text("num_experts: 4\nrouter: {name: ktop1}\n")
-    found = config(f"--moe-freq 2 --moe-config {path}").router
+    path.write_text("router: {name: ktop1}\n")
+    found = config(f"{BRANCH} --moe-config {path}").router
     assert (found.second_expert_policy, found.normalize) == ("all", "after_drop")
-    found = config(f"--moe-freq 2 --moe-config {path} --moe-router topk").router
+    found = config(f"{BRANCH} --moe-config {path} --moe-router topk").router
     assert found.second_expert_policy == "sampling"
+
+
+def test_a_file_with_a_number_of_experts_describes_layers(tmp_path: Path) -> None:
+    """The branch's defaults of routing, losses and capacity are then none of theirs; its flags add
+    to the file, and may not contradict it.
+    """
+    path = tmp_path / "moe.yaml"
+    path.write_text("num_experts: 4\nrouter: {top_k: 2}\nmodel_dim: 8\n")
+    found = config(f"--moe-freq 2 --moe-config {path}")
+    assert found == MoEConfig(model_dim=8, num_experts=4,
+                              experts=ExpertsConfig(hidden_dim=24, activation="gelu"))
+    found = config(f"{BRANCH} --moe-config {path} --moe-second-expert-policy random")
+    assert found.router.second_expert_policy == "random"
+    for flags, words in (
+            ("--moe-expert-count 8", r"--moe-expert-count \(num_experts=8\) contradicts "
+             "num_experts=4 in .*leave out the flag"),
+            ("--moe-top1-expert", r"--moe-top1-expert \(router.top_k=1\) contradicts")):
+        with pytest.raises(ValueError, match=words):
+            config(f"--moe-freq 2 --moe-config {path} {flags}")
+    path.write_text("num_experts: 4\nmodel_dim: 16\n")
+    with pytest.raises(ValueError, match="model_dim=16 in .*contradicts the width 8.*leave"):
+        config(f"--moe-freq 2 --moe-config {path}")
 
 
 @pytest.mark.parametrize(("fairseq_name", "ours"), [("relu", "relu"), ("gelu", "gelu"),

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron.file_arguments import file_arguments
+from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 
 pytestmark = [pytest.mark.megatron, pytest.mark.fast]
@@ -55,8 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 def _parsed(tmp_path: Path, *words: str, text: str = FILE) -> dict[str, Any]:
     path = tmp_path / "settings.yaml"
     path.write_text(text)
-    found = file_arguments(["--moe-config", str(path), *words])
-    return vars(found.given_to(_parser()).parse_args(found.words))
+    return vars(reads_file(_parser()).parse_args(["--moe-config", str(path), *words]))
 
 
 def test_the_file_has_arguments_of_both(tmp_path: Path) -> None:
@@ -84,20 +83,20 @@ def test_overrides_beat_the_file_and_flags_beat_both(tmp_path: Path) -> None:
 
 def test_a_switch_is_what_the_file_says_where_defaults_were_changed() -> None:
     """Before the section is read, as by a script, and after it, as for a run on CPU."""
-    found = file_arguments(["megatron.apply_rope_fusion=true", "megatron.swiglu=false",
-                            "megatron.disable_bias_linear=false"])
-    parser = found.given_to(_parser())
+    words = ["megatron.apply_rope_fusion=true", "megatron.swiglu=false",
+             "megatron.disable_bias_linear=false"]
+    parser = reads_file(_parser())
     parser.set_defaults(apply_rope_fusion=False, swiglu=True, add_bias_linear=False)
-    args = parser.parse_args(found.words)
+    args = parser.parse_args(words)
     assert (args.apply_rope_fusion, args.swiglu, args.add_bias_linear) == (True, False, True)
-    given = parser.parse_args(["--no-rope-fusion", "--swiglu", "--disable-bias-linear"])
+    given = parser.parse_args([*words, "--no-rope-fusion", "--swiglu", "--disable-bias-linear"])
     assert (given.apply_rope_fusion, given.swiglu, given.add_bias_linear) == (False, True, False)
 
 
 def test_overrides_need_no_file() -> None:
     found = file_arguments(["megatron.num_layers=2", "--save", "a.b=c"])
     assert found.words == ["--save", "a.b=c"]  # not a setting
-    args = found.given_to(_parser()).parse_args(found.words)
+    args = reads_file(_parser()).parse_args(["megatron.num_layers=2", "--save", "a.b=c"])
     assert (args.num_layers, args.save) == (2, "a.b=c")
 
 
@@ -129,9 +128,24 @@ def test_types_and_choices_are_megatrons(tmp_path: Path, capsys: Any) -> None:
         assert error in capsys.readouterr().err
 
 
-def test_others_refuse_the_section(tmp_path: Path) -> None:
-    from moe_plugin.config import settings_from_yaml
+def test_the_section_of_fairseq_is_left_to_fairseq(tmp_path: Path) -> None:
+    args = _parsed(tmp_path, text="fairseq: {lr: 3}\nmegatron: {lr: 2}\n")
+    assert args["lr"] == 2
 
-    (tmp_path / "settings.yaml").write_text(FILE)
-    with pytest.raises(ValueError, match="section megatron is read by .*launch alone"):
-        settings_from_yaml(str(tmp_path / "settings.yaml"))
+
+def test_our_settings_become_megatrons_arguments(tmp_path: Path) -> None:
+    """What the command line gives stays; what Megatron has no argument for is left out."""
+    text = ("num_experts: 8\nmodel_dim: 64\nrouter: {top_k: 1, scaling: 2.5, fp32: true}\n"
+            "experts: {kind: gated_ffn, activation: silu, bias: false, hidden_dim: 24}\n")
+    parser = _parser()
+    for name, kind in (("num-experts", int), ("hidden-size", int), ("moe-router-topk", int),
+                       ("moe-ffn-hidden-size", int), ("moe-router-topk-scaling-factor", float)):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--moe-router-pre-softmax", action="store_true")
+    (tmp_path / "moe.yaml").write_text(text)
+    args = vars(reads_file(parser).parse_args(
+        ["--moe-config", str(tmp_path / "moe.yaml"), "--num-experts", "4"]))
+    expected = {"num_experts": 4, "hidden_size": 64, "moe_router_topk": 1, "swiglu": True,
+                "moe_router_topk_scaling_factor": 2.5, "add_bias_linear": False,
+                "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": True}
+    assert {name: args[name] for name in expected} == expected

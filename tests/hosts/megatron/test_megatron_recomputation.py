@@ -25,7 +25,7 @@ DRAWING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: ({}, {}) for name in ("gshard", "noisy_topk", "dense_to_sparse", "base", "sparsemixer",
                              "quantile", "sigmoid_bias")},
     "topk": ({"router.second_expert_policy": "sampling"}, {}),
-    "switch": ({}, {"moe_input_jitter_eps": 0.2}),
+    "switch": ({"router.input_dropout": 0.3}, {"moe_input_jitter_eps": 0.2}),
 }
 FULL = ["--recompute-granularity", "full", "--recompute-num-layers"]
 

@@ -23,7 +23,7 @@ _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positi
 # settings of our layer that neutral ones have, or that change nothing outside training
 _HELD_BY_TREE = ("router.top_k", "router.score", "router.normalize", "router.scaling",
                  "router.groups", "router.group_top_k", "router.group_scores", "router.fp32",
-                 "router.noise", "router.input_jitter", "router.second_expert_policy",
+                 "router.noise", "router.input_", "router.second_expert_policy",
                  "router.batch_prioritized", "router.bias_rate", "router.quantile_ema",
                  "router.selection.", "router.hash.", "router.sparsity.", "router.links.",
                  "router.cosine_dim", "router.sinkhorn_rounds", "experts.kind",

@@ -1,8 +1,10 @@
 """From fairseq's settings to `MoEConfig`.
 
 Order, lowest first: the tree's defaults, what fairseq's own settings say (inner width, activation,
-the `moe` branch's flags), `--moe-config`, branch flags that were changed from their default,
-generated flags. Two flags that say different things about one setting are refused.
+the `moe` branch's flags), `--moe-config`, generated flags. Branch flags that were changed from
+their default may add to the file; where they say something else about a setting, or where two
+flags do, it is refused. Below a file that gives a number of experts the branch's defaults are
+not read.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from moe_plugin.config.flags import (
 )
 from moe_plugin.config.lacks import refuse_lacking
 from moe_plugin.config.router import router_names
+from moe_plugin.config.tree import describes_layers
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.messages import short
 from moe_plugin.routing import only_read
@@ -45,6 +48,8 @@ BRANCH_PATHS: dict[str, tuple[Any, str]] = {
 }
 # the branch divides weights by their sum, or by torch.finfo(torch.float32).eps where that is more
 BRANCH_DIVISOR = 2.0**-23
+_OF_DENSE_LAYERS = "experts.hidden_dim", "experts.activation", "experts.dropout"
+_TOP_K_AT = next(spec for spec in setting_specs() if spec.path == "router.top_k_at")
 DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_factor",
                   "moe_eval_token_fraction")
 
@@ -68,6 +73,12 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     Raises:
         ValueError: naming the flags, their values and the remedy.
     """
+    in_file = file_settings(flag_values(args)).get("model_dim")
+    if in_file and in_file != model_dim:
+        raise ValueError(
+            f"model_dim={in_file} in {short(setting(args, CONFIG_FLAG.dest))} contradicts the "
+            f"width {model_dim} of fairseq's layers; set both to one value (--decoder-embed-dim, "
+            "--encoder-embed-dim), or leave model_dim out of the file")
     config = _settings(args, model_dim, ffn_dim, activation)
     _warn(args, config)
     return config
@@ -102,14 +113,16 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
             "experts.dropout": float(dropout),
             **_branch_base(args, chosen_k, own_dispatch)}
     changed = set(_changed_branch_paths(args))
+    whole = describes_layers(in_file)
     names = router_names(str(flags.get("moe_router") or in_file.get("router.name", "topk")))
-    read = only_read(base, names, chosen_k)  # the branch's defaults are for its own gates
+    read = only_read(base, names, max(chosen_k))  # the branch's defaults are for its own gates
     base = {path: value for path, value in base.items()
-            if (path in read and path not in in_file) or path in changed}
-    if chosen_k > 1 and _branch_gates(names, flags, in_file) \
-            and "router.normalize_min" not in in_file:
+            if (path in read and path not in in_file and (not whole or path in _OF_DENSE_LAYERS))
+            or path in changed}
+    if max(chosen_k) > 1 and _branch_gates(names, flags, in_file) \
+            and "router.normalize_min" not in in_file and not whole:
         base["router.normalize_min"] = BRANCH_DIVISOR
-    _refuse_contradictions(args, flags, base, changed)
+    _refuse_contradictions(args, flags, base, changed, in_file)
     return config_from_flags(flags, {**base, "model_dim": model_dim})
 
 
@@ -155,18 +168,20 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
     }
 
 
-def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> int:
-    """Experts a token, as far as it can be read: flag, file, branch. (Nonsense is refused later, by
-    the tree.)
+def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
+    """Numbers of experts a token, at first and by `router.top_k_at`, as far as they can be read:
+    flag, file, branch. (Nonsense is refused later, by the tree.)
     """
+    later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else
+             in_file.get(_TOP_K_AT.path) or {})
     branch = 1 if setting(args, "moe_top1_expert", False) else 2
     for value in (flags.get("moe_top_k"), None if branch == 1 else in_file.get("router.top_k")):
         if str(value).isdigit():
-            return int(str(value))
-    return branch
+            return {int(str(value)), *later.values()}
+    return {branch, *later.values()}
 
 
-def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]:
+def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
     """What the branch's flags mean in our tree.
 
     The branch keeps 2*ceil(S/E) slots for top-2 and ceil(S/E) for top-1, which both are capacity
@@ -177,8 +192,9 @@ def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]
     base: dict[str, Any] = {
         "router.top_k": 1 if setting(args, "moe_top1_expert", False) else 2,
         "router.second_expert_policy": setting(args, "moe_second_expert_policy", "sampling")
-        if chosen_k == 2 else "all",
-        "router.normalize": "none" if chosen_k == 1 else "before_drop" if before else "after_drop",
+        if chosen_k == {2} else "all",
+        "router.normalize": "none" if chosen_k == {1} else "before_drop" if before else
+                            "after_drop",
         "router.batch_prioritized": setting(args, "moe_batch_prioritized_routing",
                                             False), "losses": {"gshard": 1.0},
     }
@@ -193,8 +209,14 @@ def _branch_base(args: Any, chosen_k: int, own_dispatch: bool) -> dict[str, Any]
 
 
 def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[str, Any],
-                           changed: set[str]) -> None:
+                           changed: set[str], in_file: Mapping[str, Any]) -> None:
     by_path = _changed_branch_paths(args)
+    for path, name in by_path.items():
+        if path in in_file and path in base and in_file[path] != base[path]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} ({path}={short(base[path])}) contradicts "
+                f"{path}={short(in_file[path])} in {short(flags[CONFIG_FLAG.dest])}; leave out the "
+                "flag, or the setting in the file")
     for spec in setting_specs():
         given = flags.get(spec.dest)
         if given is None or spec.path not in changed:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_plugin.checkpoint import trust
-from moe_plugin.config.flags import as_given, setting_specs
+from moe_plugin.config.flags import CONFIG_FLAG, as_given, flag_specs, setting_specs
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replace, replaces
-from moe_plugin.messages import Parser, alike, flag_names
+from moe_plugin.messages import Parser, alike, flag_names, short
+from moe_plugin.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
-_USER_DIR = "--user-dir"
+_USER_DIR, _SECTION = "--user-dir", "fairseq"
 _OURS = "invalid choice: 'moe_"  # how names of our models and criteria begin
 # settings that say where experts lie
 _PATHS = (*(f"experts.{name}" for name in (
@@ -157,12 +158,55 @@ def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs
         return original(*args, **kwargs)
 
 
+def _in_file(words: list[str]) -> list[str]:
+    """What the file of `--moe-config` on a command line says of fairseq's arguments, as words for
+    its parser: the width of layers by `model_dim`, and the section `fairseq`, from names to values.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument(CONFIG_FLAG.flag)
+    finder.add_argument("--arch", "-a")
+    found, _ = finder.parse_known_args(words)
+    if not found.moe_config:
+        return []
+    values = read_yaml(found.moe_config)
+    section = values.get(_SECTION) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}={short(section)} must "
+                         "be a mapping of fairseq's arguments to values; write one below the other")
+    section = {str(name).replace("_", "-"): value for name, value in section.items()}
+    ours = {spec.flag.removeprefix("--"): spec.path for spec in flag_specs()}
+    for name in ours.keys() & section.keys():
+        raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}.{name} is a setting "
+                         f"of moe-plugin: write it as {ours[name] or 'a flag'} beside the section "
+                         f"{_SECTION}")
+    arch = found.arch or section.get("arch")
+    if isinstance(width := values.get("model_dim"), int) and width:
+        section = {**({"encoder-embed-dim": width} if _translates(arch) else {}),
+                   "decoder-embed-dim": width, **section}
+    return [f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in section.items() if value not in (False, None)]
+
+
+def _translates(arch: str | None) -> bool:
+    """Whether an architecture has an encoder."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.transformer import TransformerModel
+
+    return issubclass(ARCH_MODEL_REGISTRY.get(arch, object), TransformerModel)
+
+
 @replaces("options.parse_args_and_arch")
 def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *args: Any,
                                  **kwargs: Any) -> Any:
     """fairseq <= 0.12.3 parses MoE settings as texts: whether they fit is said before its log
-    begins.
+    begins. The file of `--moe-config` may hold fairseq's arguments, too (`_in_file`).
     """
+    given = args[0] if args else kwargs.get("input_args")
+    given = list(sys.argv[1:] if given is None else given)
+    with errors_of_use_in_one_line():
+        words = _in_file(given)
+    if words:
+        args, kwargs["input_args"] = args[1:], [*words, *given]
     parsed = original(parser, *args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
     if "moe_plugin.hosts.fairseq.registered" in sys.modules:  # the user dir is there

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import add_field, patch, replaces
 from moe_plugin.messages import short
+from moe_plugin.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 NAME = "moe_plugin"
@@ -68,12 +69,13 @@ def take_moe_group(cfg: Any) -> None:
     """
     from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
+    from moe_plugin.config.tree import without_hosts
 
     group = cfg.get("moe")
     if group is None:
         return
     cfg.moe = None
-    values = OmegaConf.to_container(group, resolve=True)
+    values = without_hosts(OmegaConf.to_container(group, resolve=True))
     from_dict(of_layer(values))  # their errors name keys, types and bounds
     run_from_dict(of_run(values))
     if CONFIG_FLAG.dest not in cfg.model:
@@ -87,6 +89,16 @@ def take_moe_group(cfg: Any) -> None:
             cfg.model[name] = text
 
 
+def _take_width(cfg: Any) -> None:
+    model = cfg.get("model")
+    path = model.get("moe_config") if isinstance(model, DictConfig) else None
+    width = read_yaml(path).get("model_dim") if path else None
+    if width and "decoder_embed_dim" not in model:
+        with open_dict(model):
+            for name in ("embed", "input", "output"):
+                model[f"decoder_{name}_dim"] = width
+
+
 def _check_data(cfg: Any) -> None:
     task = cfg.get("task")
     if isinstance(task, DictConfig) and "data" in task and task.data is None:
@@ -96,7 +108,8 @@ def _check_data(cfg: Any) -> None:
 
 @replaces("dataclass.initialize.add_defaults")
 def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
-    """Import the user dir before model defaults are filled in.
+    """Import the user dir before model defaults are filled in; the width that a file of
+    `model.moe_config` gives is one that the user gave.
 
     `fairseq-hydra-train` (<= 0.12.3) fills them in before it imports the user dir that brings the
     models.
@@ -106,6 +119,8 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
     common = cfg.get("common")
     if common is not None and common.get("user_dir"):
         utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
+    with errors_of_use_in_one_line(cfg):
+        _take_width(cfg)
     original(cfg)
     with errors_of_use_in_one_line(cfg):  # hydra would add lines of its own
         _check_data(cfg)

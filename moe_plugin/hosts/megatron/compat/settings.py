@@ -86,6 +86,16 @@ def script_arguments() -> dict[str, Any]:
     return {} if arguments is None else vars(with_known_names(arguments))
 
 
+def vocabulary_sizes() -> list[int]:
+    """Token ids of the script's tokenizer, then with the rows by which Megatron fills up its
+    embedding, whose number depends on tensor parallelism; [] where no script says them.
+    """
+    state = sys.modules.get("megatron.training.global_vars")
+    sizes = (getattr(getattr(state, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
+             script_arguments().get("padded_vocab_size"))
+    return [size for size in sizes if size]
+
+
 def tokens_of_call() -> int | None:
     """Tokens of a micro-batch on a rank by the script's arguments; None: not known."""
     known = script_arguments()

@@ -43,8 +43,8 @@ gap*: the largest difference between the two losses of any step. Sums in another
 differently, and near a tie rounding decides a token's expert: [traced](losses.md), all sides that
 make the same choices have the same losses. (fairseq's losses here are rounded to 7e-04.) *bf16*:
 parameters and activations; the optimizers have copies in float32. *Spread*: the middle half of the
-steps over their median. `auto`: layout and all-to-all chosen while training; the defaults do so where a group
-spans nodes, and take the layout with the least predicted time on one node."""
+steps over their median. `auto`: layout and all-to-all chosen while training; the defaults do so
+where a group spans nodes, and take the layout with the least predicted time on one node."""
 
 
 @dataclass(frozen=True)
