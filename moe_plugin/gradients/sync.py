@@ -131,7 +131,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                                      if p.requires_grad))
         shared = layers[0].comm.size > 1
         _divide_gradients(layers, world.size, divisor_of)
-        replicas = replica_comm(layers[0].comm, world)
+        replicas = replica_comm(layers[0].comm, world, layers[0])
         if replicas is not None:
             watch_optimizers()
             _start_alike(experts, replicas)
