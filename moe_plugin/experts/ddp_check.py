@@ -44,7 +44,7 @@ class DDPCheck:
 
     def expect_wrapper(self) -> None:
         """A wrapper will be put around the model: check it."""
-        self.passed = self._wrapped = self.alone
+        self.alone = self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
         """Compare what these data-parallel ranks store in common, see `OverwriteCheck`. Local."""
@@ -69,7 +69,7 @@ class DDPCheck:
         if self.alone:
             self.passed = trains
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-            if ddp is not None and trains and not built.reduced:
+            if ddp is not None and trains:
                 keep_counts(ddp)
             return
         if not self._wrapped:

@@ -4,8 +4,8 @@ reference, on CPU tensors.
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--all] [operation ...]
 
 Without `--all` an operation that has many lists of arguments meets each of them in one dtype a
-shape, so that every two of list, dtype and shape meet; products in a third of the shapes, since their
-interpretation takes minutes; those of `PARTS` each list in every dtype.
+shape, so that every two of list, dtype and shape meet; products in a third of the shapes, since
+their interpretation takes minutes; those of `PARTS` each list in every dtype.
 """
 
 from __future__ import annotations

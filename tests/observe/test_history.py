@@ -470,7 +470,8 @@ def test_a_load_that_is_no_number_is_left_out_whatever_stands_beside_it(
         tmp_path: Path, good: float, bad: object) -> None:
     lines = [{"step": step, "layer": "a", "load": load, "layouts": counts}
              for step, load, counts in ((1, [good, good], {}), (2, [good, bad], {}),
-                                        (3, [bad, good], {}), (4, [1], {"r": bad or "x", "d": good}),
+                                        (3, [bad, good], {}),
+                                        (4, [1], {"r": bad or "x", "d": good}),
                                         (5, [good], {"r": good}))]
     (tmp_path / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     run = read_run(tmp_path)
