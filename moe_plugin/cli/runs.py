@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -51,6 +52,17 @@ def report_options(p: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> int:
     """Write the page; print where it is and what in the files could not be read."""
+    # records of a long log are many and have no cycles: looking for some takes a third of the time
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _report(args)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _report(args: argparse.Namespace) -> int:
     from moe_plugin.observe.history import read_runs
     from moe_plugin.observe.report.page import write_comparison, write_history, write_report
 
@@ -112,5 +124,6 @@ def _state(run: RunRecord) -> dict[str, Any]:
         "name": run.name, "host": run.host, "step": run.last_step, "steps": run.total_steps,
         "seconds": run.seconds, "remaining_s": run.remaining_s, "finished": run.finished,
         "training": asdict(run.steps[-1]) if run.steps else None,
-        "layers": {name: asdict(record) for name, record in run.last_records.items()},
+        "layers": {name: asdict(record) | {"load": list(record.load)}
+                   for name, record in run.last_records.items()},
         "findings": [asdict(found) for found in findings(run)], "notes": run.notes}

@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
+from moe_plugin.routing import RouterModule
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -19,7 +21,9 @@ class DDPCheck:
     experts for replicas; where something else overwrites them (`OverwriteCheck`); and where
     parameters are new since `reduce_experts`.
 
-    Once a wrapper was seen that does not take them, wrappers are not checked any more.
+    Once a wrapper was seen that does not take them, wrappers are not checked any more. With one
+    rank, whose experts may be averaged, only the first training call looks at the wrapper, which
+    must not overwrite what routers count, see `keep_counts`.
 
     Args:
         comm: the expert-parallel group.
@@ -27,7 +31,7 @@ class DDPCheck:
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:
-        self.passed = self._wrapped = comm.size == 1
+        self.alone, self.passed, self._wrapped = comm.size == 1, False, False
         # experts outside the device are not in their parameters
         self.overwrites = None
         if comm.size > 1 and not experts.stored:
@@ -40,7 +44,7 @@ class DDPCheck:
 
     def expect_wrapper(self) -> None:
         """A wrapper will be put around the model: check it."""
-        self.passed = self._wrapped = False
+        self.alone = self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
         """Compare what these data-parallel ranks store in common, see `OverwriteCheck`. Local."""
@@ -62,6 +66,12 @@ class DDPCheck:
             _refuse_new(experts)
         if self.passed:
             return
+        if self.alone:
+            self.passed = trains
+            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+            if ddp is not None and trains:
+                keep_counts(ddp)
+            return
         if not self._wrapped:
             # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters
             # are not left out; looked up directly: a missing attribute of a module is slow
@@ -80,6 +90,25 @@ class DDPCheck:
         elif trains:
             # adapters stand in the experts' place, and so may the experts of another layer
             watch(experts if isinstance(experts, Experts) else built, layer)
+
+
+def router_counts(model: nn.Module) -> list[str]:
+    """Names of the buffers in which routers keep what this rank counts and measures."""
+    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
+            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
+
+
+def keep_counts(ddp: DistributedDataParallel) -> None:
+    """Let biases follow the loads of all ranks of a DDP that was put around the model without
+    `ddp_model`.
+
+    Before a forward pass DDP overwrites each rank's buffers by those of rank 0, and the routers'
+    counts of earlier micro-batches with them.
+    """
+    ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
+    for router in ddp.module.modules():
+        if isinstance(router, RouterModule) and router.all_ranks is None:
+            router.all_ranks = TorchComm(ddp.process_group)
 
 
 def _refuse_new(experts: nn.Module) -> None:

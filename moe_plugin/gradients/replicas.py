@@ -31,14 +31,25 @@ def replicas_of(parameter: Tensor) -> int:
     return getattr(parameter, "expert_replicas", 1)
 
 
-def replica_comm(experts: Comm, world: Comm) -> Comm | None:
-    """A group of its own for the ranks that store the same experts as this one; None: no other.
+class _Groups:
+    """The groups that `replica_comm` made for each owner that still exists, by their ranks."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Comm | None]] = (
+            weakref.WeakKeyDictionary())
+
+
+def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
+    """A separate group of the ranks that store the same experts as this one; None: no other does.
 
     Collective: all ranks of `world` call it.
 
     Args:
         experts: the expert-parallel group of this rank; a group of one: every rank has all experts.
         world: all data-parallel ranks.
+        owner: the object that uses the group. A later call for the same owner and ranks returns the
+            same group, so that a run whose expert-parallel size changes often does not run out of
+            connections. Optional. Without an owner, every call makes a new group.
     Raises:
         ValueError: the expert-parallel groups do not make up the world.
     """
@@ -51,7 +62,14 @@ def replica_comm(experts: Comm, world: Comm) -> Comm | None:
         raise ValueError(
             f"expert group of {experts.size} times {len(alike)} replicas is not the world of "
             f"{world.size} ranks; every rank must be in one expert group, all of one size")
-    return world.subgroup(alike) if len(alike) > 1 else None
+    if len(alike) == 1:
+        return None
+    if owner is None:
+        return world.subgroup(alike)
+    known = world.state.get(_Groups).of.setdefault(owner, {})
+    if tuple(alike) not in known:
+        known[tuple(alike)] = world.subgroup(alike)
+    return known[tuple(alike)]
 
 
 class Bucket:

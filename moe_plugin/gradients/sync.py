@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
+from moe_plugin.experts.ddp_check import router_counts
 from moe_plugin.experts.marks import expert_parameters, is_expert, mark_experts
 from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.gradients.part_gradients import keep_part_gradients, mark_gradient
@@ -87,9 +88,8 @@ def exclude_experts(model: nn.Module) -> None:
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     experts = [name for name, parameter in model.named_parameters(remove_duplicate=False)
                if is_expert(parameter)]  # DDP averages a parameter unless it knows all its names
-    own = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
-           if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
-    model._ddp_params_and_buffers_to_ignore = [*ignored, *experts, *own]  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+        *ignored, *experts, *router_counts(model)]
 
 
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
@@ -131,7 +131,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                                      if p.requires_grad))
         shared = layers[0].comm.size > 1
         _divide_gradients(layers, world.size, divisor_of)
-        replicas = replica_comm(layers[0].comm, world)
+        replicas = replica_comm(layers[0].comm, world, layers[0])
         if replicas is not None:
             watch_optimizers()
             _start_alike(experts, replicas)

@@ -145,7 +145,9 @@ def _at(found: Found, past: bool) -> tuple[str, Episode]:
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    known = [v for v in values if v is not None and math.isfinite(v)]
+    known = list(values)
+    if None in known or not math.isfinite(sum(known)):
+        known = [v for v in known if v is not None and math.isfinite(v)]
     return sum(known) / len(known) if known else None
 
 
@@ -164,7 +166,7 @@ def _mean_is(bad: Callable[[float], bool]) -> Judge:
 
 def _per_token(record: LayerRecord) -> float | None:
     """Experts per token; None: unknown."""
-    k = sum(record.load) / record.tokens if record.tokens else 0.0
+    k = record.choices / record.tokens if record.tokens else 0.0
     return k if k > 0 and math.isfinite(k) else None
 
 
@@ -178,7 +180,7 @@ def _concentration(record: LayerRecord) -> float | None:
     """Where the share of the k busiest experts is between that of an even load, k / E (0), and that
     of tokens which all choose the same experts (1). None: unknown, or all experts are chosen.
     """
-    k, experts, total = _per_token(record), len(record.load), sum(record.load)
+    k, experts, total = _per_token(record), len(record.load), record.choices
     if k is None or total < FEW * experts:
         return None
     busiest = max(1, math.ceil(k - PART))
@@ -216,8 +218,10 @@ def _has_no_loss(record: LayerRecord) -> bool:
 
 def _with_loss(record: LayerRecord) -> float | None:
     """`_over_bound` of a layer that has a loss; where it has collapsed, which says more, 0."""
+    if _has_no_loss(record):
+        return 0.0
     collapsed = (_concentration(record) or 0.0) >= COLLAPSED_WAY
-    return 0.0 if collapsed or _has_no_loss(record) else _over_bound(record)
+    return 0.0 if collapsed else _over_bound(record)
 
 
 def _peak(records: Sequence[LayerRecord]) -> float:
@@ -254,12 +258,14 @@ def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
     """(experts, bits of those without a token)."""
     if not record.load:
         return None
-    return len(record.load), sum(1 << i for i, n in enumerate(record.load) if not n)
+    bits = 0 if all(record.load) else sum(1 << i for i, n in enumerate(record.load) if not n)
+    return len(record.load), bits
 
 
 def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
     """Experts without a token in all of the records; where no token was routed nothing holds."""
-    if None in values or len({v[0] for v in values if v}) > 1:
+    last = values[-1]
+    if last is None or not last[1] or None in values or len({v[0] for v in values if v}) > 1:
         return None
     (experts, bits), *others = (v for v in values if v)
     for _, more in others:
@@ -291,7 +297,8 @@ def _sureness(record: LayerRecord) -> float | None:
 
 
 def _stalled(values: Sequence[tuple[float, float]]) -> float | None:
-    calls, stalls = (sum(column) for column in zip(*values, strict=True))
+    stalls = sum([stalled for _, stalled in values])
+    calls = sum([called for called, _ in values]) if stalls else 0.0
     return stalls / calls if calls and stalls > WAITS * calls else None
 
 

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from moe_plugin.messages import printable
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, RunRecord, read_run
 from moe_plugin.observe.history.reader import candidates
@@ -51,7 +52,7 @@ def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
 
 def _title(run: RunRecord, age_s: float | None) -> Text:
     title = _text(run.name, "bold")
-    title.append(f"  {_clean(HOSTS.get(run.host, run.host))}", "cyan")
+    title.append(f"  {printable(HOSTS.get(run.host, run.host))}", "cyan")
     if run.finished:
         title.append("  finished", "bold green")
     elif age_s is not None:
@@ -64,7 +65,7 @@ def _findings(run: RunRecord, width: int) -> list[RenderableType]:
     parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
         (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
     return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
-        _clean(text), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)]
+        printable(text), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)]
 
 
 def _progress(run: RunRecord) -> RenderableType:
@@ -164,12 +165,8 @@ def _layers(run: RunRecord, width: int, room: int, bars: str) -> list[Renderable
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text(_clean(text), style, no_wrap=True, overflow="ellipsis")
-
-
-def _clean(text: str) -> str:
     # names from a log must not send control codes to the terminal
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return Text(printable(text), style, no_wrap=True, overflow="ellipsis")
 
 
 class Watch:
@@ -268,7 +265,7 @@ class Watch:
             lines = [line.rstrip() for line in captured.get().splitlines()]
             self.stream.write("\n".join([*lines, "", ""]))
         if last is not None:
-            self.stream.write(f"{_clean(last)}\n")
+            self.stream.write(f"{printable(last)}\n")
         self.stream.flush()
 
     def _wait(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -142,3 +143,24 @@ def test_on_processes_under_ddp() -> None:
         # rank sends more than that; a little more for what ranks agree on
         assert 0 < sent <= 2 * 3 * stored + 4096
         assert "has custom experts" in said[0] and "do not make up the 4 ranks" in said[1]
+
+
+def descriptors_over_changes(count: int) -> list[int]:
+    """Open descriptors of this process after each change, with gradients reduced behind backward
+    and a new reducer each time.
+    """
+    world, open_ = TorchComm(), []
+    model = Model(group_of(world, world.size), world)
+    ddp_model(model)
+    for change in range(count):
+        change_expert_parallel(model, None, group_of(world, 1 + change % 2), world)
+        reduce_experts(model, world)
+        open_.append(len(os.listdir("/proc/self/fd")))
+    return open_
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open descriptors here")
+def test_groups_do_not_pile_up_over_many_changes() -> None:
+    for open_ in run_gloo(2, descriptors_over_changes, 12):
+        assert max(open_[2:]) == open_[1], open_

@@ -68,15 +68,29 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     assert [line for line in text.splitlines() if len(line) >= 200] == []
 
 
-def test_the_verdict_comes_first_and_nothing_else_is_printed(tmp_path: Path) -> None:
-    """As a user starts it: lists are behind `--all`."""
+def test_the_verdict_comes_first(monkeypatch: pytest.MonkeyPatch,
+                                 capfd: pytest.CaptureFixture[str]) -> None:
+    """Lists are behind `--all`."""
+    monkeypatch.setattr(packages, "host_rows", list)  # imports of all hosts
+    assert main(["doctor"]) == 0
+    out, err = capfd.readouterr()
+    check_short_answer(out, err)
+
+
+def test_nothing_else_is_printed_as_a_user_starts_it(tmp_path: Path) -> None:
+    """Imports, which a process of the tests has behind it, print nothing either."""
     done = subprocess.run([sys.executable, "-m", "moe_plugin.cli.main", "doctor"], cwd=tmp_path,
                           capture_output=True, text=True, check=False)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0
+    check_short_answer(done.stdout, done.stderr)
+
+
+def check_short_answer(out: str, err: str) -> None:
+    lines = out.splitlines()
+    assert err == ""
     assert lines[0].startswith("Verdict: the layer works here (")
     assert lines[2] == "Problems: none" and len(lines) < 40
-    assert "cannot be chosen" not in done.stdout and "doctor --all" in lines[-1]
+    assert "cannot be chosen" not in out and "doctor --all" in lines[-1]
 
 
 def test_the_verdict_does_not_wait_for_the_hosts(monkeypatch: pytest.MonkeyPatch,

@@ -4,8 +4,8 @@ reference, on CPU tensors.
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--all] [operation ...]
 
 Without `--all` an operation that has many lists of arguments meets each of them in one dtype a
-shape, so that every two of list, dtype and shape meet; products in half of the shapes, since their
-interpretation takes minutes; those of `PARTS` each list in every dtype.
+shape, so that every two of list, dtype and shape meet; products in a third of the shapes, since
+their interpretation takes minutes; those of `PARTS` each list in every dtype.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def problems(name: str, whole: bool) -> Iterator[tuple[str, torch.dtype, int, li
     for number in range(max(map(len, lists.values()))):
         having = [key for key, some in lists.items() if number < len(some)]
         labels = list(dict(having))
-        part = min(PARTS.get(name, 6 if name.startswith("expert_") else 3), len(having))
+        part = min(PARTS.get(name, 9 if name.startswith("expert_") else 3), len(having))
         for label, dtype in having:
             place = labels.index(label) + DTYPES.index(dtype)
             if whole or (place + number) % part == 0:

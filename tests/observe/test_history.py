@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -443,3 +444,36 @@ def test_changes_of_the_expert_parallel_size(tmp_path: Path) -> None:
     assert [record.line() for record in run.resizes] == [
         "expert-parallel ranks 2 -> 4 before step 6: 2 KiB sent by all ranks, 500 ms"]
     assert any("line 3" in note for note in run.notes), run.notes
+
+
+def test_records_of_a_long_log_take_little_memory(tmp_path: Path) -> None:
+    """Less than half of what tuples of loads and a dict for each count would take."""
+    counts = {name: {"r=1 d=2": 10} for name in ("layouts", "exchanges", "routers", "collectives")}
+    with (tmp_path / "stats.jsonl").open("w") as file:
+        for step in range(400):
+            row = {"step": step, "layer": "a", "load": [1000 * step + i for i in range(64)],
+                   "tokens": 8.5, **counts}
+            file.write(json.dumps(row) + "\n")
+    tracemalloc.start()
+    try:
+        run = read_run(tmp_path)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert list(run.layers["a"][1].load) == [1000 + i for i in range(64)]
+    assert size / 400 < 1000
+
+
+@pytest.mark.parametrize("bad", [True, "3", None, 1e31, [1]])
+@pytest.mark.parametrize("good", [1, 1.5, math.nan, 2**40])
+def test_a_load_that_is_no_number_is_left_out_whatever_stands_beside_it(
+        tmp_path: Path, good: float, bad: object) -> None:
+    lines = [{"step": step, "layer": "a", "load": load, "layouts": counts}
+             for step, load, counts in ((1, [good, good], {}), (2, [good, bad], {}),
+                                        (3, [bad, good], {}),
+                                        (4, [1], {"r": bad or "x", "d": good}),
+                                        (5, [good], {"r": good}))]
+    (tmp_path / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    run = read_run(tmp_path)
+    assert [record.step for record in run.layers["a"]] == [1, 5]
+    assert "3 lines of stats.jsonl could not be read" in " ".join(run.notes)

@@ -132,13 +132,14 @@ def test_without_unicode_the_bars_are_ascii(tmp_path: Path) -> None:
 
 
 def test_names_from_a_log_do_not_steer_the_terminal() -> None:
-    evil = "\x1b[2J\x07\x9b[bold]evil"
+    evil = "\x1b[2J\n\x9b[bold]evil"
     run = RunRecord(name=evil, host=evil,
                     layers={evil: [LayerRecord(step=1, layer=evil, load=(1, 1),
                                                max_over_mean=1.0)]}, notes=[evil])
     lines = shown(run)
     assert all(line.isprintable() for line in lines)
-    assert sum("[bold]evil" in line for line in lines) == 3  # nor is it markup
+    said = r"\x1b[2J\n\x9b[bold]evil"  # nor is it markup
+    assert sum(said in line for line in lines) == 3, lines
 
 
 def test_it_follows_a_growing_file_and_writes_only_when_something_changed(tmp_path: Path) -> None:

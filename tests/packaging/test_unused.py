@@ -30,11 +30,12 @@ OVERRIDDEN = {
 }
 
 
-def _programs() -> Iterator[ast.Module]:
+@cache
+def _programs() -> list[ast.Module]:
     """The package, scripts and examples; tests are none."""
-    yield from (source.tree for source in sources().values())
-    for folder in ("scripts", "docs/examples"):
-        yield from (ast.parse(p.read_text("utf-8")) for p in (ROOT / folder).rglob("*.py"))
+    others = [p for folder in ("scripts", "docs/examples") for p in (ROOT / folder).rglob("*.py")]
+    return [*(source.tree for source in sources().values()),
+            *(ast.parse(p.read_text("utf-8")) for p in others)]
 
 
 @cache
@@ -107,14 +108,14 @@ def never_given(trees: list[ast.Module], others: list[ast.Module], known: set[st
 
 
 def test_every_method_is_called():
-    assert unnamed_methods(list(_programs()), set(_manual()) | OVERRIDDEN) == []
+    assert unnamed_methods(_programs(), set(_manual()) | OVERRIDDEN) == []
 
 
 def test_every_optional_argument_is_given():
     """By tests, too: what they alone give may be a seam."""
     tests = [ast.parse(p.read_text("utf-8")) for p in (ROOT / "tests").rglob("*.py")]
     known = set(_manual()) | set(moe_plugin.EXPORTS) | {*OVERRIDDEN}
-    assert never_given(list(_programs()), tests, known) == []
+    assert never_given(_programs(), tests, known) == []
 
 
 def settings(cls: Any) -> Iterator[str]:

@@ -186,23 +186,30 @@ def detect(path: str | Path, trust: bool = False) -> str:
         UntrustedFile: its format cannot be told without other classes and `trust` is off.
     """
     path, refused = Path(path), list[UntrustedFile]()
-    found = [name for name in formats.names() if _detects(name, path, trust, refused)]
+    unreadable: list[str] = []
+    found = [name for name in formats.names()
+             if _detects(name, path, trust, refused, unreadable)]
     if not found and refused:
         raise refused[0]
     if not found and not path.exists():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
     if len(found) != 1:
-        what = f"could be {' or '.join(found)}" if found else "is of no known format"
+        why = f" ({'; '.join(unreadable)})" if unreadable else ""
+        what = f"could be {' or '.join(found)}" if found else f"is of no known format{why}"
         raise CheckpointError(f"checkpoint {str(path)!r} {what}; name its format with --from, one "
                               f"of {', '.join(formats.names())}")
     return found[0]
 
 
-def _detects(name: str, path: Path, trust: bool, refused: list[UntrustedFile]) -> bool:
+def _detects(name: str, path: Path, trust: bool, refused: list[UntrustedFile],
+             unreadable: list[str]) -> bool:
     try:
         return formats.get(name)().detect(path, trust)
     except UntrustedFile as error:
         refused.append(error)
+        return False
+    except CheckpointError as error:
+        unreadable.append(f"{name}: {error}")
         return False
     except UNREADABLE:  # what a file may hold that is of another format, or damaged
         return False

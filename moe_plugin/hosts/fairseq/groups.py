@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -187,8 +186,7 @@ class Evaluation:
         shorten_timeouts(timeout_s)
         if self.turns is None:
             self.turns = Turns(TorchComm(None, timeout_s))
-        return FairseqGroups(TorchComm(_consecutive(size, self.ranks, timeout_s), timeout_s), 1,
-                             size)
+        return FairseqGroups(TorchComm(_consecutive(size, timeout_s), timeout_s), 1, size)
 
 
 @contextmanager
@@ -241,19 +239,16 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
             "use 0 for all of them")
     if size == 1:
         return FairseqGroups(LocalComm(), world, world)
-    group = _consecutive(size, world, timeout_s)
+    group = _consecutive(size, timeout_s)
     mine = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
         group, timeout_s)
     return FairseqGroups(mine, world // size, world)
 
 
-def _consecutive(size: int, world: int, timeout_s: float) -> dist.ProcessGroup:
-    """This rank's group of `size` consecutive ranks. Collective."""
-    mine = None
-    for first in range(0, world, size):
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-        if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None
-    return mine
+def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's group of `size` consecutive ranks of the job. Collective. It is made once, so
+    that changes back and forth between sizes open no new connections.
+    """
+    part = TorchComm(None, timeout_s).contiguous_subgroup(size)
+    assert isinstance(part, TorchComm)
+    return part.group

@@ -242,7 +242,8 @@ class MoETrainer(Trainer):
         """Average gradients over the ranks that store this rank's experts now. Collective."""
         moe = moe_layers(self._model)[0].moe_layer.moe
         timeout_s = moe.config.comm.timeout_s
-        comm = replica_comm(moe.comm, TorchComm(self.data_parallel_process_group, timeout_s))
+        world = TorchComm(self.data_parallel_process_group, timeout_s)
+        comm = replica_comm(moe.comm, world, self)
         self._reducer = None
         if self._optimizer is not None:
             self._mark_copies()

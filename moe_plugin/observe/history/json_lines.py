@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 from typing import Any, TypeVar
 
 from moe_plugin.messages import short
@@ -34,18 +36,19 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
                    decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 
-def _loads(values: list[Any]) -> tuple[float, ...]:
-    """The loads of all experts. Equal numbers are one object, because a long log has millions."""
-    known = {*map(type, values)} <= {int, float}
-    if not known or not max(map(abs, values), default=0) <= LARGEST:  # not: also of NaN
-        return tuple(_number(value, "load") for value in values)  # says what is wrong
-    return tuple(map(_one_of, values))
-
-
-@functools.lru_cache(maxsize=1 << 16)  # bounded: training reads its own records, too
-def _one_of(value: float) -> float:
-    """The object that stands for all numbers of this value."""
-    return value
+def _loads(values: list[Any]) -> Sequence[float]:
+    """The loads of all experts. A long log has millions, which an array holds in 4 or 8 bytes
+    each.
+    """
+    kinds = {*map(type, values)}
+    try:
+        if kinds == {int}:
+            return array("i", values)
+        if kinds == {float} and max(map(abs, values)) <= LARGEST and not any(map(isnan, values)):
+            return array("d", values)
+    except OverflowError:
+        pass
+    return tuple([_number(value, "load") for value in values])  # says what is wrong
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
@@ -136,21 +139,36 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(kind)
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, whether it is numbers by name) of a record's fields."""
+    return tuple((field.name, field.default, field.default_factory is dict)
+                 for field in dataclasses.fields(kind) if field.init)
 
 
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
     """A record of a line: given fields, numbers, and numbers by name, each known by its default."""
-    for field in _fields(kind):
-        if field.name in given:
+    for name, default, by_name in _fields(kind):
+        if name in given:
             continue
-        if field.default_factory is dict:
-            given[field.name] = _numbers(row, field.name)
+        value = row.get(name)
+        if by_name:
+            given[name] = _numbers(row, name) if value else _NONE
+        elif value is None:
+            given[name] = default
         else:
-            value = _maybe(row, field.name)
-            given[field.name] = field.default if value is None else value
+            plain = type(value) in _PLAIN and -LARGEST <= value <= LARGEST
+            given[name] = value if plain else _number(value, name)
     return kind(**given)
+
+
+_NONE: dict[str, float] = {}  # shared by all records that have no such numbers
+_PLAIN = {int, float}  # no bool
+
+
+@functools.lru_cache(maxsize=1 << 10)  # bounded: training reads its own records, too
+def _shared(*items: tuple[str, float]) -> dict[str, float]:
+    """The object that stands for all counts that are equal; a long log has many."""
+    return dict(items)
 
 
 def _number(value: Any, name: str) -> float:
@@ -201,5 +219,9 @@ def _dict(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _numbers(row: Mapping[str, Any], name: str) -> dict[str, float]:
-    return {str(key): _number(value, name)
-            for key, value in _dict(row, name).items() if value is not None}
+    found = _dict(row, name)
+    kinds, numbers = {*map(type, found.values())}, found.values()
+    if not kinds <= _PLAIN or not (-LARGEST <= min(numbers) and max(numbers) <= LARGEST):
+        return {str(key): _number(value, name)
+                for key, value in found.items() if value is not None}
+    return _shared(*found.items()) if float not in kinds else found

@@ -72,17 +72,20 @@ class DecisionRecord:
     measured_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+# a long log has many: with slots they take half the memory, and a frozen one is made in five times
+# the time
+@dataclass(kw_only=True, slots=True)
 class LayerRecord:
     """Statistics of one layer over one interval; see docs/observability.md.
 
-    load: choices by expert, empty if unknown.
+    load: choices by expert, empty if unknown. Read from a log it is an `array`.
+    choices: their sum.
     """
 
     step: int
     layer: str
     time: float | None = None
-    load: tuple[float, ...] = ()
+    load: Sequence[float] = ()
     tokens: float | None = None
     max_over_mean: float | None = None
     drop_fraction: float | None = None
@@ -99,6 +102,10 @@ class LayerRecord:
     collectives: dict[str, float] = field(default_factory=dict)
     store: dict[str, float] = field(default_factory=dict)
     decisions: tuple[DecisionRecord, ...] = ()
+    choices: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = sum(self.load)
 
     @property
     def hit_rate(self) -> float | None:
@@ -109,7 +116,7 @@ class LayerRecord:
     @property
     def shares(self) -> tuple[float, ...]:
         """Load by expert over the mean load: 1 is perfect balance; NaN if nothing was routed."""
-        total, count = sum(self.load), len(self.load)
+        total, count = self.choices, len(self.load)
         return tuple([n * count / total for n in self.load]) if total else (math.nan,) * count
 
 
@@ -203,7 +210,8 @@ class RunRecord:
     @property
     def step_range(self) -> tuple[int, int]:
         """The first and the last step of any record; (0, 0) without records."""
-        steps = [r.step for r in (*self.steps, *self.layer_records)]
+        steps = [r.step for records in (self.steps, *self.layers.values()) if records
+                 for r in (records[0], records[-1])]
         return min(steps, default=0), max(steps, default=0)
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,7 +62,7 @@ def _rows_between(r: LayerRecord) -> float | None:
 
 def _saved_rows(r: LayerRecord) -> float | None:
     """Share of a row for each kept choice that was not sent; None: every choice was a row."""
-    kept = sum(r.load) * (1 - (r.drop_fraction or 0.0))
+    kept = r.choices * (1 - (r.drop_fraction or 0.0))
     return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
 
 
@@ -122,6 +123,7 @@ MOST_FREQUENT = {
 
 def sections(run: RunRecord) -> list[ReportSection]:
     """All figures for which the run has data."""
+    stored = any(record.store for records in run.layers.values() for record in records)
     found = [
         ReportSection("Training", training(run)),
         ReportSection("Ensemble", ensemble(run)),
@@ -130,7 +132,7 @@ def sections(run: RunRecord) -> list[ReportSection]:
         ReportSection("Router", router(run)),
         ReportSection("Exchange and layouts", [*exchange(run), *layouts(run)]),
         ReportSection("Experts outside the device", [
-            figure for id in LAYER_CHARTS if id.startswith("store-")
+            figure for id in LAYER_CHARTS if stored and id.startswith("store-")
             for figure in of_layers(run, id)]),
         ReportSection("Activations and weights outside the device", copies(run)),
         ReportSection("Time of a step", timelines(run)),
@@ -165,11 +167,11 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
                 for name, records in zip(_names(run), run.layers.values(), strict=True)]
-    at: dict[int, list[float]] = {}
-    for record in run.layer_records:
-        v = value(record)
-        if v is not None and math.isfinite(v):
-            at.setdefault(record.step, []).append(v)
+    at = defaultdict[int, list[float]](list)
+    for records in run.layers.values():
+        for step, v in [(record.step, v) for record in records if (v := value(record)) is not None]:
+            if math.isfinite(v):
+                at[step].append(v)
     rules = {"highest layer": max, "middle layer": statistics.median, "lowest layer": min}
     return [line(name, [(step, rule(at[step])) for step in sorted(at)])
             for name, rule in rules.items()]
@@ -312,19 +314,22 @@ def layouts(run: RunRecord) -> list[Figure]:
 
 
 def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list[Band]:
-    bands: list[Band] = []
-    before = 0
+    stretches: list[tuple[str, float, float]] = []  # name, start, end
+    before, known, kind = 0, None, ""
     for r in records:
         found = getattr(r, field)
         if found:
-            kind, start = _name(field, max(found, key=lambda name: found[name])), before
-            if bands and bands[-1].kind == kind and bands[-1].end == before:
-                start = bands.pop().start
-            bands.append(Band(row, start, r.step, kind, kind))
+            if found is not known:  # records of a log share equal counts
+                kind, known = _name(field, max(found, key=lambda name: found[name])), found
+            start = before
+            if stretches and stretches[-1][::2] == (kind, before):
+                start = stretches.pop()[1]
+            stretches.append((kind, start, r.step))
         before = r.step
-    return bands
+    return [Band(row, start, end, kind, kind) for kind, start, end in stretches]
 
 
+@functools.lru_cache(maxsize=1 << 10)
 def _name(field: str, name: str) -> str:
     """What a record counts, in words."""
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.hosts.fairseq.conftest import Corpus, Result, run, run_alone
 
+ROOT = Path(__file__).parents[3]
 _TINY = "--config-dir configs/fairseq --config-name moe_lm_tiny common.cpu=true"
 
 
@@ -47,6 +48,16 @@ def test_one_line_says_what_does_not_fit(corpus: Corpus, tmp_path: Path, words: 
     assert done.code == 2 and len(said) == 1 and done.log.endswith(f"{said[0]}\n"), done.log[-3000:]
     assert all(part in said[0] for part in parts) and "Traceback" not in done.log
     assert "Error executing job" not in done.log and "HYDRA_FULL_ERROR" not in done.log
+
+
+def test_what_a_file_says_does_not_steer_the_terminal(corpus: Corpus, tmp_path: Path) -> None:
+    text = (ROOT / "configs/fairseq/moe_lm_tiny.yaml").read_text()
+    for value in (r'num_experts: "a\x1b[2J\nb"', r'"num_expertz\x1b[2J\n": 8'):
+        (tmp_path / "evil.yaml").write_text(text.replace("num_experts: 8", value))
+        done = _run(f"--config-dir {tmp_path} --config-name evil common.cpu=true task.data=x",
+                    tmp_path)
+        assert done.code and "\x1b" not in done.log, done.log[-2000:]
+        assert r"\x1b[2J" in done.log.splitlines()[-1], done.log[-2000:]
 
 
 def test_nothing_else_is_written(corpus: Corpus, tmp_path: Path,

@@ -5,6 +5,7 @@ keeps its size.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ from moe_plugin.config import run_from_dict
 from moe_plugin.hosts.fairseq import resizing
 from moe_plugin.observe.history.reader import read_run
 from moe_plugin.observe.report.content import summary
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
+from moe_plugin.resilience.resizing import ExpertParallelSteps
+from moe_plugin.run import StepInput
+from tests.hosts.fairseq.commands import run_command
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, fork, run
 
 pytestmark = pytest.mark.distributed
 SGD = "--optimizer sgd --momentum 0.9 --lr 0.1 "
@@ -76,6 +80,31 @@ def test_checkpoints_of_any_size_resume_at_the_size_of_their_step(corpus: Corpus
     assert one["expert_parallel"]["bytes"] > 1e5 and one["expert_parallel"]["seconds"] > 0
     said = dict(summary(read_run(home)))
     assert said["Change of size"].startswith("expert-parallel ranks 1 -> 4 before step 6: ")
+
+
+def run_and_count(arguments: list[str]) -> None:
+    """`fairseq-train` that prints how many descriptors are open when a step begins."""
+    begin = ExpertParallelSteps.around_step
+
+    def counted(self: ExpertParallelSteps, step: StepInput) -> Any:
+        around = begin(self, step)
+        print(f"rank {self.world.rank}: {len(os.listdir('/proc/self/fd'))} descriptors", flush=True)
+        return around
+
+    ExpertParallelSteps.around_step = counted  # type: ignore[method-assign]
+    run_command("fairseq-train", arguments)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open descriptors here")
+@pytest.mark.parametrize("size", [1, 2])
+def test_changes_back_and_forth_open_no_new_connections(corpus: Corpus, size: int) -> None:
+    changes_ = ",".join(f"{step}={1 + step % 2}" for step in range(2, 16))
+    result = fork(2, run_and_count, f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save "
+                  f"--disable-validation --max-update 15 --moe-expert-parallel-size {size} "
+                  f"--moe-expert-parallel-at {changes_}".split()).ok()
+    for rank in range(2):
+        open_ = [int(n) for n in re.findall(rf"rank {rank}: (\d+) descriptors", result.log)]
+        assert len(open_) == 15 and max(open_[4:]) == open_[3], open_
 
 
 def test_sizes_that_do_not_fit_are_refused_before_the_run(corpus: Corpus, tmp_path: Path) -> None:

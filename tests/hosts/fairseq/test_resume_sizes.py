@@ -144,7 +144,16 @@ def test_the_newest_complete_step_of_any_number_of_ranks_is_found(tmp_path: Path
     assert [(one.step, one.world) for one in found] == [(9, 2)]  # rank 0 of the four is gone
     assert found[0].paths[1].endswith("-rank-1.pt.new")
     (home / "checkpoint_last-rank-0.pt").write_bytes(b"damaged")
-    assert survey(str(home / "checkpoint_last.pt")) == []
+    left_out: list[str] = []
+    assert survey(str(home / "checkpoint_last.pt"), left_out=left_out) == []
+    for said in (left_out[0], *(_refusal(home, format_) for format_ in (None, "fairseq"))):
+        assert "checkpoint_last-rank-0.pt" in said and "damaged" in said, said
+
+
+def _refusal(home: Path, format_: str | None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_source(home, format_)
+    return str(caught.value)
 
 
 def test_optimizer_state_without_names_is_known_by_its_order(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import functools
 import json
 import os
 import pickle
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +369,24 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(latest: str | None, data
     on_ranks(2, trained, [*MODEL, "--data-path", data, "--train-iters", "6", *EP2, "--load",
                          str(folder), "--log-file", str(log)])
     assert losses_of(str(log)) == {step: whole_run[1][step] for step in (5, 6)}
+
+
+def test_a_run_does_not_go_on_from_one_flipped_bit(data: str, whole_run: Any,
+                                                   tmp_path: Path) -> None:
+    folder = _copy_of(whole_run[0], tmp_path)
+    for older in folder.glob("iter_*"):
+        if older.name != "iter_0000004":
+            shutil.rmtree(older)
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    shard = max((folder / "iter_0000004").glob("*.distcp"))
+    whole = bytearray(shard.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    shard.write_bytes(whole)
+    log = tmp_path / "resumed.jsonl"
+    with pytest.raises(AssertionError, match=re.escape(f"{shard.name} has another checksum")):
+        on_ranks(2, trained, [*MODEL, "--data-path", data, "--train-iters", "6", *EP2, "--load",
+                             str(folder), "--log-file", str(log)])
+    assert not log.exists() or not losses_of(str(log))
 
 
 class _Payload:

@@ -53,8 +53,9 @@ def wrapped(how: str, model: nn.Module, world: TorchComm, ep: TorchComm | LocalC
     if how == "sync_gradients":
         replicas = replica_comm(ep, world) if ep.size > 1 else None
         return model, lambda: sync_gradients(model, world, ep, replicas)
-    made = {"ddp_model": ddp_model, "reduce_experts": reduce_experts}[how](model)
-    return made if how == "ddp_model" else model, lambda: None
+    made = {"ddp_model": ddp_model, "reduce_experts": reduce_experts,
+            "torch's DDP": nn.parallel.DistributedDataParallel}[how](model)
+    return model if how == "reduce_experts" else made, lambda: None
 
 
 def biases(world: TorchComm, router: str, how: str, ep: int) -> Tensor:
@@ -73,7 +74,8 @@ def biases(world: TorchComm, router: str, how: str, ep: int) -> Tensor:
 
 
 CASES = [("sigmoid_bias", "reduce_experts", 2), ("sigmoid_bias", "sync_gradients", 2),
-         ("sigmoid_bias", "ddp_model", 1), ("quantile", "reduce_experts", 2)]
+         ("sigmoid_bias", "ddp_model", 1), ("sigmoid_bias", "torch's DDP", 1),
+         ("quantile", "reduce_experts", 2)]
 
 
 def on_processes() -> list[Tensor]:

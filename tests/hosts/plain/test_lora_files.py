@@ -173,6 +173,18 @@ def test_a_full_disk_leaves_the_adapters_that_were_there(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_one_flipped_bit_of_saved_adapters_is_refused(tmp_path: Path) -> None:
+    model = swapped()
+    add_lora(model, 2, 4.0)
+    save_adapter(model, tmp_path)
+    [path] = tmp_path.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-len(content) // 4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path.name}.*(damaged|checksum)"):
+        load_adapter(swapped(), tmp_path)
+
+
 def test_patterns_of_the_models_own_adapters_do_not_reach_experts(tmp_path: Path) -> None:
     model = peft.get_peft_model(swapped(), peft.LoraConfig(
         r=2, lora_alpha=3, target_modules=["o_proj"], rank_pattern={"o_proj|.*": 3},

@@ -95,9 +95,12 @@ def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
             "--use-sharded-state and save a whole checkpoint")
 
 
-def survey(name: str, trusted: bool = False) -> list[Written]:
+def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) -> list[Written]:
     """The complete steps in the files of `NAME.pt` and `NAME-rank-N.pt`, newest first; also those
-    whose last phase of saving was interrupted. Files that cannot be read are left out.
+    whose last phase of saving was interrupted.
+
+    left_out: optional. Receives an error's text, with file and reason, for each file that cannot be
+        read, and is therefore left out.
     """
     whole = files.without_rank(name)
     found: dict[tuple[int, int, int, int], dict[int, str]] = {}
@@ -107,7 +110,9 @@ def survey(name: str, trusted: bool = False) -> list[Written]:
             continue
         try:
             manifest = _manifest(read_file(path, trusted))
-        except CheckpointError:
+        except CheckpointError as error:
+            if left_out is not None:
+                left_out.append(str(error))
             continue
         key = tuple(manifest[name] for name in ("num_updates", "world_size",
                                                 "expert_parallel_size", "num_experts"))
@@ -254,10 +259,7 @@ class FairseqFormat(Format):
     sizes = frozenset({"world", "ep", "shards"})
 
     def detect(self, path: Path, trust: bool = False) -> bool:
-        try:
-            return bool(_written(path, trust))
-        except CheckpointError:
-            return False
+        return bool(_written(path, trust))
 
     def open(self, path: Path, trust: bool = False) -> Source:
         written = _written(path, trust)
@@ -293,9 +295,12 @@ def _written(path: Path, trusted: bool = False) -> Written | None:
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     if not name.endswith(".pt"):
         return None
-    for written in survey(name, trusted):
+    left_out: list[str] = []
+    for written in survey(name, trusted, left_out):
         state = read_file(written.paths[0], trusted)
         branch = files.MANIFEST not in state and files.of_branch(state)
         if not branch and ("args" in state or "cfg" in state):
             return written
+    if left_out:
+        raise CheckpointError("; ".join(left_out))
     return None

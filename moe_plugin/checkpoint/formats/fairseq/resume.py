@@ -94,11 +94,13 @@ def part_state(path: str, rank: int = 0, size: int = 1,
         ValueError: the experts do not fit.
     """
     trusted = trust.FLAG in sys.argv
-    steps = survey(path, trusted)
+    left_out: list[str] = []
+    steps = survey(path, trusted, left_out)
     if not steps:
         raise CheckpointError(
-            f"checkpoint {without_rank(path)!r} is incomplete: a rank's file is missing, damaged "
-            "or of another step; restore it, or give another one with --path")
+            f"checkpoint {without_rank(path)!r} is incomplete: "
+            f"{'; '.join(left_out) or 'a file of a rank is missing, or of another step'}; restore "
+            "it, or give another one with --path")
     if found := damage(steps[0].paths[rank::size], "--path"):
         raise CheckpointError(found)
     with open_written(steps[0], trusted) as source:
