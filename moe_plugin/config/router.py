@@ -89,6 +89,11 @@ class LinksConfig(SettingsSection):
         "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
         "dropped; 0: none are",
         flag="pair-capacity")
+    overflow: str = option(
+        "drop",
+        "ta_moe with pair_capacity: drop choices beyond it; or next: give such a choice to the "
+        "token's next best expert that has room, and drop it where none has",
+        choices=("drop", "next"), flag="pair-overflow")
     visited: float = option(
         0.0,
         "ta_moe, topology_quota: added, for the choice alone, to the score of experts on nodes to "
@@ -103,6 +108,9 @@ class LinksConfig(SettingsSection):
         self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
         self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")
         self.require("pair_capacity", self.pair_capacity >= 0, ">= 0", "use 0 for none")
+        self.require("overflow", self.overflow == "drop" or self.pair_capacity >= 1,
+                     "'drop' unless router.links.pair_capacity >= 1, so that there is room",
+                     "use router.links.pair_capacity=1")
 
 
 @dataclass(kw_only=True)
