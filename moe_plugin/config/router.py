@@ -74,7 +74,7 @@ class LinksConfig(SettingsSection):
     costs: str | None = option(
         None,
         "YAML or JSON file with a square list of lists: seconds per byte from rank i to rank j of "
-        "the expert-parallel group; none: by comm.cluster if it is set, else 1 within a node and "
+        "the expert-parallel group; none: by comm.cluster, else 1 within a node and "
         "`far` between nodes", flag="link-costs")
     far: float = option(8.0, "cost of a byte to another node, relative to one within a node",
                         flag="link-far-cost")
@@ -91,14 +91,12 @@ class LinksConfig(SettingsSection):
         flag="pair-capacity")
     overflow: str = option(
         "drop",
-        "ta_moe with pair_capacity: drop choices beyond it; or next: give such a choice to the "
-        "token's next best expert that has room, and drop it where none has",
+        "choices beyond pair_capacity: drop; next: the next best expert with room",
         choices=("drop", "next"), flag="pair-overflow")
     visited: float = option(
         0.0,
-        "ta_moe, topology_quota: added, for the choice alone, to the score of experts on nodes to "
-        "which a token's row goes anyway, its own among them; fewer rows travel between nodes with "
-        "dispatch.send; 0: none",
+        "ta_moe, topology_quota: added, for the choice alone, to scores of experts on nodes that a "
+        "token's row visits anyway; fewer rows travel between nodes with dispatch.send; 0: none",
         flag="visited-bias")
 
     def check_bounds(self) -> None:

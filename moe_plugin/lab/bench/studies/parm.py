@@ -31,8 +31,14 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """grid: nodes x ranks. k, f: experts of a token, capacity factor. d: pieces. tokens: of a pair
-    of ranks.
+    """A layer whose ranks have the same tokens in pairs.
+
+    Attributes:
+        grid: nodes x ranks.
+        k: experts of a token.
+        f: capacity factor.
+        d: pieces.
+        tokens: of a pair of ranks.
     """
 
     grid: str
