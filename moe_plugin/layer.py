@@ -100,7 +100,7 @@ class MoELayer(LayerState):
         routing = self.route(tokens, top_k)
         kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
                 else self.capacity(routing, self.training))
-        layout = self.layouts.select(kept, choice, self.training)
+        layout, kept = self.layouts.select(kept, choice, self.training)
         alongside = (None if self.shared_expert is None and overlapped is None
                      else OverlappedWork(self.shared_expert, tokens, overlapped))
         x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)

@@ -97,7 +97,7 @@ class RoutedExperts:
         routing = Routing(ids_TK, weights_TK.to(wide), None, {}, none, none.long())
         kept = KeptRouting(routing, None, None, routing)
         tuner, traced = self.layouts.tuner, torch.compiler.is_compiling()
-        layout = self.layouts.select(kept, None, training)
+        layout, kept = self.layouts.select(kept, None, training)
         if tuner is not None and not traced:
             tuner.pop_decisions()  # which logs them
         return through_experts(self.experts, layout, x_TD, kept)[0]

@@ -76,7 +76,7 @@ class LinksConfig(SettingsSection):
     costs: str | None = option(
         None,
         "YAML or JSON file with a square list of lists: seconds per byte from rank i to rank j of "
-        "the expert-parallel group; none: by comm.cluster if it is set, else 1 within a node and "
+        "the expert-parallel group; none: by comm.cluster, else 1 within a node and "
         "`far` between nodes", flag="link-costs")
     far: float = option(8.0, "cost of a byte to another node, relative to one within a node",
                         flag="link-far-cost")
@@ -91,11 +91,14 @@ class LinksConfig(SettingsSection):
         "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
         "dropped",
         flag="pair-capacity")
+    overflow: str = option(
+        "drop",
+        "choices beyond pair_capacity: drop; next: the next best expert with room",
+        choices=("drop", "next"), flag="pair-overflow")
     visited: float = option(
         0.0,
-        "ta_moe, topology_quota: added, for the choice alone, to the score of experts on nodes to "
-        "which a token's row goes anyway, its own among them; fewer rows travel between nodes with "
-        "dispatch.send; 0: none",
+        "ta_moe, topology_quota: added, for the choice alone, to scores of experts on nodes that a "
+        "token's row visits anyway; fewer rows travel between nodes with dispatch.send; 0: none",
         flag="visited-bias")
 
     def check_bounds(self) -> None:
@@ -105,6 +108,9 @@ class LinksConfig(SettingsSection):
         self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
         self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")
         self.require("pair_capacity", self.pair_capacity >= 0, ">= 0", "use 0 for none")
+        self.require("overflow", self.overflow == "drop" or self.pair_capacity >= 1,
+                     "'drop' unless router.links.pair_capacity >= 1, so that there is room",
+                     "use router.links.pair_capacity=1")
 
 
 @dataclass(kw_only=True)

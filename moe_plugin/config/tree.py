@@ -146,7 +146,8 @@ class MoEConfig(SettingsSection):
         where = f"where router.name={short(router.name)}"
         quota, capacity = (router.may_be_read([name]) for name in ("topology_quota", "ta_moe"))
         links.read_where(quota, where, "use router.name=topology_quota", "quota")
-        links.read_where(capacity, where, "use router.name=ta_moe", "pair_capacity")
+        links.read_where(capacity, where, "use router.name=ta_moe", "pair_capacity",
+                         "overflow")
         if links.visited:
             links.read_where(quota or capacity, where, "use router.name=topology_quota or ta_moe",
                              "visited")

@@ -101,9 +101,11 @@ class Dispatcher(ABC):
     def plan(self, kept: KeptRouting) -> DispatchPlan:
         """Agree on all sizes. The only step in which the host may wait for the device."""
 
-    def start_sizes(self, routing: Routing) -> Any:
+    def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
         """Begin what `plan` agrees on, for a call whose choices are known early and all kept;
         None: nothing. It goes into the routing's `sizes`. All ranks begin theirs in the same order.
+
+        tokens: the largest number of tokens of a rank, too (`dispatch.ragged.SentSizes`).
         """
         return None
 
@@ -140,8 +142,8 @@ class WrappedDispatcher(Dispatcher):
     def plan(self, kept: KeptRouting) -> DispatchPlan:
         return self.inner.plan(kept)
 
-    def start_sizes(self, routing: Routing) -> Any:
-        return self.inner.start_sizes(routing)
+    def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
+        return self.inner.start_sizes(routing, tokens)
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
         return self.inner.dispatch(x_TD, plan, anchor)

@@ -39,22 +39,28 @@ class SentSizes:
     """The numbers of rows of one call, on their way.
 
     Attributes:
-        owner: the dispatcher that began it; of another one they are of no use.
+        owner: the dispatcher that began it; of one with another placement they are of no use.
         order_N: the choices by expert, see `sort_by_expert`.
+        most_tokens: the tokens of the rank with most; `rows` sets it, where they were sent.
     """
 
     owner: object
     order_N: Tensor
     _shape: tuple[int, int, int]
     _arriving: Callable[[], Tensor]
+    _local: int
     _rows: list[list[list[int]]] | None = field(default=None)
+    most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
         """Rows to and from each rank, by the receiver's local expert. The host waits for their copy
         from the device, and for no work that was launched later.
         """
         if self._rows is None:
-            self._rows = self._arriving().view(self._shape).tolist()
+            found = self._arriving().view(self._shape).tolist()
+            if self._shape[2] > self._local:
+                self.most_tokens = max(row.pop() for side in found for row in side)
+            self._rows = found
         send_WL, recv_WL = self._rows
         return send_WL, recv_WL
 
@@ -63,34 +69,38 @@ def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routi
     """Exchange the numbers of rows of a call; see `start_sizes`."""
     order_N, send_V = _sorted(place, ids_TK, routing)
     both_2V = torch.stack([send_V, place.comm.all_to_all(send_V)])
-    return SentSizes(owner, order_N, _shape(place), lambda: both_2V)
+    return SentSizes(owner, order_N, (2, place.comm.size, place.local), lambda: both_2V,
+                     place.local)
 
 
-def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
+def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing,
+                tokens: bool = False) -> SentSizes:
     """Begin to exchange the numbers of rows of a call. All ranks begin theirs in the same order.
 
     Args:
         owner: the dispatcher.
         ids_TK: over shards of experts, see `dispatch.base.expand`.
         routing: that they are of.
+        tokens: each rank's number of tokens travels along; see `SentSizes.most_tokens`.
     """
     order_N, send_V = _sorted(place, ids_TK, routing)
+    if tokens:
+        each_WL = send_V.view(place.comm.size, place.local)
+        own_W1 = each_WL.new_full((place.comm.size, 1), ids_TK.shape[0])
+        send_V = torch.cat([each_WL, own_W1], 1).flatten()
     wait = place.comm.start_all_to_all(send_V)
     if send_V.device.type == "cpu":  # ranks meet while this one computes
         def arriving() -> Tensor:
             return torch.stack([send_V, wait()])
     else:  # the exchange is in the device's queue, and so is the copy behind it
         arriving = start_to_host(torch.stack([send_V, wait()]))
-    return SentSizes(owner, order_N, _shape(place), arriving)
+    shape = 2, place.comm.size, place.local + tokens
+    return SentSizes(owner, order_N, shape, arriving, place.local)
 
 
 def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     known = known_load(routing) if place.shards == 1 else ()
     return sort_by_expert(ids_TK, place.virtual, *known)
-
-
-def _shape(place: Placement) -> tuple[int, int, int]:
-    return 2, place.comm.size, place.local
 
 
 @dataclass(frozen=True)
@@ -244,8 +254,8 @@ class RaggedDispatcher(ExchangeDispatcher):
         count_rows(plan, place)
         return plan
 
-    def start_sizes(self, routing: Routing) -> SentSizes | None:
+    def start_sizes(self, routing: Routing, tokens: bool = False) -> SentSizes | None:
         if self.planner is not None:
             return None
         ids_TK, _ = expand(self.placement, routing, None)
-        return start_sizes(self, self.placement, ids_TK, routing)
+        return start_sizes(self, self.placement, ids_TK, routing, tokens)

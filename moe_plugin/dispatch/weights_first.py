@@ -79,7 +79,7 @@ class WeightsFirst(WrappedDispatcher):
         plan = self.inner.plan(kept)
         return WeighedPlan(plan.rows, plan, choices)
 
-    def start_sizes(self, routing: Routing) -> None:
+    def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
         """See `Dispatcher`. Its tokens are others than the routing's."""
         return None
 

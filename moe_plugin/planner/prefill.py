@@ -20,6 +20,9 @@ from moe_plugin.planner.events import Task, Timeline, simulate_ready
 from moe_plugin.planner.files import load_record
 
 PIECES = (1, 2, 5, 8, 20)
+# operations that the host of a rank starts for one more piece: its two exchanges, the rows that it
+# cuts out and puts back, the experts' matmuls (counted for a layer of two ragged ranks)
+PIECE_OPERATIONS = 50
 CUTS = ("experts", "rows")
 
 
@@ -90,15 +93,18 @@ class PrefillLoad:
         rows: of each.
         row_s: seconds in which the network moves one row, in one direction.
         exchange_s: what is fixed about one exchange.
+        host_s: processor time of the host for each piece, where there are several.
     """
 
     experts: int
     rows: float
     row_s: float
     exchange_s: float = 0.0
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("experts", 1), ("rows", 0), ("row_s", 0), ("exchange_s", 0)):
+        for name, least in (("experts", 1), ("rows", 0), ("row_s", 0), ("exchange_s", 0),
+                            ("host_s", 0)):
             if not least <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={short(getattr(self, name))} must be a finite number >= "
                                  f"{least}")
@@ -142,7 +148,8 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
 
 
 def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
-    """Equal pieces through dispatch, experts (`compute_s` each) and combine over one network, which
+    """Equal pieces through dispatch, experts (`compute_s` each, the host's time included) and
+    combine over one network, which
     prefers rows that are still to be computed.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
@@ -182,7 +189,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
         experts = load.experts / count if cut == "experts" else load.experts
         rows = load.rows if cut == "experts" else load.rows / count
         kernel = fastest_kernel(profile, experts, rows)
-        seconds = profile[kernel].seconds(experts, rows)
+        seconds = profile[kernel].seconds(experts, rows) + (load.host_s if count > 1 else 0.0)
         found.append(PrefillChoice(count, cut, kernel, timeline(load, count, seconds).seconds,
                                    bound_s(load, count, seconds)))
     if not found:

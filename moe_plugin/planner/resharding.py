@@ -10,17 +10,27 @@ A slice crosses to a node once (section 3): for the g receivers of a node it arr
 at each, and they exchange the parts on their node; a further node gets its parts from this one, in
 chunks, so that all links of the chain are busy at the same time. On the node of a sender nothing is
 relayed.
+
+A node sends one slice at a time, and receives one. Randomized greedy rounds and, where slices are
+few, a depth-first search with pruning look for a sender of each slice and for an order (section 4,
+`best_order`). `relays` takes the result where it is faster than the largest slices first, each from
+the devices that have least to send.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_plugin.planner.events import Task, simulate
+
 CHUNKS = 4  # of a part that goes on to another node
+ROUNDS = 100  # of randomized greedy
+SEARCHED, STEPS = 8, 20_000  # slices that are searched depth first, and steps of that search
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 
@@ -182,23 +192,167 @@ class Hop:
 def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) -> list[Hop]:
     """Hops that deliver every element of every slice to each of its receivers once.
 
-    Every device that computes this gets the same list. The largest slices choose first, each the
-    senders that have least to send so far. Sorted by chunk, depth, slice, part and receiver: the
-    order in which a device handles what it gets.
+    Every device that computes this gets the same list. Two plans are compared by `hops_s`: the
+    largest slices choose first, each the senders that have least to send so far; or all follow
+    `best_order`. Sorted by chunk, depth, the plan's order of slices, part and receiver: the order
+    in which a device handles what it gets.
 
     Args:
         nodes: by device, the node that it is on.
         chunks: of a part for more than one node.
     """
-    load: dict[int, int] = {}
-    hops: list[Hop] = []
-    for index in sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i)):
-        hops += _of_a_slice(index, slices[index], nodes, chunks, load)
-    return sorted(hops, key=lambda h: (h.chunk, h.depth, h.slice, h.part, h.receiver))
+    largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
+    plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
+    order = best_order(slices, nodes, chunks).steps
+    if not order:
+        return plain
+    searched = {index for index, _ in order}
+    rest = [(i, None) for i in largest if i not in searched]
+    found = _in_order(slices, nodes, chunks, [*order, *rest])
+    return min(plain, found, key=lambda hops: hops_s(hops, nodes))
 
+
+def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
+              order: Sequence[tuple[int, int | None]]) -> list[Hop]:
+    load: dict[int, int] = {}
+    place = {index: number for number, (index, _) in enumerate(order)}
+    hops = [hop for index, home in order
+            for hop in _of_a_slice(index, slices[index], nodes, chunks, load, home)]
+    return sorted(hops, key=lambda h: (h.chunk, h.depth, place[h.slice], h.part, h.receiver))
+
+
+def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
+    """Simulated time of hops in this order, in elements over one link: a node sends one at a time,
+    and receives one; what stays on a node takes no time.
+    """
+    tasks: list[Task] = []
+    last: dict[tuple[int, tuple[int, int], int], str] = {}  # who has brought a part to a device
+    for number, hop in enumerate(hops):
+        before = last.get((hop.slice, hop.part, hop.sender)) if hop.depth else None
+        ends, name = (nodes[hop.sender], nodes[hop.receiver]), f"hop {number}"
+        after = () if before is None else (before,)
+        if ends[0] == ends[1]:
+            tasks.append(Task(name, name, 0.0, after))
+        else:
+            tasks.append(Task(name, f"out {ends[0]}", float(hop.part[1] - hop.part[0]), after,
+                              also=(f"in {ends[1]}",)))
+        last[hop.slice, hop.part, hop.receiver] = name
+    return simulate(tasks).seconds
+
+
+# -- order of slices
+
+
+@dataclass(frozen=True)
+class SliceOrder:
+    """The result of `best_order`.
+
+    Attributes:
+        steps: (slice, node that sends it), in order; slices that cross to no other node are left
+            out.
+        seconds: until the last one has arrived, in elements over one link.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """A slice that crosses: from one of the nodes `senders`, to all nodes `receivers`."""
+
+    index: int
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    seconds: float
+
+
+def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> list[_Crossing]:
+    found = []
+    for index, each in enumerate(slices):
+        senders = tuple(sorted({nodes[device] for device in each.senders}))
+        receivers = tuple(sorted({nodes[device] for device in each.receivers} - {*senders}))
+        if receivers:  # a chain of nodes: each gets the first chunk later
+            late = 1 + (len(receivers) - 1) / chunks
+            found.append(_Crossing(index, senders, receivers, each.elements * late))
+    return found
+
+
+def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
+               rounds: int = ROUNDS) -> SliceOrder:
+    """A sender of each slice and an order in which all are there soon; the same on every device.
+
+    The best of `rounds` randomized greedy ones: as long as slices are left, a maximal set of those
+    that use different nodes goes on, each from the sender that has least to send. For up to 8
+    slices a depth-first search with pruning begins with it; if it ends within its 20,000 steps, no
+    order and no senders are faster. Source: AlpaComm, section 4.
+    """
+    tasks = _crossings(slices, nodes, chunks)
+    source = random.Random(0)
+    best = min((_greedy(tasks, source) for _ in range(rounds)), key=lambda found: found.seconds,
+               default=SliceOrder((), 0.0))
+    return _depth_first(tasks, best) if 1 < len(tasks) <= SEARCHED else best
+
+
+def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
+    """When nodes are free after a slice, and when it has arrived."""
+    ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
+    end = max(free.get(port, 0.0) for port in ports) + task.seconds
+    return {**free, **dict.fromkeys(ports, end)}, end
+
+
+def _greedy(tasks: Sequence[_Crossing], source: random.Random) -> SliceOrder:
+    left, load, steps = source.sample(tasks, len(tasks)), dict[int, float](), []
+    free, last = dict[str, float](), 0.0
+    while left:
+        out, into, later = set[int](), set[int](), []
+        for task in left:
+            senders = [node for node in task.senders if node not in out]
+            if not senders or not into.isdisjoint(task.receivers):
+                later.append(task)
+                continue
+            sender = min(senders, key=lambda node: (load.get(node, 0.0), node))
+            load[sender] = load.get(sender, 0.0) + task.seconds
+            out.add(sender)
+            into.update(task.receivers)
+            steps.append((task.index, sender))
+            free, end = _add(task, sender, free)
+            last = max(last, end)
+        left = later
+    return SliceOrder(tuple(steps), last)
+
+
+def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
+    """The best order of all, if it is found in `STEPS` steps, else the best that was met."""
+    taken = itertools.count(1)
+
+    def bound(left: Sequence[_Crossing], free: Mapping[str, float]) -> float:
+        """What the nodes that still receive take at least."""
+        need: dict[int, float] = {}
+        for task in left:
+            for node in task.receivers:
+                need[node] = need.get(node, 0.0) + task.seconds
+        return max((free.get(f"in {node}", 0.0) + s for node, s in need.items()), default=0.0)
+
+    def search(left: Sequence[_Crossing], steps: tuple[tuple[int, int], ...],
+               free: dict[str, float], last: float) -> None:
+        nonlocal best
+        if max(last, bound(left, free)) >= best.seconds * (1 - 1e-12) or next(taken) > STEPS:
+            return
+        if not left:
+            best = SliceOrder(steps, last)
+        for task in left:
+            rest = [other for other in left if other is not task]
+            for sender in task.senders:
+                after, end = _add(task, sender, free)
+                search(rest, (*steps, (task.index, sender)), after, max(last, end))
+
+    search(sorted(tasks, key=lambda task: (-task.seconds, task.index)), (), {}, 0.0)
+    return best
 
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
-                load: dict[int, int]) -> list[Hop]:
+                load: dict[int, int], home: int | None = None) -> list[Hop]:
+    """Hops of a slice. home: the node that sends it to nodes without a sender; None: any."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)
@@ -210,8 +364,9 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
     if not near:
         return hops
     lanes = max(map(len, near.values()))
+    senders = [s for s in each.senders if home is None or nodes[s] == home]
     for lane, part in enumerate(_parts((0, each.elements), lanes)):
-        sender = _least(each.senders, part[1] - part[0], load)
+        sender = _least(senders, part[1] - part[0], load)
         for chunk, run in enumerate(_parts(part, chunks if len(near) > 1 else 1)):
             hops += _chain(index, run, chunk, sender, lane, list(near.values()))
     return hops

@@ -1,9 +1,7 @@
 """What links cost, and how many tokens should use each (TA-MoE, Chen et al. 2022).
 
-W ranks of the expert-parallel group, beta_WW: cost of a byte from rank i to rank j. If rank i sends
-a share c_ij of its tokens to rank j, the exchange takes max_ij beta_ij c_ij. All columns of c sum
-to 1, because each rank computes the same number of rows. On a symmetric topology, c_ij proportional
-to 1 / beta_ij in each row satisfies this and is the optimum.
+The shares of ranks are computed in `planner.link_shares`; here they become shares and penalties of
+experts.
 """
 
 from __future__ import annotations
@@ -16,35 +14,26 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
+from moe_plugin.planner.link_shares import optimal_shares
 from moe_plugin.yaml_file import read_yaml
-
-ROUNDS = 1000
 
 
 def target_shares(beta_WW: Tensor) -> Tensor:
     """Share c_ij of rank i's tokens for rank j, float64 [W, W]; rows and columns sum to 1.
 
     (1 / beta_ij) / sum_j (1 / beta_ij) if its columns are equal: then it is the optimum of TA-MoE's
-    linear program. Otherwise rows and columns are scaled alternately until both sum to 1, which is
-    feasible, but not the optimum.
+    linear program. Otherwise the slowest link takes at most 1 % longer than at the optimum: see
+    `planner.link_shares`.
 
     Args:
         beta_WW: cost of a byte from rank i to rank j, float.
     Raises:
         ValueError: costs that are not positive, or not a square matrix.
     """
-    square = beta_WW.dim() == 2 and beta_WW.shape[0] == beta_WW.shape[1]
-    if not (square and (beta_WW > 0).all() and beta_WW.isfinite().all()):
-        raise ValueError(
-            f"link costs of shape {tuple(beta_WW.shape)} do not fit: must be a square matrix of "
-            "positive numbers, the diagonal included")
-    shares_WW = 1 / beta_WW.double()
-    for _ in range(ROUNDS):
-        shares_WW = shares_WW / shares_WW.sum(1, keepdim=True)
-        if (shares_WW.sum(0) - 1).abs().max() < 1e-12:
-            break
-        shares_WW = shares_WW / shares_WW.sum(0, keepdim=True)
-    return shares_WW / shares_WW.sum(1, keepdim=True)
+    if beta_WW.dim() != 2:
+        raise ValueError(f"link costs of shape {tuple(beta_WW.shape)} do not fit: must be a square "
+                         "matrix of positive numbers, the diagonal included")
+    return torch.from_numpy(optimal_shares(beta_WW.tolist()).shares_WW.copy())
 
 
 def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:

@@ -60,8 +60,9 @@ class LayoutSelector:
         if config.parallel.prefill and experts.anchor is not None:
             self.prefill = PrefillPieces(config, self.available, experts.anchor)
 
-    def select(self, kept: KeptRouting, choice: LayoutChoice | None, training: bool) -> LayerLayout:
-        """The layout of this call, the same on all ranks.
+    def select(self, kept: KeptRouting, choice: LayoutChoice | None,
+               training: bool) -> tuple[LayerLayout, KeptRouting]:
+        """The layout of this call, the same on all ranks; the routing, with what ranks agreed on.
 
         choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
         configured, because a choice reads loads and times on the host.
@@ -77,9 +78,8 @@ class LayoutSelector:
             layout, timer = self.tuner.layout(kept.routing, training)
         if (self.prefill is not None and choice is None and not training
                 and not torch.compiler.is_compiling()):
-            pieces = self.prefill.choice(layout.choice, kept.routing.ids_TK.shape[0])
-            layout = self.available.at(pieces)
-        return layout if timer is None else layout.timed(timer)
+            layout, kept = self.prefill.cut(layout, kept)
+        return (layout if timer is None else layout.timed(timer)), kept
 
     def _check_transform(self) -> None:
         refuse_vmap()

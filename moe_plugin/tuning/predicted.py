@@ -6,8 +6,9 @@ Nothing is timed, so that a run repeats bit by bit; and nothing is agreed or com
 
 Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024.
 The forward pass of a call is predicted with its rows in one piece, and cut along rows or along
-experts into several; the fastest is taken. Which kernel computes a piece follows from the piece's
-own load, as ever (`experts.compute: auto`).
+experts into several, with the host's work for each piece; the fastest is taken, or one piece if it
+saves less than 5 %. Which kernel computes a piece follows from the piece's own load, as ever
+(`experts.compute: auto`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.base import Dispatcher, WrappedDispatcher
+from moe_plugin.dispatch.ragged import SentSizes
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost, rank_choices
 from moe_plugin.planner.once import Visits, rows_of_token
-from moe_plugin.planner.prefill import CUTS, PIECES
+from moe_plugin.planner.prefill import CUTS, PIECE_OPERATIONS, PIECES
 from moe_plugin.planner.units import show_time
-from moe_plugin.records import Routing
+from moe_plugin.records import KeptRouting, Routing
 from moe_plugin.tuning.decisions import TunerDecision
 from moe_plugin.tuning.default_hardware import (
     as_visits,
@@ -40,7 +43,8 @@ from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.prepare_group import log_once
 
 log = logging.getLogger(__name__)
-GAIN = 0.02  # of the predicted time, as configured or in one piece, that another layout must save
+GAIN = 0.02  # of the configured layout's predicted time that another layout must save
+PREFILL_GAIN = 0.05  # the same of pieces by load: about the model's error
 SKEW = 1.1  # rows of the fullest rank over the mean: usual while training, with a balance loss
 # of a device's memory that a layout may take beyond the configured one. Layers keep gathered
 # parameters for backward, and a model has many layers
@@ -183,6 +187,16 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
     return mine, mine
 
 
+def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
+    """The routing with numbers of rows that this dispatcher has no need to exchange again."""
+    while isinstance(dispatcher, WrappedDispatcher):
+        dispatcher = dispatcher.inner
+    routing = dataclasses.replace(kept.routing,
+                                  sizes=dataclasses.replace(sizes, owner=dispatcher))
+    before = routing if kept.before is kept.routing else kept.before
+    return dataclasses.replace(kept, routing=routing, before=before)
+
+
 class PrefillPieces:
     """The pieces of each call of a layer in evaluation. Nothing is timed, so that runs repeat.
 
@@ -205,20 +219,35 @@ class PrefillPieces:
                                  f"cannot be cut by load: use {remedy}, or parallel.prefill=False")
         self._chosen: dict[tuple[LayoutChoice, int], LayoutChoice] = {}
 
-    def choice(self, layout: LayoutChoice, tokens: int) -> LayoutChoice:
-        """The layout in as many pieces as suit a call; the same on all ranks.
+    def cut(self, layout: LayerLayout, kept: KeptRouting) -> tuple[LayerLayout, KeptRouting]:
+        """The layout of a call in as many pieces as suit its load, the same on all ranks; the
+        routing, with the numbers of rows where ranks exchanged them.
 
-        Collective, by one all-reduce of a number, unless `dispatch.equal_tokens` promises that all
-        ranks have as many tokens.
-
-        Args:
-            layout: that the call would have. tokens: of this rank.
+        The number of tokens of the rank with most travels with the numbers of rows, which ranks
+        exchange in any case. Fixed slots say it, and so does `dispatch.equal_tokens`. Otherwise
+        (`dispatch.send`, a capacity of exact rows) it costs an all-reduce.
         """
+        if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
+            return layout, kept
+        (tokens, top_k), sizes = kept.routing.ids_TK.shape, None
+        if self.layouts.traits.fixed_slots and kept.capacity is not None:
+            tokens = -(-kept.capacity * self.config.num_experts // top_k)
+        elif not self.config.dispatch.equal_tokens:
+            if kept.capacity is None:
+                sizes = layout.dispatcher.start_sizes(kept.routing, tokens=True)
+            if sizes is None:
+                most = torch.tensor([tokens], dtype=torch.float64)
+                tokens = int(self.comm.hosts.all_reduce(most, "max").item())
+            else:
+                sizes.rows()
+                tokens = sizes.most_tokens
+        chosen = self.layouts.at(self.choice(layout.choice, tokens))
+        return chosen, kept if sizes is None else _with_sizes(kept, sizes, chosen.dispatcher)
+
+    def choice(self, layout: LayoutChoice, tokens: int) -> LayoutChoice:
+        """The layout in as many pieces as suit so many tokens on the rank with most."""
         if not layout.exchanges or self.comm.size == 1 or layout.spill != "never":
             return layout
-        if not self.config.dispatch.equal_tokens:
-            most = torch.tensor([tokens], dtype=torch.float64)
-            tokens = int(self.comm.hosts.all_reduce(most, "max").item())
         load = max(1, tokens).bit_length()  # calls of one power of two share a choice
         if (layout, load) not in self._chosen:
             self._chosen[layout, load] = self._best(layout, 3 << load >> 2)
@@ -230,17 +259,22 @@ class PrefillPieces:
         cluster = default_cluster(self.comm, self.probe.device)
         device = default_device(self.config, self.probe.device)
         whole = dataclasses.replace(layout, d=1, d_backward=0, piece_axis="rows")
+        host_s = PIECE_OPERATIONS * device.launch_s
         found = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
         for axis in CUTS:
             most = place.local if axis == "experts" else tokens
             for pieces in PIECES[1:] if axis in self.layouts.piece_axes(layout.send) else ():
                 if pieces <= most:
                     choice = dataclasses.replace(whole, d=pieces, piece_axis=axis)
-                    found[choice] = layer_cost(shape, cluster, device, choice).forward.seconds
+                    seconds = layer_cost(shape, cluster, device, choice).forward.seconds
+                    # a processor computes nothing meanwhile; a GPU waits for what is not started
+                    found[choice] = (seconds + (pieces - 1) * host_s
+                                     if self.probe.device.type == "cpu"
+                                     else max(seconds, pieces * host_s))
         # of equals the fewest pieces; along rows, which stay even under any load
         best = min(found, key=lambda choice: (float(f"{found[choice]:.6g}"), choice.d,
                                               choice.piece_axis != "rows"))
-        if found[best] > (1 - GAIN) * found[whole]:
+        if found[best] > (1 - PREFILL_GAIN) * found[whole]:
             best = whole
         if self.comm.rank == 0:
             log.info("evaluation of about %d tokens on each rank: %s; predicted %s instead of %s "

@@ -16,6 +16,7 @@ from moe_plugin.comm import Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
+from moe_plugin.planner.link_shares import optimal_shares
 from moe_plugin.routing import build_router
 from moe_plugin.routing.links import (
     expert_nodes,
@@ -27,6 +28,7 @@ from moe_plugin.routing.links import (
     target_shares,
 )
 from moe_plugin.routing.replay import checkpoint
+from moe_plugin.routing.routers.by_links import with_room
 from tests.routing.references import REFERENCES, Call, namespace, tensors_of
 
 pytestmark = pytest.mark.fast
@@ -66,21 +68,28 @@ def test_closed_form_is_the_optimum_of_the_linear_program(nodes: int, ranks: int
     assert bottleneck(beta, shares) == pytest.approx(optimum(beta), rel=1e-6)
 
 
-@given(st.integers(1, 6), st.integers(0, 10**6))
+@given(st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0.2, 1.0, 2.0]))
 @settings(max_examples=40, deadline=None)
-def test_shares_are_feasible_and_never_worse_than_even_ones_in_the_geometric_mean(
-        ranks: int, seed: int) -> None:
-    beta = 0.1 + torch.rand(ranks, ranks, generator=torch.Generator().manual_seed(seed),
-                            dtype=torch.float64)
+def test_shares_of_any_costs_are_feasible_and_within_1_percent_of_the_linear_program(
+        ranks: int, seed: int, decades: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    beta = 10**(decades * torch.rand(ranks, ranks, generator=g, dtype=torch.float64))
     shares = target_shares(beta)
     assert (shares > 0).all()
     torch.testing.assert_close(shares.sum(1), torch.ones(ranks, dtype=torch.float64))
     torch.testing.assert_close(shares.sum(0), torch.ones(ranks, dtype=torch.float64), atol=1e-6,
                                rtol=0)
-    # scaled 1/beta are the shares with the least sum c log(beta) + sum c log(c), and even ones have
-    # the least of the second part
-    assert (beta.log() * shares).sum() <= (beta.log() / ranks).sum() + 1e-9
-    assert bottleneck(beta, shares) >= optimum(beta) - 1e-9
+    best = optimum(beta)
+    assert optimal_shares(beta.tolist()).optimum == pytest.approx(best, rel=1e-6)
+    assert best * (1 - 1e-6) <= bottleneck(beta, shares) <= 1.01 * best * (1 + 1e-6)
+
+
+def test_shares_of_many_ranks_and_of_costs_that_differ_too_much() -> None:
+    beta = 10**(2 * torch.rand(256, 256, generator=torch.Generator().manual_seed(0)).double())
+    found = optimal_shares(beta.tolist())
+    assert (beta.numpy() * found.shares_WW).max() <= 1.01 * found.optimum * (1 + 1e-9)
+    with pytest.raises(ValueError, match="differ too much .* raise the smallest"):
+        optimal_shares([[0.1, 1, 1e4], [1e7, 1e-8, 1e-6], [1e5, 1e7, 1e-5]])
 
 
 def test_shares_of_experts_cut_over_ranks_by_setting() -> None:
@@ -200,6 +209,21 @@ def test_pairwise_capacity_follows_the_links() -> None:
     assert all(run_simulated(4, rank, topology=Topology.uniform(4, 2)))
 
 
+def test_choices_beyond_a_capacity_go_to_the_next_expert_with_room() -> None:
+    """Four tokens want expert 0, which has one slot; expert 2 has none, the others two."""
+    scores = torch.tensor([[0.6, 0.2, 0.15, 0.05]] * 3 + [[0.6, 0.05, 0.15, 0.2]])
+    first = torch.zeros(4, 1, dtype=torch.int64)
+    most, all_real = torch.tensor([1.0, 2.0, 0.0, 2.0]), torch.ones(4, dtype=torch.bool)
+    assert with_room(scores, first, all_real, most).tolist() == [[0], [1], [1], [3]]
+    # padding takes no slot, and a token never gets the same expert twice
+    real = torch.tensor([False, True, True, True])
+    assert with_room(scores, first, real, most).tolist()[1:] == [[0], [1], [3]]
+    both = torch.tensor([[0, 1]] * 4)  # the third one at 3 finds it full, as all others are
+    assert with_room(scores, both, all_real, most).tolist() == [[0, 1], [3, 1], [3, 1], [3, 1]]
+    # where none has room, the choice stays: it is dropped later
+    assert with_room(scores, first, all_real, most.clamp(max=0)).tolist() == [[0]] * 4
+
+
 def test_costs_from_a_file_and_the_loss_pulls_tokens_to_near_experts(tmp_path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(tree(2, 2, 8.0).tolist()))
@@ -317,6 +341,8 @@ def test_a_cut_expert_is_near_where_all_its_parts_are() -> None:
 def test_settings_of_visited_nodes() -> None:
     with pytest.raises(ValueError, match=r"links.visited=-1.*>= 0"):
         from_dict({"router": {"name": "ta_moe", "links": {"visited": -1.0}}})
+    with pytest.raises(ValueError, match=r"links.overflow=.*pair_capacity >= 1.*pair_capacity=1"):
+        from_dict({"router": {"name": "ta_moe", "links": {"overflow": "next"}}})
     with pytest.raises(ValueError, match=r"links.visited=0.1.*use router.name=topology_quota"):
         from_dict({"router": {"links": {"visited": 0.1}}})
     config = from_dict({"model_dim": 4, "num_experts": 2, "router": {

@@ -84,7 +84,7 @@ class Stages:
                 "overlap_moe_expert_parallel_comm=True: it adds a part of each token to its "
                 "output; set one of the two otherwise")
         kept = moe.capacity(routing, self.training)
-        layout = moe.layouts.select(kept, None, self.training)
+        layout, kept = moe.layouts.select(kept, None, self.training)
         self._call = _Call(tokens, kept, layout, traffic)
         return routing.weights_TK, routing.ids_TK
 

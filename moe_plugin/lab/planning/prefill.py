@@ -10,6 +10,7 @@ from moe_plugin.lab.planning.model import ModelShape
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.collectives import GroupShape, all_to_all_s
 from moe_plugin.planner.prefill import (
+    PIECE_OPERATIONS,
     PrefillChoice,
     PrefillLoad,
     Profile,
@@ -58,7 +59,8 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
         raise ValueError(f"{model.experts} experts do not divide over {ranks} ranks; give --nodes "
                          "and --ranks-per-node")
     here = model.experts // ranks
-    loads = [_load(model, cluster, tokens, here) for tokens in lengths]
+    host_s = PIECE_OPERATIONS * min((kernel.launch_s for kernel in profile.values()), default=0.0)
+    loads = [_load(model, cluster, tokens, here, host_s) for tokens in lengths]
     rows = [PrefillRow(tokens, load.rows, choices(load, profile, pieces=(1,))[0].seconds, best)
             for tokens, (load, best) in zip(lengths, table(loads, profile), strict=True)]
     each = model.top_k / here  # rows of an expert for a token of each rank
@@ -67,12 +69,13 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
     return PrefillTable(tuple(rows), tuple((round(n / each), a, b) for n, a, b in changes))
 
 
-def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int) -> PrefillLoad:
+def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
+          host_s: float) -> PrefillLoad:
     sent, group = tokens * model.top_k, GroupShape(cluster.ranks)
     fixed = all_to_all_s(cluster, group, "linear", 1)
     whole = all_to_all_s(cluster, group, "linear", sent * model.row_dim * model.element_bytes)
     return PrefillLoad(experts=here, rows=sent / here, row_s=max(0.0, whole - fixed) / sent,
-                       exchange_s=fixed)
+                       exchange_s=fixed, host_s=host_s)
 
 
 def explain(found: PrefillTable) -> str:

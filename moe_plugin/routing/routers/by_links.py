@@ -19,6 +19,8 @@ from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import BY_SCORE, WITH_POLICY, Router
 from moe_plugin.routing.routers.topk import TopKRouter
 
+ROUNDS = 4  # in which choices beyond a capacity look for another expert
+
 
 def _note_nodes(router: Router, device: Any) -> None:
     """Where `router.links.visited` asks for it, `nodes_EN` and `own_node`, else None."""
@@ -44,8 +46,11 @@ class TAMoERouter(TopKRouter):
 
     c_ie: topology-aware shares by the link costs (`router.links`), S: real tokens of this rank.
     Choices beyond a capacity are dropped (first choices get slots first, then by token);
-    `pair_capacity: 0` drops none. Give the loss `ta_moe` a weight, which makes the router learn the
-    shares; that loss works with every router. Source: TA-MoE (Chen et al. 2022).
+    `pair_capacity: 0` drops none. With `overflow: next` they first go to the token's next best
+    expert that has room. Give the loss `ta_moe` a weight, which makes the router learn the shares;
+    that loss works with every router. Where all ranks have one router and tokens of the same kind,
+    no loss can make it prefer other experts on each rank: there `overflow: next` alone brings the
+    choices to the shares. Source: TA-MoE (Chen et al. 2022).
     """
 
     reads = WITH_POLICY
@@ -64,20 +69,51 @@ class TAMoERouter(TopKRouter):
 
     def select(self, call: RoutingCall) -> Tensor:
         """The k best, or those near nodes that are visited; see `Router.select`."""
-        if self.nodes_EN is None:
-            return super().select(call)
-        return call.choose(_near_visited(self, call))
+        chosen_TK = (super().select(call) if self.nodes_EN is None
+                     else call.choose(_near_visited(self, call)))
+        if self.config.links.overflow == "drop":
+            return chosen_TK
+        return call.choose(with_room(call.score.scores(call.logits_TE.detach()), chosen_TK,
+                                      call.real_T, self._most(call)))
+
+    def _most(self, call: RoutingCall) -> Tensor:
+        """Choices of this rank that each expert may have, float [E]."""
+        choices = self.config.links.pair_capacity * call.k * call.real_T.sum()
+        return (choices * self.shares_E).sub(1e-9).ceil()
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Without the choices beyond a pairwise capacity; see `Router.after_choice`."""
-        ids_TK, factor = super().after_choice(call, weights_TK), self.config.links.pair_capacity
-        if factor:
-            real_T = call.real_T
-            ids_TK = ids_TK.masked_fill(~real_T[:, None], -1)
-            most_E = (factor * ids_TK.shape[1] * real_T.sum() * self.shares_E).sub(1e-9).ceil()
-            over_TK = slot_index(ids_TK, self.num_experts) >= most_E[ids_TK.clamp(min=0)]
+        ids_TK = super().after_choice(call, weights_TK)
+        if self.config.links.pair_capacity:
+            ids_TK = ids_TK.masked_fill(~call.real_T[:, None], -1)
+            over_TK = slot_index(ids_TK, self.num_experts) >= self._most(call)[ids_TK.clamp(min=0)]
             ids_TK = ids_TK.masked_fill(over_TK, -1)
         return ids_TK
+
+
+def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
+    """Choices of which as few as possible exceed `most_E`, int64 [T, K].
+
+    Each round gives every choice beyond an expert's capacity to the token's best other expert that
+    still has room. An expert may get too many in a round, which the next one moves on; those that
+    the last one leaves exceed the capacity.
+    """
+    experts = scores_TE.shape[1]
+    for _ in range(min(experts, ROUNDS)):
+        ids_TK = chosen_TK.masked_fill(~real_T[:, None], -1)
+        over_TK = slot_index(ids_TK, experts) >= most_E[chosen_TK]
+        load_E = torch.zeros_like(most_E).index_add_(
+            0, chosen_TK.flatten(), (ids_TK >= 0).flatten().to(most_E.dtype))
+        free_TE = scores_TE.masked_fill(load_E >= most_E, float("-inf"))
+        free_TE = free_TE.scatter(1, chosen_TK, float("-inf"))
+        columns = []
+        for old_T1, over_T1 in zip(chosen_TK.split(1, 1), over_TK.split(1, 1), strict=True):
+            best_T1 = top_k_stable(free_TE, 1)
+            moves_T1 = over_T1 & free_TE.gather(1, best_T1).isfinite()
+            columns.append(torch.where(moves_T1, best_T1, old_T1))
+            free_TE = free_TE.scatter(1, columns[-1], float("-inf"))
+        chosen_TK = torch.cat(columns, 1)
+    return chosen_TK
 
 
 @routers.register("topology_quota")

@@ -50,6 +50,9 @@ STUDIES = {study.name: study for study in (
     Study("adaptive", "`parallel: auto` against every fixed layout", ("nodes",)),
     Study("overlap", "exchange and products of a layer, alone and overlapped", ("nodes",)),
     Study("once", "a token once to each rank or node, against once to each expert", ("nodes",)),
+    Study("links", "tokens that follow the costs of unequal links (TA-MoE), against the plain "
+          "router", ("nodes", "fairseq", "megatron")),
+    Study("parm", "Parm's schedules S1 and S2 against `auto`, in 12 shapes", ("nodes",)),
     Study("plan", "the planner's layout against the measured best", ("nodes",)),
     Study("plan-error", "predicted steps against those that both hosts then take",
           ("nodes", "fairseq", "megatron")),
