@@ -30,7 +30,6 @@ import torch
 from moe_plugin.gradients import fused
 from moe_plugin.gradients.multi_tensor import scale_, squared_norm
 
-pytestmark = pytest.mark.fast
 STAND_IN = Path(__file__).parents[1] / "fake_apex"
 _LISTS = "chunk_size noop_flag tensor_lists"
 _ADAM = "lr beta1 beta2 epsilon step mode bias_correction weight_decay"

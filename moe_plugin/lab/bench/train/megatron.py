@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -206,8 +207,7 @@ def _side(name: str, kind: str, made: _Made, source: _Source) -> Side:
 
 def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
     """`sides.take_choices` for a router of Megatron's."""
-    from megatron.core.transformer.moe import router as module
-
+    module = sys.modules[type(router).__module__]
     routing, choice = router.routing, module.topk_routing_with_score_function
 
     def routed(logits: Tensor, *args: Any, **more: Any) -> Any:
