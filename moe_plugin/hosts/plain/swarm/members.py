@@ -43,6 +43,14 @@ class SwarmMembers:
             return [sorted(members) for members in self._of]
 
     @property
+    def about(self) -> list[list[tuple[Address, float, float]]]:
+        """By stage, (address, bandwidth, throughput) of those that serve it."""
+        with self._changed:
+            return [[(address, member.bandwidth, self._wirings[stage].throughput(address))
+                     for address, member in members.items()]
+                    for stage, members in enumerate(self._of)]
+
+    @property
     def newcomers(self) -> list[Member]:
         """Those that wait for a stage."""
         with self._changed:
