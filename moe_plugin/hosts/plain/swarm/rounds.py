@@ -219,7 +219,8 @@ class SharedRounds:
         return {"counted": self.took(stage, number, tuple(peer), None)}
 
     def _lost(self, trainer: str, serial: int, stage: int, peer: Address, why: str) -> Message:
-        if self._current(serial) is not None:
+        now = self._current(serial)
+        if now is not None and not now.over:
             self.lost(stage, tuple(peer), why)
         return {}
 

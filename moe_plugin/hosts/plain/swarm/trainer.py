@@ -314,14 +314,14 @@ class Swarm:
         norms: dict[int, float] = {}
         for attempt in range(1 + len(self.members)):
             left = [stage for stage in range(self.stages) if stage not in norms]
-            for stage in left:
-                self._redo(stage, again)
+            self._redo(left, again)
             members = self.members.stages
             found = self._ask_members("reduce", lambda stage, me: {
                 "key": (self.steps, attempt), "members": members[stage], "me": me,
                 "micro_batches": self._taken_by(stage, members[stage][me]),
-                "bandwidths": self.members.bandwidths(stage)}, left)
-            norms.update(found)
+                "bandwidths": self.members.bandwidths(stage)}, left, members)
+            norms.update({stage: norm for stage, norm in found.items()
+                          if not self._missing([stage], members)})
             if len(norms) == self.stages:
                 return sum(norm ** 2 for norm in norms.values()) ** 0.5
         raise RuntimeError(f"the gradients of stages {left} could not be summed; see the log")
@@ -329,26 +329,34 @@ class Swarm:
     def _taken_by(self, stage: int, address: Address) -> list[int]:
         return [n for (s, n), (peer, _) in self._taken.items() if (s, peer) == (stage, address)]
 
-    def _redo(self, stage: int, again: Callable[[int], object]) -> None:
+    def _missing(self, stages: Sequence[int], members: list[list[Address]]
+                 ) -> list[tuple[int, int]]:
+        """(stage, micro-batch) of the gradients that none of these members has."""
+        with self._ledger:
+            return [(stage, n) for (stage, n), (address, _) in self._taken.items()
+                    if stage in stages and address not in members[stage]]
+
+    def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
         """Compute again what peers that are lost had summed, until no such gradient is left: the
         peer that is asked may be lost, too, with what it had summed before.
         """
-        while lost := [n for (s, n), (address, _) in self._taken.items()
-                       if s == stage and address not in self.members.stages[stage]]:
-            values = self._taken[stage, lost[0]][1]
+        while lost := self._missing(stages, self.members.stages):
+            stage, number = lost[0]
+            values = self._taken[stage, number][1]
             if values is None:  # another trainer had the inputs
-                again(lost[0])
+                again(number)
             else:
-                self._driver.task(stage, self.steps, lost[0], "backward", values)
+                self._driver.task(stage, self.steps, number, "backward", values)
             self._result.redone += 1
 
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
-                     stages: Iterable[int] | None = None) -> dict[int, float]:
+                     stages: Iterable[int] | None = None,
+                     members: list[list[Address]] | None = None) -> dict[int, float]:
         """Ask all members of these stages at once, and ban those that do not answer.
 
         Returns: by stage whose members have all done it, the norm that they tell.
         """
-        members = self.members.stages
+        members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
         with ThreadPoolExecutor(max(1, len(self.members))) as pool:
             # a peer may wait for another one, and that one for what a third one sends
