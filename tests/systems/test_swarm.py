@@ -1,9 +1,10 @@
-"""SWARM: a Megatron model with experts is trained by peers that come and go, and by two trainers."""
+"""SWARM: peers that come and go, and two trainers, train a Megatron model with experts."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ pytest.importorskip("megatron.core",
 
 from tests.distributed import free_port
 from tests.hosts.megatron.conftest import make_data
-from tests.hosts.megatron.training import MODEL, QUICK, TRAIN, own_loop, records_of, refusal
 from tests.hosts.megatron.ranks import ROOT, on_ranks
+from tests.hosts.megatron.training import MODEL, QUICK, TRAIN, own_loop, records_of, refusal
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop]
 RUN = [*MODEL, "--untie-embeddings-and-output-weights", "--num-layers", "4", "--moe-layer-freq",
@@ -97,16 +98,16 @@ def test_peers_and_trainers_come_and_go(data: str, tmp_path: Path) -> None:
     whole = records_of(1, argv, tmp_path / "whole.jsonl")
     log, saved = tmp_path / "lead.jsonl", tmp_path / "saved"
     swarm = ["--swarm-address", f"127.0.0.1:{free_port()}", "--swarm-timeout", "20"]
-    lead = ["--swarm", "lead", "--swarm-wire", "none", "--swarm-peers", "3", "--log-file", str(log)]
+    lead = ["--swarm", "lead", "--swarm-wire", "none", "--swarm-peers", "4", "--log-file", str(log)]
     with commands(tmp_path, [*argv, *swarm]) as run:
         run.start("lead", *lead, "--save", str(saved), "--save-interval", "6")
-        for name in ("a", "b", "c"):
+        for name in ("a", "b", "c", "d", "e"):  # two for each stage
             run.start(name, "--swarm", "peer")
         run.until(lambda: len(records(log)) >= 2, "lead")
         run.processes["a"].send_signal(signal.SIGKILL)
         run.start("join", "--swarm", "join", "--log-file", str(tmp_path / "join.jsonl"))
-        run.start("d", "--swarm", "peer")
-        run.ends("lead", "join", "b", "c", "d")
+        run.start("e", "--swarm", "peer")
+        run.ends("lead", "join", "b", "c", "d", "e")
     assert len(numbers(whole)) == 12 * 2 + 4
     assert numbers(records(log)) == pytest.approx(numbers(whole), rel=CLOSE)
 
@@ -140,6 +141,4 @@ def test_a_file_of_settings(data: str, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(more: list[str], said: str, data: str) -> None:
     [found] = on_ranks(1, refusal, [*RUN, "--data-path", data, "--train-iters", "1", "--swarm",
                                     "lead", *more])
-    import re
-
     assert re.search(said, found), found

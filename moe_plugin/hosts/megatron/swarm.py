@@ -9,21 +9,23 @@ a trainer has read.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from moe_plugin import checksums
 from moe_plugin.config import SwarmConfig, run_config
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import core, cpu
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.layer import plugin_layers
@@ -73,14 +75,28 @@ class Stage(nn.Module):
             self.part.set_input_tensor(None)
 
 
+class MegatronPeer(StagePeer):
+    """A peer whose requests, each in a thread of its own, run where the process runs."""
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        # what reads "cuda" as "cpu" is of the thread that enabled it
+        with cpu.building() if cpu.enabled() else contextlib.nullcontext():
+            return super()._answer(request)
+
+
 def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_step: ForwardStep
           ) -> None:
     """Serve a stage until the trainer is gone or has ended."""
     count = args.global_batch_size // args.micro_batch_size
     made: list[Stage] = []
 
+    begin = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+
     def stage(number: int) -> Stage:
-        found = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
+        with states(*begin):
+            for before in range(number):  # so that weights are those of the model in one process
+                stage_of(make, before, swarm.stages, args.num_layers, forward_step)
+            found = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
         for layer in plugin_layers(found):
             if "token_ids" in layer.needs:
                 raise ValueError(f"router {layer.plan.config.router.name} does not fit --swarm, "
@@ -93,12 +109,26 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
         mean = total / tokens[0].clamp(min=1) if tokens else total
         return mean / count, {name: x.detach() for name, x in logged.items()}
 
-    peer = StagePeer(
+    peer = MegatronPeer(
         address_of(swarm), [functools.partial(stage, number) for number in range(swarm.stages)],
         functools.partial(torch_optimizer, args), loss, host=swarm.host, device=device_of_parts(),
         timeout_s=swarm.timeout_s, secret=_secret(swarm))
     with core.auxiliary_scale(torch.ones(1) * (1 / count)):
         peer.run()
+
+
+@contextlib.contextmanager
+def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, torch's generator and Megatron's tracker begin with these states."""
+    tracker = get_cuda_rng_tracker()
+    before = torch.get_rng_state(), tracker.get_states()
+    torch.set_rng_state(own)
+    tracker.set_states({name: state.clone() for name, state in tracked.items()})
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        tracker.set_states(before[1])
 
 
 def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
