@@ -100,16 +100,29 @@ def test_peers_and_trainers_come_and_go(data: str, tmp_path: Path) -> None:
     swarm = ["--swarm-address", f"127.0.0.1:{free_port()}", "--swarm-timeout", "20"]
     lead = ["--swarm", "lead", "--swarm-wire", "none", "--swarm-peers", "4", "--log-file", str(log)]
     with commands(tmp_path, [*argv, *swarm]) as run:
-        run.start("lead", *lead, "--save", str(saved), "--save-interval", "6")
+        run.start("lead", *lead, "--save", str(saved), "--save-interval", "8")
+        run.start("join", "--swarm", "join", "--log-file", str(tmp_path / "join.jsonl"))
         for name in ("a", "b", "c", "d", "e"):  # two for each stage
             run.start(name, "--swarm", "peer")
         run.until(lambda: len(records(log)) >= 2, "lead")
         run.processes["a"].send_signal(signal.SIGKILL)
-        run.start("join", "--swarm", "join", "--log-file", str(tmp_path / "join.jsonl"))
         run.start("e", "--swarm", "peer")
         run.ends("lead", "join", "b", "c", "d", "e")
     assert len(numbers(whole)) == 12 * 2 + 4
     assert numbers(records(log)) == pytest.approx(numbers(whole), rel=CLOSE)
+    joined = numbers(records(tmp_path / "join.jsonl"))
+    assert joined == pytest.approx(numbers(whole)[-len(joined):], rel=CLOSE)
+    assert "drove" in run.said("join")
+    (saved / "latest_checkpointed_iteration.txt").write_text("8")
+    rest, swarm[1] = tmp_path / "rest.jsonl", f"127.0.0.1:{free_port()}"
+    with commands(tmp_path, [*argv, *swarm]) as run:
+        run.start("lead", "--swarm", "lead", "--swarm-wire", "none", "--log-file", str(rest),
+                  "--load", str(saved))
+        for name in ("a", "b"):
+            run.start(name, "--swarm", "peer")
+        run.ends("lead", "a", "b")
+    later = [row for row in whole if row["iteration"] > 8]
+    assert numbers(records(rest)) == pytest.approx(numbers(later), rel=CLOSE)
 
 
 def test_a_file_of_settings(data: str, tmp_path: Path) -> None:

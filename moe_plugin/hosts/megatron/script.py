@@ -155,7 +155,7 @@ class Script:
 
             built = swarm.set_up(given, lambda: self.run, self._forward_step)
             self.passes, self._save = built[0][0].passes, swarm.save
-            self._end = getattr(built[0][0].trainer, "close", None)
+            self._end = built[0][0].close
             self.connect(*built)
             return built
         if settings.offload.weights == "host":

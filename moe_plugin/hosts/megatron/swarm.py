@@ -153,6 +153,13 @@ class SwarmModel(nn.Module):
         self.config, self.pg_collection = empty.config, getattr(empty, "pg_collection", None)
         self.trainer, self.norm = trainer, 0.0
 
+    def close(self) -> None:
+        """Tell the others that this trainer has ended."""
+        if isinstance(self.trainer, Swarm):
+            self.trainer.close()
+        else:
+            logger.info("this trainer drove %d micro-batches", self.trainer.driven)
+
     def passes(self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False,
                **_: Any) -> list[dict[str, Tensor]]:
         """In the place of what Megatron's `get_forward_backward_func` returns, with its arguments.

@@ -131,7 +131,7 @@ class JoinedTrainer:
         in_flight: micro-batches at a time; 0: two for each peer.
         timeout_s: without an answer of the leading trainer.
         secret, message_bytes: as of `Swarm`.
-    Raises: OSError: no trainer answers.
+    Raises: OSError: no trainer answers within `timeout_s`.
 
     Attributes:
         steps: done by the swarm; the data of the next one must be given first.
@@ -143,12 +143,22 @@ class JoinedTrainer:
         self.address, self.in_flight, self.timeout_s = address, in_flight, timeout_s
         self._access, self.name = Access(secret, message_bytes), uuid.uuid4().hex[:8]
         self._leader = Connections(timeout_s, self._access)
-        about = self._ask("join")
+        about = self._join()
         self.steps, self.driven = int(about["steps"]), 0
         self._evaluations, self._at = 0, threading.local()  # the round of each thread
         self.members = SwarmMembers(about["stages"], hash(self.name))
         self._driver = Driver(about["stages"], self.members, Connections(
             about["run"]["timeout_s"], self._access), self._took, self._lost, about["run"])
+
+    def _join(self) -> Message:
+        end = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return self._ask("join")
+            except ConnectionRefusedError:  # it may start a little later than this one
+                if time.monotonic() > end:
+                    raise
+                time.sleep(self.timeout_s / BEATS / BEATS)
 
     def step(self, micro_batches: MicroBatches) -> Message:
         """Help with the next step, of which these are all micro-batches.
