@@ -113,6 +113,7 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
         address_of(swarm), [functools.partial(stage, number) for number in range(swarm.stages)],
         functools.partial(torch_optimizer, args), loss, host=swarm.host, device=device_of_parts(),
         timeout_s=swarm.timeout_s, secret=_secret(swarm))
+    logger.info("swarm: this peer looks for a trainer at %s", swarm.address)
     with core.auxiliary_scale(torch.ones(1) * (1 / count)):
         peer.run()
 
