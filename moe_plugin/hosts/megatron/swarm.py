@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from moe_plugin.hosts.megatron.model_settings import check_settings, model_setti
 from moe_plugin.hosts.megatron.script_streamed import resume, stages_of
 from moe_plugin.hosts.megatron.streamed import (
     MakePart,
+    StreamedOptimizer,
     device_of_parts,
     numbered,
     own_randomness,
@@ -180,31 +180,15 @@ class SwarmModel(nn.Module):
         """Peers drop the gradients."""
 
 
-class SwarmOptimizer:
+class SwarmOptimizer(StreamedOptimizer):
     """The peers' optimizers, as Megatron's loop and `FiniteSteps` see one."""
 
-    optimizer = None  # gradients are at the peers
-    is_stub_optimizer = False
+    param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - each has its own
 
     def __init__(self, model: SwarmModel, args: argparse.Namespace) -> None:
         self.model = model
         some = [nn.Parameter(torch.zeros([1] * axes)) for axes in (2, 1)]
         self.param_groups = torch_optimizer(args, some).param_groups
-
-    def get_loss_scale(self) -> Tensor:
-        """Of float32: 1."""
-        return torch.ones(1)
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The same."""
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `SwarmModel.zero_grad_buffer`."""
-
-    def prepare_grads(self) -> bool:
-        """Whether the step is to be skipped."""
-        return not math.isfinite(self.model.norm)
 
     def step(self) -> tuple[bool, float | None, None]:
         """Let the peers clip and step; see `StreamedOptimizer.step`."""

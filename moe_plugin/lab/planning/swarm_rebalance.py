@@ -23,7 +23,7 @@ class Experiment:
         peers: that there are, present or not.
         life_s, absence_s: means of exponential distributions.
         load_s: seconds for which a newcomer, and a peer that moves, loads weights and serves none.
-        seconds: of the experiment.
+        lives: mean lives of a peer that the experiment takes.
     """
 
     stages: int = 4
@@ -31,7 +31,12 @@ class Experiment:
     life_s: float = 3600.0
     absence_s: float = 900.0
     load_s: float = 20.0
-    seconds: float = 24 * 3600.0
+    lives: float = 100.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the experiment."""
+        return self.lives * self.life_s
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,10 @@ class Outcome:
     Attributes:
         share: throughput of the slowest stage over that of the best placement of the peers that are
             present, both summed over time.
-        least: the lowest ratio of a moment.
         moves: of peers between stages.
     """
 
     share: float
-    least: float
     moves: int
 
 
@@ -67,14 +70,13 @@ def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool
     if rebalance_s is not None:
         events.append((rebalance_s, -1, "rebalances"))
     heapq.heapify(events)
-    now, reached, best, least, moves = 0.0, 0.0, 0.0, 1.0, 0
-    while events and now < about.seconds:
+    now, reached, best, moves = 0.0, 0.0, 0.0, 0
+    while now < about.seconds:
         then, peer, what = heapq.heappop(events)
         then = min(then, about.seconds)
         if now > about.load_s:  # at the beginning all peers load
             slowest, ideal = _throughputs(about, stage_of, loading)
             reached, best = reached + slowest * (then - now), best + ideal * (then - now)
-            least = min(least, slowest / ideal if ideal and then > now else 1.0)
         now = then
         if what == "comes":
             member = Member((str(peer), 0), 1.0, 1.0)
@@ -99,7 +101,7 @@ def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool
                 members.serve(member, new)
                 moves, stage_of[int(member.address[0])] = moves + 1, new
                 _load(about, events, loading, int(member.address[0]), now)
-    return Outcome(reached / best, least, moves)
+    return Outcome(reached / best, moves)
 
 
 def _load(about: Experiment, events: list[tuple[float, int, str]], loading: dict[int, float],

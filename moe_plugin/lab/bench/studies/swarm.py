@@ -309,7 +309,7 @@ def rebalancing_body(found: list[Any]) -> list[str]:
         "## Rebalancing, simulated",
         f"Computed by `moe-plugin bench swarm --parts rebalancing`: {about['peers']} peers of "
         f"equal speed, four fifths of them present on average, and {about['stages']} stages, for "
-        f"{about['seconds'] / 3600:g} hours. A peer works for a time with an exponential "
+        f"{about['lives']:g} mean lives of a peer. A peer works for a time with an exponential "
         "distribution, and is gone for a quarter of that time on average. A newcomer, and a peer "
         f"that moves, loads weights for {about['load_s']:g} s. The decisions are those of the code "
         "that a trainer runs. Each number is the throughput of the slowest stage, over that of the "
