@@ -261,41 +261,30 @@ class PipelineConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """A model whose pipeline stages are served by peers that come and go (Megatron); see
-    docs/swarm.md.
-    """
+    """Peers that come and go serve a model's stages (Megatron); see docs/swarm.md."""
 
     PATH = "swarm."
     SHORTHAND = "role"
 
     role: str = option(
-        "none",
-        "what this process does. lead: it is the leading trainer; join: another trainer, which "
-        "reads the same data; peer: it serves a stage of the model to them; none: there is no "
-        "swarm",
+        "none", "lead: the leading trainer; join: another trainer; peer: serves a stage",
         choices=("none", "lead", "join", "peer"), flag="swarm", prefix="--")
-    address: str = option(
-        "127.0.0.1:29700", "host:port of the leading trainer, the same for all processes",
-        flag="swarm-address", prefix="--")
-    host: str = option(
-        "127.0.0.1", "with peer: the address of this machine, which the others can reach",
-        flag="swarm-host", prefix="--")
-    stages: int = option(2, "stages into which the model's layers are divided, the same for all "
-                         "processes", flag="swarm-stages", prefix="--")
-    peers: int = option(0, "with lead: peers for which the first step waits; 0: one for each stage",
-                        flag="swarm-peers", prefix="--")
-    wire: str = option(
-        "fp8", "with lead: how activations and their gradients travel between stages",
-        choices=("none", "bf16", "fp16", "fp8", "mxfp8"), flag="swarm-wire", prefix="--")
-    timeout_s: float = option(
-        60.0, "seconds without an answer, after which a task is given to another peer",
-        flag="swarm-timeout", prefix="--")
-    rebalance_s: float = option(
-        60.0, "with lead: seconds after which a peer may move to the slowest stage; 0: never",
-        flag="swarm-rebalance", prefix="--")
-    secret: str | None = option(
-        None, "file with a secret text that all processes must know; none: whoever reaches the "
-        "address can take part", flag="swarm-secret", prefix="--")
+    address: str = option("127.0.0.1:29700", "host:port of the leading trainer",
+                          flag="swarm-address", prefix="--")
+    host: str = option("127.0.0.1", "with peer: this machine's address", flag="swarm-host",
+                       prefix="--")
+    stages: int = option(2, "stages of the model", flag="swarm-stages", prefix="--")
+    peers: int = option(0, "with lead: peers to wait for; 0: one a stage", flag="swarm-peers",
+                        prefix="--")
+    wire: str = option("fp8", "with lead: how boundaries travel",
+                       choices=("none", "bf16", "fp16", "fp8", "mxfp8"), flag="swarm-wire",
+                       prefix="--")
+    timeout_s: float = option(60.0, "seconds until a task goes to another peer",
+                              flag="swarm-timeout", prefix="--")
+    rebalance_s: float = option(60.0, "with lead: seconds between moves; 0: none",
+                                flag="swarm-rebalance", prefix="--")
+    secret: str | None = option(None, "file with a text that all must know", flag="swarm-secret",
+                                prefix="--")
 
     def check_bounds(self) -> None:
         host, _, port = self.address.rpartition(":")
