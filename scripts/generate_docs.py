@@ -289,7 +289,7 @@ SECTION_PAGES = {
     "config_routing.md": ("routing and dispatch", ("router", "dispatch")),
     "config_experts.md": ("experts and layouts", ("experts", "parallel", "tuner")),
     "config_runs.md": ("exchanges and runs", ("comm", "observe", "guard", "offload", "pipeline",
-                                              "resize")),
+                                              "swarm", "resize")),
 }
 # where the registered names of a kind are explained; tests/cli/test_docs.py looks for each there
 NAMES_ON = {

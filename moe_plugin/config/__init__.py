@@ -14,6 +14,7 @@ from moe_plugin.config.run import (
     PipelineConfig,
     ResizeConfig,
     RunConfig,
+    SwarmConfig,
 )
 from moe_plugin.config.tree import (
     MoEConfig,
@@ -34,7 +35,7 @@ from moe_plugin.config.tree import (
 __all__ = [
     "CommConfig", "DispatchConfig", "ExpertsConfig", "GuardConfig", "MoEConfig", "ObserveConfig",
     "OffloadConfig", "ParallelConfig", "PipelineConfig", "ResizeConfig", "RouterConfig",
-    "RunConfig", "TunerConfig",
+    "RunConfig", "SwarmConfig", "TunerConfig",
     "both_from_yaml", "flatten", "from_dict", "from_yaml", "of_layer", "of_run", "register_hydra",
     "run_config", "run_from_dict", "settings_from_yaml", "to_dict", "with_overrides",
 ]

@@ -14,7 +14,7 @@ HOSTS = {"fairseq": "fairseq", "megatron": "Megatron", "pytorch": "a training lo
          "vision": "the training of images"}
 REPLICAS = "--moe-lighthouse"  # a flag of hosts, and no setting
 # settings of a whole model that a host follows itself; all others are features around its steps
-OF_HOSTS = "offload.weights", "pipeline.schedule"
+OF_HOSTS = "offload.weights", "pipeline.schedule", "swarm.role"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ LACKS: Mapping[tuple[str, str], Lack] = {
     ("pipeline.schedule", "fairseq"): _STAGES,
     ("pipeline.schedule", "pytorch"): _STAGES,
     ("pipeline.schedule", "vision"): _STAGES,
+    ("swarm.role", "fairseq"): _STAGES,
+    ("swarm.role", "pytorch"): Lack("its model is in one process", "make a "
+                                    "moe_plugin.hosts.plain.swarm.Swarm and its peers"),
+    ("swarm.role", "vision"): _STAGES,
     ("offload.weights", "pytorch"): _ON_DEVICE,
     ("offload.weights", "vision"): _ON_DEVICE,
     ("guard.twins", "vision"): _SPREAD,

@@ -6,7 +6,7 @@ import operator
 import re
 from dataclasses import dataclass, field
 
-from moe_plugin.config.options import MOST_RANKS, MOST_STEPS, SettingsSection, option
+from moe_plugin.config.options import MOST_RANKS, MOST_SECONDS, MOST_STEPS, SettingsSection, option
 
 # what reads them outside of fairseq and Megatron; the first beginning of a path counts
 _PEERS = "give it to moe_plugin.resilience.averaging_peers.peer_of"
@@ -17,6 +17,7 @@ READERS = {
     "resize.": "call moe_plugin.checkpoint.resize.change_expert_parallel in your training loop, or "
                "use a host, fairseq or Megatron",
     "pipeline.": "use Megatron, which has pipeline stages",
+    "swarm.": "make a moe_plugin.hosts.plain.swarm.Swarm and its peers, or use Megatron",
     "": "give a RunConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a host, fairseq or "
         "Megatron",
 }
@@ -252,6 +253,49 @@ class PipelineConfig(SettingsSection):
 
 
 @dataclass(kw_only=True)
+class SwarmConfig(SettingsSection):
+    """Peers that come and go serve a model's stages (Megatron); see docs/swarm.md."""
+
+    PATH = "swarm."
+    SHORTHAND = "role"
+
+    role: str = option(
+        "none", "lead: the leading trainer; join: another trainer; peer: serves a stage",
+        choices=("none", "lead", "join", "peer"), flag="swarm", prefix="--")
+    address: str = option("127.0.0.1:29700", "host:port of the leading trainer",
+                          flag="swarm-address", prefix="--")
+    host: str = option("127.0.0.1", "with peer: this machine's address", flag="swarm-host",
+                       prefix="--")
+    stages: int = option(2, "stages of the model", flag="swarm-stages", prefix="--")
+    peers: int = option(0, "with lead: peers to wait for; 0: one a stage", flag="swarm-peers",
+                        prefix="--")
+    wire: str = option("fp8", "with lead: how boundaries travel",
+                       choices=("none", "bf16", "fp16", "fp8", "mxfp8"), flag="swarm-wire",
+                       prefix="--")
+    timeout_s: float = option(60.0, "seconds until a task goes to another peer",
+                              flag="swarm-timeout", prefix="--")
+    rebalance_s: float = option(60.0, "with lead: seconds between moves; 0: none",
+                                flag="swarm-rebalance", prefix="--")
+    secret: str | None = option(None, "file with a text that all must know", flag="swarm-secret",
+                                prefix="--")
+
+    def check_bounds(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        self.require("address", bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16,
+                     "host:port", "write for example 10.0.0.1:29700")
+        self.within("stages", 1, MOST_RANKS, "use 2")
+        self.within("peers", 0, MOST_RANKS, "use 0 for one for each stage")
+        self.within("timeout_s", 1e-3, MOST_SECONDS, "use 60")
+        self.within("rebalance_s", 0, MOST_SECONDS, "use 60, or 0 for never")
+        self.read_where(self.role != "none", "where swarm.role=none", "use swarm.role=lead",
+                        "address", "stages", "timeout_s", "secret")
+        self.read_where(self.role == "lead", f"where swarm.role={self.role}",
+                        "use swarm.role=lead", "peers", "wire", "rebalance_s")
+        self.read_where(self.role == "peer", f"where swarm.role={self.role}",
+                        "use swarm.role=peer", "host")
+
+
+@dataclass(kw_only=True)
 class ResizeConfig(SettingsSection):
     """Changes of a run between two of its steps; see docs/replicas.md."""
 
@@ -288,6 +332,7 @@ class RunConfig(SettingsSection):
     guard: GuardConfig = field(default_factory=GuardConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
     resize: ResizeConfig = field(default_factory=ResizeConfig)
 
     def check_bounds(self) -> None:

@@ -27,6 +27,7 @@ ALLOWED = {
     ("hosts/plain/test_swarm.py", "_backward"): "a peer that fails in this request",
     ("hosts/plain/test_swarm.py", "_reduce"): "a peer that fails in this request",
     ("hosts/plain/test_swarm.py", "_server"): "a server that accepts no connection for a while",
+    ("hosts/plain/test_swarm.py", "_took"): "a trainer that dies before this request",
     ("hosts/megatron/test_megatron_former_names.py", "_table"): "the names in a checkpoint's files",
     ("kernels/test_workspace.py", "_lock"): "a thread that holds it while the process forks",
 }

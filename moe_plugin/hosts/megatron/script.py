@@ -40,7 +40,7 @@ from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
 
 logger = logging.getLogger("moe_plugin.megatron")
 # begin of the settings that are read without our layer, too
-_OF_ANY_LAYER = "comm.timeout_s", "guard.", "offload.weights", "pipeline."
+_OF_ANY_LAYER = "comm.timeout_s", "guard.", "offload.weights", "pipeline.", "swarm."
 _SEAM = "get_forward_backward_func"  # the training code imports it by name
 
 
@@ -52,10 +52,10 @@ def observe_script() -> Script:
     script = Script()
     guard_all_optimizers(lambda: script.run)
     for name, around in (
-        ("setup_model_and_optimizer", script.around_setup), ("train_step", script.around_step),
-        ("training_log", script.around_log), ("evaluate", script.around_evaluation),
-        ("evaluate_and_print_results", script.around_results),
-        ("save_checkpoint", script.around_save)):
+        ("pretrain", script.around_pretrain), ("setup_model_and_optimizer", script.around_setup),
+        ("train_step", script.around_step), ("training_log", script.around_log),
+        ("evaluate", script.around_evaluation), ("save_checkpoint", script.around_save),
+        ("evaluate_and_print_results", script.around_results)):
         replace_training(name, _seam(around))
     for name, what in (("_initialize_distributed", "making of process groups"),
                        ("build_train_valid_test_data_iterators", "reading of data")):
@@ -101,6 +101,8 @@ class Script:
         self.taken = dict[int, int]()
         self._lock: FolderLock | None = None
         self._save: Callable[[Mapping[str, Any]], None] | None = None  # in the place of Megatron's
+        self._forward_step: Any = None  # the script's
+        self._end: Callable[[], None] | None = None  # tells others that this run has ended
 
     def prepare(self, args: argparse.Namespace) -> None:
         """Take what parsed arguments say of stages."""
@@ -121,6 +123,8 @@ class Script:
     def close(self) -> None:
         """Close their files, and let other runs have the folder."""
         self.run.close()
+        if self._end is not None:
+            self._end()
         if self.report is not None:
             self.report.close()
         if self._lock is not None:
@@ -138,10 +142,23 @@ class Script:
                 self._lock = hold_folder(save, run_config(
                     settings_from_flags(args)).observe.take_over_folder)
 
+    def around_pretrain(self, given: Mapping[str, Any], pretrain: Callable[[], Any]) -> Any:
+        self._forward_step = given["forward_step_func"]
+        return pretrain()
+
     def around_setup(self, given: Mapping[str, Any], setup: Callable[[], Any]) -> Any:
         _refuse_unfit()
         self._hold_folder()
-        if run_config(settings_from_flags(script_arguments())).offload.weights == "host":
+        settings = run_config(settings_from_flags(script_arguments()))
+        if settings.swarm.role != "none":
+            from moe_plugin.hosts.megatron import swarm
+
+            built = swarm.set_up(given, lambda: self.run, self._forward_step)
+            self.passes, self._save = built[0][0].passes, swarm.save
+            self._end = built[0][0].close
+            self.connect(*built)
+            return built
+        if settings.offload.weights == "host":
             from moe_plugin.hosts.megatron import script_streamed
 
             built = script_streamed.set_up(given, lambda: self.run)

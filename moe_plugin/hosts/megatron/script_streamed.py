@@ -27,7 +27,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     """
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
-    model, optimizer = build(_stages(given), args, settings_from_flags(arguments))
+    model, optimizer = build(stages_of(given), args, settings_from_flags(arguments))
     model.model_type = arguments["model_type"] = given.get("model_type")
     scheduler = None
     if args.skip_train:
@@ -39,11 +39,11 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     progress = {} if args.load is None else streamed_checkpoint.load(
         args.load, model, optimizer, model_settings(args, model.config), args.ckpt_step)
     if progress:
-        _resume(arguments, progress, scheduler)
+        resume(arguments, progress, scheduler)
     return [model], optimizer, scheduler
 
 
-def _stages(given: Mapping[str, Any]) -> MakePart:
+def stages_of(given: Mapping[str, Any]) -> MakePart:
     """What builds a stage of the script's model: its model provider, or what newer ones give."""
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
@@ -54,7 +54,8 @@ def _stages(given: Mapping[str, Any]) -> MakePart:
     return lambda **stage: core.call_supported(provide, **stage, config=None, pg_collection=groups)
 
 
-def _resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
+def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
+    """Let the script's loop go on where a checkpoint's progress says."""
     arguments["iteration"] = progress["iteration"]
     arguments["consumed_train_samples"] = progress["consumed_samples"]
     for name in ("consumed_valid_samples", "num_floating_point_operations_so_far"):

@@ -80,19 +80,27 @@ class MegatronTrainer(StreamedTrainer):
     def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
         """See `StreamedTrainer`."""
         self.calls.now = micro_batch
-        tracker = get_cuda_rng_tracker()
-        before, own = tracker.get_states(), {}
-        with super().randomness(micro_batch, block):
-            first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
-            for name, seed in zip(before, seeds, strict=True):
-                torch.manual_seed(seed)
-                own[name] = torch.cuda.get_rng_state()
-            torch.manual_seed(first)
-            tracker.set_states(own)
-            try:
-                yield
-            finally:
-                tracker.set_states(before)
+        with super().randomness(micro_batch, block), own_randomness():
+            yield
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Inside, Megatron's tracker of random states has states of its own, drawn from torch's
+    generator.
+    """
+    tracker = get_cuda_rng_tracker()
+    before, own = tracker.get_states(), {}
+    first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
+    for name, seed in zip(before, seeds, strict=True):
+        torch.manual_seed(seed)
+        own[name] = torch.cuda.get_rng_state()
+    torch.manual_seed(first)
+    tracker.set_states(own)
+    try:
+        yield
+    finally:
+        tracker.set_states(before)
 
 
 class StreamedModel(nn.Module):
@@ -115,14 +123,12 @@ class StreamedModel(nn.Module):
         super().__init__()
         self._calls, self._logged, self._count = _Calls(), list[dict[str, Tensor]](), 1
         self._at_once = args.global_batch_size // args.micro_batch_size
-        device = torch.device("cpu")
-        if torch.cuda.is_available() and not cpu.enabled():
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = device_of_parts()
         limit = None if offload.weights_memory is None else parse_size(offload.weights_memory)
         self.trainer = MegatronTrainer(
             self._calls, [functools.partial(_part, make, self._calls, number, args.num_layers)
                           for number in range(args.num_layers + 2)],
-            self._loss, functools.partial(_optimizer, args), tier_of(device, offload.path),
+            self._loss, functools.partial(torch_optimizer, args), tier_of(device, offload.path),
             device=device, limit=limit, seed=args.seed, clip=StreamedNorm(args.clip_grad))
         self.module = nn.ModuleList(block.module for block in self.trainer.blocks)
         first = self.module[0].part
@@ -348,18 +354,25 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
                                           for what, is_so, remedy in unfit))
 
 
+def device_of_parts() -> torch.device:
+    """The device that computes."""
+    if torch.cuda.is_available() and not cpu.enabled():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def _part(make: MakePart, calls: _Calls, number: int, layers: int) -> nn.Module:
     """Part `number`: 0 the embedding, then the layers, last the output."""
     first, last = number == 0, number == layers + 1
 
     def chosen(specs: list[Any]) -> list[Any]:
-        return [] if first or last else [_numbered(specs[number - 1], number)]
+        return [] if first or last else [numbered(specs[number - 1], number)]
 
     with core.chosen_layers(chosen):
         return ModelPart(make(pre_process=first, post_process=last), calls)
 
 
-def _numbered(spec: Any, number: int) -> Any:
+def numbered(spec: Any, number: int) -> Any:
     """The spec of a layer which is the only one of its part, but has its number in the model."""
 
     class Layer(spec.module):  # type: ignore[misc,name-defined]
@@ -373,7 +386,8 @@ def _numbered(spec: Any, number: int) -> Any:
     return changed
 
 
-def _optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
+                    ) -> torch.optim.Optimizer:
     """Torch's, as Megatron uses it, with its names in the groups; vectors have no weight decay."""
     kinds = [(1.0, [p for p in params if not is_vector(p)]),
              (0.0, [p for p in params if is_vector(p)])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,10 @@ from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.dispatch.wire import FORMATS
-from moe_plugin.hosts.plain.swarm import StagePeer, Swarm, make_stage
+from moe_plugin.hosts.plain.swarm import JoinedTrainer, StagePeer, Swarm, make_stage
 from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
 from moe_plugin.hosts.plain.swarm.messages import MessageServer, PeerError, ask
+from moe_plugin.hosts.plain.swarm.rounds import Round
 from moe_plugin.hosts.plain.swarm.saved import save_swarm
 from moe_plugin.hosts.plain.swarm.stage import ServedStage
 from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
@@ -95,6 +98,12 @@ def alone(steps: int, optimizer: Any = SGD, clip: float | None = None) -> list[f
     return found
 
 
+@functools.cache
+def exact(steps: int) -> list[float]:
+    """`alone`, of which the processes that begin later need not compute anything again."""
+    return alone(steps)
+
+
 class Crew:
     """Processes that serve stages."""
 
@@ -109,6 +118,19 @@ class Crew:
             kind(("127.0.0.1", self.port), STAGES, optimizer, loss, timeout_s=20.0, **about).run()
 
         self.processes += [fork(serve, None, len(self.processes) + i) for i in range(number)]
+
+    def help(self, steps: int, kind: type[JoinedTrainer] = JoinedTrainer) -> None:
+        """A further trainer, which checks what it is told of the losses."""
+        expected = exact(steps)
+
+        def work() -> None:
+            torch.set_num_threads(1)
+            trainer = kind(("127.0.0.1", self.port), timeout_s=20.0)
+            while trainer.steps < steps:
+                result = trainer.step(batches(trainer.steps))
+                assert sum(result["losses"]) == pytest.approx(expected[trainer.steps - 1], rel=2e-6)
+
+        self.processes.append(fork(work, None, len(self.processes)))
 
     def signal(self, number: signal.Signals, *which: int) -> None:
         for i in which:
@@ -226,6 +248,98 @@ def test_gradients_count_once(kind: type[StagePeer], what: str) -> None:
         assert getattr(second, what) > 0
         assert [*first, sum(second.losses), *losses(swarm, [2])] == pytest.approx(
             alone(3), rel=2e-6)
+        swarm.close()
+
+
+def driven_by_two(swarm: Swarm, step: int) -> list[str]:
+    """Make steps until the other trainer drives a part of one."""
+    result = swarm.step(batches(step))
+    assert sum(result.losses) == pytest.approx(exact(4)[step], rel=2e-6)
+    return result.by
+
+
+def shared(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leading trainer waits until the other one has a micro-batch."""
+    numbers = Round.numbers
+
+    def later(self: Round, timeout_s: float) -> Iterator[int]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self._with or self.over, 60.0)
+        yield from numbers(self, timeout_s)
+
+    monkeypatch.setattr(Round, "numbers", later)
+    number_for = Round.number_for
+
+    def noticed(self: Round, trainer: str) -> int | None:
+        with self.changed:
+            number = number_for(self, trainer)
+            self.changed.notify_all()
+            return number
+
+    monkeypatch.setattr(Round, "number_for", noticed)
+
+
+@pytest.mark.parametrize("kind", [StagePeer, DiesBeforeSumming, DiesInTheMidst])
+def test_two_trainers_have_the_gradients_of_one(kind: type[StagePeer],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a peer dies with what it computed for the other trainer."""
+    exact(4)
+    with crew() as made:
+        made.start(3)
+        swarm = swarm_of(made, 3, timeout_s=6.0)
+        made.start(3, kind)
+        swarm.wait_for(6)
+        shared(swarm, monkeypatch)
+        made.help(4)
+        found = [driven_by_two(swarm, step) for step in range(4)]
+        assert all(any(by) for by in found) and any("" in by for by in found)
+        swarm.close()
+        ends_well(made.processes.pop())
+
+
+def ends_well(process: RankProcess) -> None:
+    """It ends by itself, without an error."""
+    assert os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1]) == 0
+
+
+class DiesWithMicroBatches(JoinedTrainer):
+    """On a micro-batch's way back: the last stage counts it, the others do not."""
+
+    def _took(self, stage: int, *given: Any) -> bool:
+        if stage == 1:
+            os._exit(0)
+        return super()._took(stage, *given)
+
+
+def test_a_trainer_that_dies_and_one_that_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact(4)
+    with crew() as made:
+        made.start(4)
+        swarm = swarm_of(made, 4, timeout_s=6.0)
+        driven_by_two(swarm, 0)
+        with monkeypatch.context() as patch:
+            shared(swarm, patch)
+            made.help(4, DiesWithMicroBatches)
+            assert not any(driven_by_two(swarm, 1))
+            made.help(4)
+            assert any(driven_by_two(swarm, 2))
+        driven_by_two(swarm, 3)
+        swarm.close()
+        ends_well(made.processes.pop())
+
+
+def test_trainers_with_other_data_are_refused() -> None:
+    with crew() as made:
+        made.start(3)
+        swarm = swarm_of(made, 3)
+        trainer = JoinedTrainer(swarm.address, in_flight=1)
+        with ThreadPoolExecutor(1) as pool:
+            swarm.members.choose = lambda *given: time.sleep(1)
+            step = pool.submit(swarm.step, batches(0))
+            with pytest.raises(PeerError, match="5 micro-batches a step, the leading one 6"):
+                trainer.step(batches(0)[:5])
+            with pytest.raises(RuntimeError, match="no peer of stage 0"):
+                step.result()
         swarm.close()
 
 

@@ -11,7 +11,7 @@ from moe_plugin.hosts.plain.swarm.messages import Address
 from moe_plugin.planner.peer_choice import Wiring
 
 log = logging.getLogger(__name__)
-GAIN = 1.1  # of the slowest stage's throughput, from which on a peer moves: it loads the weights
+WORTH = 0.5  # of a peer's throughput that the slowest stage must gain: to move it loads weights
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,14 @@ class SwarmMembers:
         """By stage, those that serve it, in an order that all share."""
         with self._changed:
             return [sorted(members) for members in self._of]
+
+    @property
+    def about(self) -> list[list[tuple[Address, float, float]]]:
+        """By stage, (address, bandwidth, throughput) of those that serve it."""
+        with self._changed:
+            return [[(address, member.bandwidth, self._wirings[stage].throughput(address))
+                     for address, member in members.items()]
+                    for stage, members in enumerate(self._of)]
 
     @property
     def newcomers(self) -> list[Member]:
@@ -106,13 +114,13 @@ class SwarmMembers:
         with self._changed:
             speeds = [self._throughput(stage) for stage in range(len(self._of))]
             slow = speeds.index(min(speeds))
-            best, found = GAIN * speeds[slow], None
+            best, found = speeds[slow], None
             for stage, members in enumerate(self._of):
                 for member in members.values() if stage != slow and len(members) > 1 else ():
                     own = self._wirings[stage].throughput(member.address)
                     after = min(speeds[slow] + own, speeds[stage] - own,
                                 *(s for i, s in enumerate(speeds) if i not in (slow, stage)))
-                    if after > best:
+                    if after > best and after - speeds[slow] >= WORTH * own:
                         moved = Member(member.address, member.bandwidth, own)
                         best, found = after, (moved, stage, slow)
             return found

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from moe_plugin.hosts.plain.swarm.journeys import BEATS
 from moe_plugin.hosts.plain.swarm.messages import (
     OPEN,
     Access,
@@ -39,9 +40,8 @@ from moe_plugin.planner.peer_choice import butterfly_weights
 from moe_plugin.planner.spill import round_shares
 
 log = logging.getLogger(__name__)
-BEATS = 10  # of a time-out, in which a peer says that it is here
-REQUESTS = {"become", "forward", "backward", "count", "forget", "reduce", "part", "apply", "state",
-            "stop"}
+REQUESTS = {"become", "forward", "backward", "evaluate", "count", "forget", "reduce", "part",
+            "apply", "state", "stop"}
 
 
 class StagePeer:
@@ -54,7 +54,7 @@ class StagePeer:
         optimizer: of parameters. Where it clips by a norm of its own, that is of one stage: see
             `Swarm`.
         loss: (the last stage's output, target) to the loss of a micro-batch, as its share of the
-            step's.
+            step's; or to the loss and a dictionary of what the trainer shall get in addition.
         host: this machine's address, which the trainer and the other peers can reach.
         bandwidth: of this machine's network, in any unit: its share of the sums of gradients.
         throughput: tasks per second that the trainer assumes until it has measured them; None: the
@@ -118,38 +118,46 @@ class StagePeer:
     # -- what a trainer asks
 
     def _become(self, number: int, step: int, seed: int, wire: str, dtype: torch.dtype,
-                timeout_s: float, source: Address | None, state: Message | None) -> Message:
+                timeout_s: float, target_to_all: bool, source: Address | None,
+                state: Message | None) -> Message:
         self._sums.timeout_s = timeout_s
         if source is not None:
             state = ask(source, "state", timeout_s, self._access)["state"]
         with self._compute:
             last = number == len(self.stages) - 1
             stage = ServedStage(make_stage(self.stages, number, seed, self.device), self.optimizer,
-                                self.loss if last else None, seed, step)
+                                self.loss if last else None, seed, step, target_to_all)
             if state is not None:
                 stage.load(state)
             self.stage, self._wire = stage, (wire, dtype)
         return {}
 
-    def _forward(self, task: tuple[int, int], x: list[Tensor]) -> Message:
-        start = time.perf_counter()
-        with self._compute:
-            begun = time.perf_counter()
-            out = packed(self._now(task[0]).forward(task[1], unpacked(x, *self._wire)),
-                         self._wire[0])
-            return {"x": out, "queued": begun - start, "seconds": time.perf_counter() - begun}
+    def _forward(self, task: tuple[int, int], x: list[Tensor], target: object = None,
+                 train: bool = True) -> Message:
+        return self._timed(lambda: {"x": packed(self._now(task[0]).forward(
+            task[1], unpacked(x, *self._wire), target, train), self._wire[0])})
 
     def _backward(self, task: tuple[int, int], x: list[Tensor], grad: list[Tensor] | None,
                   target: object) -> Message:
+        def work() -> Message:
+            grad_x, loss, logged = self._now(task[0]).backward(
+                task[1], unpacked(x, *self._wire),
+                None if grad is None else unpacked(grad, *self._wire), target)
+            return {"x": None if grad_x is None else packed(grad_x, self._wire[0]), "loss": loss,
+                    "logged": logged}
+
+        return self._timed(work)
+
+    def _evaluate(self, task: tuple[int, int], x: list[Tensor], target: object) -> Message:
+        return self._timed(lambda: dict(zip(("loss", "logged"), self._now(task[0]).evaluate(
+            task[1], unpacked(x, *self._wire), target), strict=True)))
+
+    def _timed(self, work: Callable[[], Message]) -> Message:
+        """Do it, one thing at a time; the answer has the seconds of waiting and of work."""
         start = time.perf_counter()
         with self._compute:
             begun = time.perf_counter()
-            grad_x, loss = self._now(task[0]).backward(
-                task[1], unpacked(x, *self._wire),
-                None if grad is None else unpacked(grad, *self._wire), target)
-            out = None if grad_x is None else packed(grad_x, self._wire[0])
-            return {"x": out, "loss": loss, "queued": begun - start,
-                    "seconds": time.perf_counter() - begun}
+            return {**work(), "queued": begun - start, "seconds": time.perf_counter() - begun}
 
     def _count(self, task: tuple[int, int]) -> None:
         if self.stage is not None and self.stage.step == task[0]:
@@ -187,11 +195,11 @@ class StagePeer:
     def _part(self, key: tuple[int, int], source: int, members: int, part: Tensor) -> Message:
         return {"sum": self._sums.add(key, source, members, part)}
 
-    def _apply(self, step: int, scale: float) -> Message:
+    def _apply(self, step: int, scale: float | None, groups: list[Message]) -> Message:
         with self._compute:
             if self._reduced is None:
                 raise ValueError(f"no sum of step {step} to apply")
-            self._now(step).apply(self._reduced, scale)
+            self._now(step).apply(self._reduced, scale, groups)
             self._reduced = None
         self._sums.clear()
         return {}

@@ -15,7 +15,7 @@ from moe_plugin.hosts.plain.swarm.messages import Message
 
 MakeStage = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-Loss = Callable[[Tensor, Any], Tensor]
+Loss = Callable[[Tensor, Any], Any]  # a loss, or (loss, what the trainer gets in addition)
 
 
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
@@ -31,11 +31,13 @@ class ServedStage:
     Args:
         loss: of the last stage; None: of the others.
         seed: of the whole run.
+        takes_target: the module's second argument is a micro-batch's target.
     """
 
     def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
-                 step: int) -> None:
+                 step: int, takes_target: bool = False) -> None:
         self.module, self.loss, self.seed, self.step = module, loss, seed, step
+        self.takes_target = takes_target
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("a stage has no parameters to train: put it together with another one")
@@ -48,15 +50,35 @@ class ServedStage:
         self._lock = threading.Lock()
         self.forget()
 
-    def forward(self, micro_batch: int, x: Tensor) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor, target: Any = None, train: bool = True
+                ) -> Tensor:
         """The stage's output, without a graph."""
-        with torch.no_grad(), self._pass(micro_batch):
-            return _output(self.module(x.to(self.device)))[0]
+        self.module.train(train)
+        try:
+            with torch.no_grad(), self._pass(micro_batch):
+                return self._output(x.to(self.device), target)[0]
+        finally:
+            self.module.train()
+
+    def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
+        """The loss of the last stage, without training, and what comes with it."""
+        with torch.no_grad():
+            loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
+        return float(loss), logged
+
+    def _output(self, x: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
+        found = self.module(x, target) if self.takes_target else self.module(x)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
+        found = self.loss(out, _moved(target, self.device))
+        return found if isinstance(found, tuple) else (found, {})
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
-                 ) -> tuple[Tensor | None, float]:
-        """The gradient of `x` (None: of integers) and the losses of this stage, computed again from
-        `x`. The gradients of the weights wait for `count`.
+                 ) -> tuple[Tensor | None, float, Message]:
+        """The gradient of `x` (None: of integers), the losses of this stage, computed again from
+        `x`, and what its loss function gave in addition. The gradients of the weights wait for
+        `count`.
 
         Args:
             grad: of the output; None: the last stage, with `target`.
@@ -65,9 +87,10 @@ class ServedStage:
         if x.is_floating_point():
             x.requires_grad_()
         with torch.enable_grad(), self._pass(micro_batch), self._no_state():
-            out, balance = _output(self.module(x))
-            roots = [(out, grad.to(out))] if grad is not None else [
-                (self.loss(out, _moved(target, self.device)), None)]
+            (out, balance), logged = self._output(x, target), {}
+            if grad is None:
+                out, logged = self._loss_of(out, target)
+            roots = [(out, None if grad is None else grad.to(out))]
             own = [roots[0][0]] if grad is None else []
             if balance is not None:
                 roots.append((balance, None))
@@ -79,7 +102,7 @@ class ServedStage:
         self.module.zero_grad(set_to_none=True)
         with self._lock:
             self._pending[micro_batch] = torch.cat([*grads, given])
-        return x.grad, float(sum(loss.detach() for loss in own))
+        return x.grad, float(sum(loss.detach() for loss in own)), logged
 
     def count(self, micro_batch: int) -> None:
         """The trainer took the answer of this backward pass: its gradients are in the sum."""
@@ -104,18 +127,27 @@ class ServedStage:
         """Of the gradients in a sum over all peers of the stage."""
         return float(sum_S[:self.weights].double().norm())
 
-    def apply(self, sum_S: Tensor, scale: float) -> None:
+    def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
         """The optimizer's step with the sum over all peers of the stage; the next step begins.
+
+        Args:
+            scale: of the gradients; None: nothing is stepped.
+            groups: see `Swarm.update`.
 
         A parameter without a gradient on any peer has none, as in a run of one process: an
         optimizer leaves it, its momentum and its decay alone.
         """
-        sizes = [p.numel() for p in self.parameters]
-        *grads, passes_P = sum_S.split([*sizes, len(sizes)])
-        for p, grad, passes in zip(self.parameters, grads, passes_P.tolist(), strict=True):
-            p.grad = (grad * scale).view_as(p).to(p) if passes else None
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for new in groups:
+            for group in self.optimizer.param_groups:
+                if new.get("wd_mult") in (None, group.get("wd_mult")):
+                    group.update(new)
+        if scale is not None:
+            sizes = [p.numel() for p in self.parameters]
+            *grads, passes_P = sum_S.split([*sizes, len(sizes)])
+            for p, grad, passes in zip(self.parameters, grads, passes_P.tolist(), strict=True):
+                p.grad = (grad * scale).view_as(p).to(p) if passes else None
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.forget()
 
@@ -147,10 +179,6 @@ class ServedStage:
                     "weights alone: use layers without running statistics, and a balance loss in "
                     "place of a router that is moved by counts")
         self._checked = True
-
-
-def _output(found: Any) -> tuple[Tensor, Tensor | None]:
-    return found if isinstance(found, tuple) else (found, None)
 
 
 def _moved(target: Any, device: torch.device) -> Any:

@@ -4,26 +4,27 @@
 Every micro-batch takes a way of its own: at each stage the peer that is free first
 (`planner.peer_choice.Wiring`). A task that gets no answer is sent again, to another peer. The
 trainer keeps the inputs of every stage until the step ends, so that the others of its stage compute
-again what a lost peer had summed. At a step's end the peers of a stage sum their gradients (a
+again what a lost peer had summed; micro-batches that another trainer drove (`rounds`) are driven
+again for that. At a step's end the peers of a stage sum their gradients (a
 butterfly all-reduce, by bandwidth) and step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from moe_plugin.hosts.plain.swarm.journeys import Driven, Driver, MicroBatches, RoundId
 from moe_plugin.hosts.plain.swarm.members import Alarm, Member, SwarmMembers
 from moe_plugin.hosts.plain.swarm.messages import (
     OPEN,
@@ -35,14 +36,13 @@ from moe_plugin.hosts.plain.swarm.messages import (
     MessageServer,
     PeerError,
     ask,
-    packed,
 )
+from moe_plugin.hosts.plain.swarm.rounds import SharedRounds
 from moe_plugin.hosts.plain.swarm.saved import load_swarm, save_swarm
-from moe_plugin.planner.peer_choice import BACKWARD
 
 log = logging.getLogger(__name__)
-ROUNDS = 3  # in which silent peers are asked again, if the stage has no others
-_Taken = dict[tuple[int, int], tuple[Address, Message]]
+# by (stage, micro-batch): who did the backward pass, and what it got, if this trainer asked for it
+_Taken = dict[tuple[int, int], tuple[Address, Message | None]]
 
 
 @dataclass
@@ -52,6 +52,8 @@ class SwarmStep:
     Attributes:
         losses: of each micro-batch, balance losses included.
         norm: of all gradients, before clipping.
+        logged: what the loss function returned in addition, for each micro-batch.
+        by: which trainer drove each micro-batch; empty text: this one.
         resent: tasks that were sent again.
         redone: backward passes whose gradients were lost with a peer, and computed by another.
         gone: addresses of peers that were lost.
@@ -60,6 +62,8 @@ class SwarmStep:
 
     losses: list[float] = field(default_factory=list)
     norm: float = 0.0
+    logged: list[Message] = field(default_factory=list)
+    by: list[str] = field(default_factory=list)
     resent: int = 0
     redone: int = 0
     gone: list[Address] = field(default_factory=list)
@@ -67,7 +71,7 @@ class SwarmStep:
 
 
 class Swarm:
-    """The trainer of a swarm.
+    """The trainer of a swarm, or the leading one of several (`JoinedTrainer`).
 
     Args:
         stages: number of them.
@@ -81,6 +85,8 @@ class Swarm:
         rebalance_s: after so many seconds, between two steps, a peer moves to the slowest stage, if
             the pipeline gets 1.1 times faster by it; None: never.
         seed: of weights and random numbers.
+        target_to_all: send a micro-batch's target to all stages, whose modules are called with it
+            as their second argument.
         resume: a folder that `save` wrote.
         secret: that peers must know, too. Optional; without one, anybody who reaches `host` can
             take part.
@@ -97,6 +103,7 @@ class Swarm:
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
                  dtype: torch.dtype = torch.float32, in_flight: int = 0, clip: float | None = None,
                  timeout_s: float = 60.0, rebalance_s: float | None = 60.0, seed: int = 0,
+                 target_to_all: bool = False,
                  resume: str | os.PathLike[str] | None = None, secret: str | None = None,
                  message_bytes: int = OPEN.message_bytes) -> None:
         if stages < 1 or in_flight < 0 or timeout_s <= 0:
@@ -109,13 +116,18 @@ class Swarm:
         self._first: list[Message | None] = [None] * stages
         if resume is not None:
             self.steps, self._first = load_swarm(resume, stages)
-        self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s}
+        self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s,
+                     "target_to_all": target_to_all}
         self.members, self._clock = SwarmMembers(stages, seed), Alarm(rebalance_s)
         self._access = Access(secret, message_bytes)
         self._connections = Connections(timeout_s, self._access)
-        self._taken: _Taken = {}  # by (stage, micro-batch): who did the backward pass, what it got
+        self._taken: _Taken = {}
         self._result, self._whole, self._refused = SwarmStep(), True, ""
-        self._counting = threading.Lock()
+        self._ledger, self._evaluations = threading.Lock(), 0
+        self._rounds = SharedRounds(lambda: self.members, self._run, lambda: self.steps,
+                                    self._took, self._ban)
+        self._driver = Driver(stages, self.members, self._connections, self._took, self._ban,
+                              self._run)
         self._server = MessageServer(host, port, self._answer, self._access)
         self.address = self._server.address
 
@@ -128,27 +140,82 @@ class Swarm:
             raise TimeoutError(f"{len(self.members)} of {peers} peers have come to {self.address} "
                                f"within {self.timeout_s} s")
 
-    def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> SwarmStep:
-        """A step with micro-batches (input [B, ...], target).
+    def step(self, micro_batches: MicroBatches) -> SwarmStep:
+        """A step with micro-batches (input [B, ...], target): `accumulate` and `update`."""
+        result = self.accumulate(micro_batches)
+        self.update()
+        return result
+
+    def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
+        """The passes of a step; its gradients wait at the peers for `update`.
 
         Raises: RuntimeError: a stage has no peer, or each one of its peers fails, with the reason.
         """
         self._result = result = SwarmStep()
-        self._taken = {}
+        self._taken, self._driver.resent = {}, 0
         if not self._whole:
             self._ask_members("forget", lambda stage, me: {})
         self._whole = False
         self._place()
-        inputs = [packed(x, self._run["wire"]) for x, _ in micro_batches]
-        with ThreadPoolExecutor(self.in_flight or 2 * len(self.members)) as pool:
-            result.losses = _results([pool.submit(self._journey, number, x, target) for
-                                      number, (x, (_, target)) in enumerate(
-                                          zip(inputs, micro_batches, strict=True))])
-        result.norm = self._reduce()
-        scale = 1.0 if self.clip is None else min(1.0, self.clip / (result.norm + 1e-6))
-        self._ask_members("apply", lambda stage, me: {"step": self.steps, "scale": scale})
-        self.steps, self._whole, self._first = self.steps + 1, True, [None] * self.stages
+        with self._round(("train", self.steps, 0), micro_batches) as again:
+            result.norm = self._reduce(again)
+        result.resent = self._driver.resent
         return result
+
+    def update(self, skip: bool = False, groups: Sequence[Message] = ()) -> None:
+        """Let all peers step with the gradients of `accumulate`, clipped.
+
+        Args:
+            skip: no weight and no state of an optimizer changes.
+            groups: new values of the optimizers' parameter groups, such as `{"lr": 0.1}`; one with
+                `wd_mult` is for groups with the same `wd_mult` alone.
+        """
+        norm = self._result.norm
+        scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        self._ask_members("apply", lambda stage, me: {
+            "step": self.steps, "scale": None if skip else scale, "groups": list(groups)})
+        self.steps, self._whole, self._first = self.steps + 1, True, [None] * self.stages
+        self._evaluations = 0
+
+    def evaluate(self, micro_batches: MicroBatches) -> SwarmStep:
+        """Losses of micro-batches, without training, by stages in evaluation mode."""
+        self._result, self._evaluations = SwarmStep(), self._evaluations + 1
+        self._place()
+        with self._round(("evaluate", self.steps, self._evaluations), micro_batches):
+            return self._result
+
+    @contextlib.contextmanager
+    def _round(self, about: RoundId, micro_batches: MicroBatches
+               ) -> Iterator[Callable[[int], object]]:
+        """Drive all micro-batches, with the trainers that have joined. They get the result at the
+        end of the block, which may drive a micro-batch again.
+        """
+        now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
+
+        def again(number: int) -> Driven:
+            return self._driver.journey(*about[:2], number, micro_batches[number])
+
+        def work() -> None:
+            try:
+                for number in now.numbers(self.timeout_s):
+                    now.done(number, again(number))
+            except BaseException:
+                now.end()
+                raise
+
+        try:
+            threads = min(now.count, self.in_flight or 2 * len(self.members))
+            with ThreadPoolExecutor(threads) as pool:
+                _results([pool.submit(work) for _ in range(threads)])
+            found = [now.found[number] for number in range(now.count)]
+            result.losses = [driven.loss for driven in found]
+            result.logged = [driven.logged for driven in found]
+            result.by = [now.by[number] for number in range(now.count)]
+            yield again
+            done = True
+        finally:
+            self._rounds.end(about, {"losses": result.losses, "logged": result.logged,
+                                     "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write every stage's weights and optimizer, for `resume`; a killed save leaves what was
@@ -157,7 +224,8 @@ class Swarm:
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Tell the peers that training has ended."""
+        """Tell the peers that training has ended, once the other trainers know the last result."""
+        self._rounds.wait_until_known()
         waiting = (member.address for member in self.members.newcomers)
         for address in itertools.chain(*self.members.stages, waiting):
             try:
@@ -169,6 +237,9 @@ class Swarm:
     # -- who serves what
 
     def _answer(self, request: Message) -> Message:
+        what = request.pop("do")
+        if what in SharedRounds.REQUESTS:
+            return self._rounds.answer(what, request)
         self.members.here(Member(tuple(request["address"]), request["bandwidth"],
                                  request["throughput"]))
         return {}
@@ -221,67 +292,36 @@ class Swarm:
 
     # -- tasks
 
-    def _journey(self, number: int, x: list[Tensor], target: Any) -> float:
-        """A micro-batch through all stages and back; returns its loss."""
-        inputs, last = [x], self.stages - 1
-        for stage in range(last):
-            inputs.append(self._task(stage, number, "forward", {"x": inputs[-1]})["x"])
-        grad, loss = None, 0.0
-        for stage in range(last, -1, -1):
-            answer = self._task(stage, number, "backward", {
-                "x": inputs[stage], "grad": grad, "target": target if stage == last else None})
-            grad, loss = answer["x"], loss + answer["loss"]
-        return loss
-
-    def _task(self, stage: int, number: int, what: str, values: Message) -> Message:
-        """Let a peer of the stage do it; another one where no answer comes."""
-        size = BACKWARD if what == "backward" else 1.0
-        task = (self.steps, number)
-        reasons: dict[Address, str] = {}
-        rounds = 0
-        while True:
-            address = self.members.choose(stage, number, size, set(reasons))
-            if address is None and self.members.stages[stage] and rounds < ROUNDS:
-                rounds, reasons = rounds + 1, {}  # they may be slow, not gone
-                continue
-            if address is None:
-                raise RuntimeError(
-                    f"{what} of micro-batch {number}: no peer of stage {stage} did it: "
-                    f"{'; '.join(reasons.values()) or 'none is left'}")
-            start = time.perf_counter()
-            try:
-                with self._connections.to(address) as connection:
-                    answer = connection.ask(what, task=task, **values)
-                    if what == "backward":
-                        connection.send({"do": "count", "task": task})
-            except (OSError, PeerError) as error:
-                with self._counting:
-                    self._result.resent += 1
-                reasons[address] = f"{address}: {error}"
-                if not isinstance(error, TimeoutError):
-                    self._ban(stage, address, error)
-                continue
-            if what == "backward":
-                self._taken[stage, number] = (address, values)
-            taken_s = time.perf_counter() - start - answer["queued"]
-            self.members.done(stage, address, size, taken_s)
-            return answer
+    def _took(self, stage: int, number: int, address: Address, values: Message | None) -> bool:
+        """Count a backward pass, if none of this micro-batch counts at this stage yet."""
+        with self._ledger:
+            before = self._taken.get((stage, number))
+            if before is not None and before[0] in self.members.stages[stage]:
+                return True
+            self._taken[stage, number] = (address, values)
+        try:
+            with self._connections.to(address) as connection:
+                connection.send({"do": "count", "task": (self.steps, number)})
+        except OSError as error:
+            self._ban(stage, address, error)
+            return False
+        return True
 
     # -- a step's end
 
-    def _reduce(self) -> float:
-        """Let the peers of each stage sum; returns the norm of all."""
+    def _reduce(self, again: Callable[[int], object]) -> float:
+        """Let the peers of each stage sum; returns the norm of all. again: drives a micro-batch."""
         norms: dict[int, float] = {}
         for attempt in range(1 + len(self.members)):
             left = [stage for stage in range(self.stages) if stage not in norms]
-            for stage in left:
-                self._redo(stage)
+            self._redo(left, again)
             members = self.members.stages
             found = self._ask_members("reduce", lambda stage, me: {
                 "key": (self.steps, attempt), "members": members[stage], "me": me,
                 "micro_batches": self._taken_by(stage, members[stage][me]),
-                "bandwidths": self.members.bandwidths(stage)}, left)
-            norms.update(found)
+                "bandwidths": self.members.bandwidths(stage)}, left, members)
+            norms.update({stage: norm for stage, norm in found.items()
+                          if not self._missing([stage], members)})
             if len(norms) == self.stages:
                 return sum(norm ** 2 for norm in norms.values()) ** 0.5
         raise RuntimeError(f"the gradients of stages {left} could not be summed; see the log")
@@ -289,22 +329,34 @@ class Swarm:
     def _taken_by(self, stage: int, address: Address) -> list[int]:
         return [n for (s, n), (peer, _) in self._taken.items() if (s, peer) == (stage, address)]
 
-    def _redo(self, stage: int) -> None:
+    def _missing(self, stages: Sequence[int], members: list[list[Address]]
+                 ) -> list[tuple[int, int]]:
+        """(stage, micro-batch) of the gradients that none of these members has."""
+        with self._ledger:
+            return [(stage, n) for (stage, n), (address, _) in self._taken.items()
+                    if stage in stages and address not in members[stage]]
+
+    def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
         """Compute again what peers that are lost had summed, until no such gradient is left: the
         peer that is asked may be lost, too, with what it had summed before.
         """
-        while lost := [n for (s, n), (address, _) in self._taken.items()
-                       if s == stage and address not in self.members.stages[stage]]:
-            self._task(stage, lost[0], "backward", self._taken[stage, lost[0]][1])
+        while lost := self._missing(stages, self.members.stages):
+            stage, number = lost[0]
+            values = self._taken[stage, number][1]
+            if values is None:  # another trainer had the inputs
+                again(number)
+            else:
+                self._driver.task(stage, self.steps, number, "backward", values)
             self._result.redone += 1
 
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
-                     stages: Iterable[int] | None = None) -> dict[int, float]:
+                     stages: Iterable[int] | None = None,
+                     members: list[list[Address]] | None = None) -> dict[int, float]:
         """Ask all members of these stages at once, and ban those that do not answer.
 
         Returns: by stage whose members have all done it, the norm that they tell.
         """
-        members = self.members.stages
+        members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
         with ThreadPoolExecutor(max(1, len(self.members))) as pool:
             # a peer may wait for another one, and that one for what a third one sends

@@ -1,0 +1,328 @@
+"""`--swarm`: peers that come and go serve the stages of a GPT model, on Megatron's own loop.
+
+Trainers run the loop: they read data, set learning rates, log and save, and have no weights. A peer
+runs the same command with `--swarm peer`. It builds the layers of one stage as Megatron builds a
+pipeline stage, and computes them by the script's own forward step, which gets the micro-batch that
+a trainer has read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor, nn
+
+from moe_plugin import checksums
+from moe_plugin.config import SwarmConfig, run_config
+from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron.compat import core, cpu
+from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
+from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
+from moe_plugin.hosts.megatron.layer import plugin_layers
+from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
+from moe_plugin.hosts.megatron.script_streamed import resume, stages_of
+from moe_plugin.hosts.megatron.streamed import (
+    MakePart,
+    StreamedOptimizer,
+    device_of_parts,
+    numbered,
+    own_randomness,
+    torch_optimizer,
+)
+from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.hosts.plain.swarm import JoinedTrainer, StagePeer, Swarm
+from moe_plugin.regular_files import check_input, write_whole
+from moe_plugin.run import Run, refuse_unfit
+
+logger = logging.getLogger("moe_plugin.megatron")
+META = "megatron.json"
+ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
+
+
+class Stage(nn.Module):
+    """A stage of the model: the script's forward step on its layers.
+
+    Args:
+        part: a pipeline stage of Megatron's.
+        forward_step: the script's.
+    """
+
+    def __init__(self, part: nn.Module, forward_step: ForwardStep) -> None:
+        super().__init__()
+        self.part, self.forward_step = part, forward_step
+        self.loss: Callable[[Tensor], Any] | None = None
+
+    def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """x: [T, B, D], of the first stage anything. Returns [T, B, D], of the last stage what the
+        script's loss function takes.
+        """
+        if not self.part.pre_process:
+            self.part.set_input_tensor(x)
+        try:
+            with own_randomness():
+                output, self.loss = self.forward_step(iter([dict(batch)]), self.part)
+            return output
+        finally:
+            self.part.set_input_tensor(None)
+
+
+class MegatronPeer(StagePeer):
+    """A peer whose requests, each in a thread of its own, run where the process runs."""
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        # what reads "cuda" as "cpu" is of the thread that enabled it
+        with cpu.building() if cpu.enabled() else contextlib.nullcontext():
+            return super()._answer(request)
+
+
+def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_step: ForwardStep
+          ) -> None:
+    """Serve a stage until the trainer is gone or has ended."""
+    count = args.global_batch_size // args.micro_batch_size
+    made: list[Stage] = []
+
+    begin = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+
+    def stage(number: int) -> Stage:
+        with states(*begin):
+            for before in range(number):  # so that weights are those of the model in one process
+                stage_of(make, before, swarm.stages, args.num_layers, forward_step)
+            found = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
+        for layer in plugin_layers(found):
+            if "token_ids" in layer.needs:
+                raise ValueError(f"router {layer.plan.config.router.name} does not fit --swarm, "
+                                 "where layers do not see token ids: use another one")
+        made[:] = [found]
+        return found
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        total, *tokens, logged = made[0].loss(output)
+        mean = total / tokens[0].clamp(min=1) if tokens else total
+        return mean / count, {name: x.detach() for name, x in logged.items()}
+
+    peer = MegatronPeer(
+        address_of(swarm), [functools.partial(stage, number) for number in range(swarm.stages)],
+        functools.partial(torch_optimizer, args), loss, host=swarm.host, device=device_of_parts(),
+        timeout_s=swarm.timeout_s, secret=_secret(swarm))
+    logger.info("swarm: this peer looks for a trainer at %s", swarm.address)
+    with core.auxiliary_scale(torch.ones(1) * (1 / count)):
+        peer.run()
+
+
+@contextlib.contextmanager
+def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, torch's generator and Megatron's tracker begin with these states."""
+    tracker = get_cuda_rng_tracker()
+    before = torch.get_rng_state(), tracker.get_states()
+    torch.set_rng_state(own)
+    tracker.set_states({name: state.clone() for name, state in tracked.items()})
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        tracker.set_states(before[1])
+
+
+def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
+             ) -> Stage:
+    """Stage `number`, which has an equal share of the layers."""
+    begin, end = (layers * n // stages for n in (number, number + 1))
+
+    def chosen(specs: list[Any]) -> list[Any]:
+        return [numbered(specs[i], i + 1) for i in range(begin, end)]
+
+    with core.chosen_layers(chosen):
+        return Stage(make(pre_process=number == 0, post_process=number == stages - 1), forward_step)
+
+
+class SwarmModel(nn.Module):
+    """The one chunk of a trainer's model, without weights, and the passes over peers."""
+
+    vp_stage, pre_process, post_process = None, True, True
+
+    def __init__(self, empty: nn.Module, trainer: Swarm | JoinedTrainer) -> None:
+        super().__init__()
+        self.config, self.pg_collection = empty.config, getattr(empty, "pg_collection", None)
+        self.trainer, self.norm = trainer, 0.0
+
+    def close(self) -> None:
+        """Tell the others that this trainer has ended."""
+        if isinstance(self.trainer, Swarm):
+            self.trainer.close()
+        else:
+            logger.info("this trainer drove %d micro-batches", self.trainer.driven)
+
+    def passes(self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False,
+               **_: Any) -> list[dict[str, Tensor]]:
+        """In the place of what Megatron's `get_forward_backward_func` returns, with its arguments.
+        """
+        iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        given = [(torch.zeros(1, dtype=torch.int64), _tensors(next(iterator)))
+                 for _ in range(num_microbatches)]
+        leads = isinstance(self.trainer, Swarm)
+        if forward_only:
+            found = self.trainer.evaluate(given)
+        else:
+            found = self.trainer.accumulate(given) if leads else self.trainer.step(given)
+            self.norm = float(found.norm if leads else found["norm"])
+        return list(found.logged if leads else found["logged"])
+
+    def zero_grad_buffer(self) -> None:
+        """Peers drop the gradients."""
+
+
+class SwarmOptimizer(StreamedOptimizer):
+    """The peers' optimizers, as Megatron's loop and `FiniteSteps` see one."""
+
+    param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - each has its own
+
+    def __init__(self, model: SwarmModel, args: argparse.Namespace) -> None:
+        self.model = model
+        some = [nn.Parameter(torch.zeros([1] * axes)) for axes in (2, 1)]
+        self.param_groups = torch_optimizer(args, some).param_groups
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """Let the peers clip and step; see `StreamedOptimizer.step`."""
+        skip = self.prepare_grads()
+        if isinstance(self.model.trainer, Swarm):
+            self.model.trainer.update(skip, [
+                {name: group[name] for name in ("lr", "weight_decay", "wd_mult")}
+                for group in self.param_groups])
+        return (False, None, None) if skip else (True, self.model.norm, None)
+
+
+def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
+           ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
+    """Model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` returns them; a
+    peer serves here, and its process ends.
+
+    Args:
+        given: its arguments by name.
+        run: as it is in each step.
+        forward_step: the script's.
+    """
+    arguments = script_arguments()
+    args, make = argparse.Namespace(**arguments), stages_of(given)
+    swarm = run_config(settings_from_flags(arguments)).swarm
+    _check(args, swarm)
+    if swarm.role == "peer":
+        serve(swarm, args, make, forward_step)
+        raise SystemExit(0)
+    with core.chosen_layers(lambda specs: []):
+        empty = make(pre_process=False, post_process=False)
+    settings, progress, folder = model_settings(args, empty.config), {}, None
+    if swarm.role == "lead" and args.load is not None:
+        progress, folder = _saved(args.load, settings, args.ckpt_step)
+    trainer = _trainer(swarm, args, folder)
+    model = SwarmModel(empty, trainer)
+    model.model_type = arguments["model_type"] = given.get("model_type")
+    optimizer = SwarmOptimizer(model, args)
+    PreparedGradients(optimizer, run)
+    scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
+    arguments.update(iteration=0, num_floating_point_operations_so_far=0)
+    if swarm.role == "join":
+        progress = {"iteration": trainer.steps,
+                    "consumed_samples": trainer.steps * args.global_batch_size}
+    if progress:
+        resume(arguments, progress, scheduler)
+    if isinstance(trainer, Swarm):
+        logger.info("swarm: %s waits for %d peers", swarm.address, swarm.peers or swarm.stages)
+        trainer.wait_for(swarm.peers or swarm.stages)
+    return [model], optimizer, scheduler
+
+
+def _trainer(swarm: SwarmConfig, args: argparse.Namespace, folder: Path | None
+             ) -> Swarm | JoinedTrainer:
+    host, port = address_of(swarm)
+    if swarm.role == "join":
+        return JoinedTrainer((host, port), timeout_s=swarm.timeout_s, secret=_secret(swarm))
+    return Swarm(
+        swarm.stages, host=host, port=port, wire=swarm.wire, clip=args.clip_grad or None,
+        timeout_s=swarm.timeout_s, rebalance_s=swarm.rebalance_s or None, seed=args.seed,
+        target_to_all=True, resume=folder, secret=_secret(swarm))
+
+
+def save(given: Mapping[str, Any]) -> None:
+    """In the place of Megatron's `save_checkpoint`, by whose names its arguments are given: the
+    leading trainer writes all stages.
+    """
+    arguments, [model] = script_arguments(), given["model"]
+    if not isinstance(model.trainer, Swarm):
+        return
+    root, iteration = arguments["save"], given["iteration"]
+    folder = model.trainer.save(files.folder(root, iteration))
+    write_whole(Path(folder, META), checksums.seal_json({
+        "iteration": iteration, "scheduler": given["opt_param_scheduler"].state_dict(),
+        "consumed_samples": arguments["consumed_train_samples"],
+        "consumed_valid_samples": arguments["consumed_valid_samples"],
+        "settings": model_settings(argparse.Namespace(**arguments), model.config)}))
+    write_whole(Path(root, files.LATEST), str(iteration))
+
+
+def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
+           ) -> tuple[dict[str, Any], Path | None]:
+    """(progress, folder) of a checkpoint that `save` wrote; empty and None if there is none."""
+    iteration = iteration or files.latest(root)
+    if iteration is None:
+        files.nothing_found(root, False)
+        return {}, None
+    path = Path(files.folder(root, iteration)) / META
+    if not path.exists():
+        raise ValueError(f"{path.parent} has no {META}: it was not written by a swarm; give another"
+                         " folder to --load, or leave out --swarm")
+    check_input(path)
+    progress, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+    check_settings(str(path.parent), progress.get("settings") or {}, settings)
+    return progress, path.parent
+
+
+def _check(args: argparse.Namespace, swarm: SwarmConfig) -> None:
+    plain = "leave it out"
+    given = functools.partial(getattr, args)
+    unfit = [
+        (f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
+         "start one; more machines are peers"),
+        ("tied embeddings, a parameter of two stages",
+         swarm.stages > 1 and not args.untie_embeddings_and_output_weights,
+         "give --untie-embeddings-and-output-weights"),
+        (f"--num-layers {args.num_layers} below --swarm-stages {swarm.stages}",
+         args.num_layers < swarm.stages, "give fewer stages"),
+        ("--bf16 or --fp16", args.bf16 or args.fp16, "train in float32; --swarm-wire bf16 sends 16 "
+         "bits"),
+        (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
+         "use adam or sgd"),
+        ("--recompute-granularity", args.recompute_granularity is not None,
+         "leave it out: every stage is computed again"),
+        *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
+            "native_moe", "calculate_per_token_loss", "use_distributed_optimizer", "skip_train",
+            "mtp_num_layers", "hybrid_layer_pattern", "rampup_batch_size", "moe_lighthouse",
+            "use_megatron_fsdp", "use_torch_fsdp2", "finetune", "pretrained_checkpoint",
+            "async_save", "decoupled_lr"))]
+    refuse_unfit("--swarm", ((f"{what} in Megatron", not is_so, remedy)
+                             for what, is_so, remedy in unfit))
+
+
+def address_of(swarm: SwarmConfig) -> tuple[str, int]:
+    """Of the leading trainer."""
+    host, _, port = swarm.address.rpartition(":")
+    return host, int(port)
+
+
+def _secret(swarm: SwarmConfig) -> str | None:
+    if swarm.secret is None:
+        return None
+    check_input(Path(swarm.secret))
+    return Path(swarm.secret).read_text(encoding="utf-8").strip()
+
+
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in batch.items() if isinstance(x, Tensor)}
