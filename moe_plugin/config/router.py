@@ -223,8 +223,7 @@ class RouterConfig(SettingsSection):
         "dense_to_sparse)",
         flag="top-k")
     top_k_at: dict[float, int] = field(default_factory=dict, metadata={
-        "help": "experts per token from a step on: 1000=1 (a file: {1000: 1}), or a part of the "
-                "run: 0.5=1",
+        "help": "experts per token from a step on: 1000=1 ({1000: 1}), or a part of the run: 0.5=1",
         "flag": "top-k-at", "entry": "step=experts"})
     score: str = option("softmax", "score function: softmax over experts, sigmoid of each, or a "
                         "registered name", flag="router-score")
@@ -232,7 +231,7 @@ class RouterConfig(SettingsSection):
         "auto",
         "divide the chosen scores by their sum: before_drop, after_drop (of tokens) or none; auto: "
         "before_drop with top_k > 1 and a router that divides, else none; always: before_drop, of "
-        "one expert, too, whose weight then is 1 and teaches the router nothing",
+        "one expert, too, whose weight then is 1 without a gradient",
         choices=("auto", "none", "before_drop", "after_drop", "always"), flag="router-normalize",
     )
     normalize_add: float = option(
@@ -274,7 +273,7 @@ class RouterConfig(SettingsSection):
                               flag="router-group-top-k")
     group_scores: int = option(
         0,
-        "group_limited, sigmoid_bias: how many of a group's best scores add up to the group's; 0: "
+        "group_limited, sigmoid_bias: so many best scores of a group add up to its own; 0: "
         "top_k // group_top_k, at least 1",
         flag="router-group-scores")
     bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves per step",
