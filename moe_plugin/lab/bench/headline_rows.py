@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_plugin.lab.bench import headline_models as models
 from moe_plugin.lab.bench.train.results import median_ms, newest, reports
+from moe_plugin.lab.bench.train.sides import OURS, PIECES
 
 HERE = ""  # in the place of a file's name: measured by the study itself
 # (file of committed numbers, what of them, what it is and where)
@@ -61,6 +62,12 @@ def pieces(found: Any, kinds: Iterable[str]) -> list[float]:
     totals = [cell[way]["total"] for kind in kinds for cell in found["cells"][kind]
               for way in ("forward", "backward")]
     return [total["d=1"] / min(total.values()) for total in totals]
+
+
+def by_load(found: Any) -> list[float]:
+    """One piece over pieces by load, of whole evaluations."""
+    return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
+            for cell in newest(reports(found), evaluate=True)]
 
 
 def hierarchical(found: Any) -> list[float]:
@@ -130,9 +137,8 @@ EPS_MODEL = ("`planner.prefill` with the H800's data sheet; published sizes of t
              "16,384 tokens a GPU; all products at the same rate.")
 PRODUCTS = ("In the model overlap gains about a fifth of what is published, or less: the rest "
             "must come from matmuls, whose kernels before and after are not public.")
-EPS_MEASURED: Measured = ("overlap", partial(pieces, kinds=("many",)), "one layer's forward and "
-                          "backward in one piece over the best pieces, many small experts, 2 "
-                          "emulated nodes, no model end to end")
+EPS_MEASURED: Measured = ("train", by_load, "whole evaluations in both hosts, one piece over "
+                          "pieces by load, emulated nodes")
 PREGATE_MODEL = ("not modelled: needs the time of a layer, which is not public. "
                  "`lab.planning.offload.pregate` assumes 0.72 ms, and then gives 1.69 x and 82 %.")
 ALPA_NEEDS = ("activations between unequal stages, to each rank over once to each node, emulated "

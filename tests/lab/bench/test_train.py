@@ -286,6 +286,7 @@ def test_the_page_says_that_same_choices_give_same_losses() -> None:
     found = read_numbers(ROOT / "docs/benchmarks/data/losses.json")["shapes"]
     assert {where.split(",")[0] for where in found} == {"Megatron-core", "fairseq"}
     for where, one in found.items():
-        assert losses.gap(one["same"]) < losses.SAME, where
+        others, one_rounding = losses.gaps(one)
+        assert others < max(losses.SAME, 3 * one_rounding), where
         apart = losses.first_apart(one["own"])
         assert apart is None or any(token["step"] <= apart for token in one["parted"]), where

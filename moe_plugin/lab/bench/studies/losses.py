@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,12 +36,15 @@ data, two layers of experts each, Adam, float32. *Own choices*: the largest diff
 first side's loss and any other's, over all steps, where each chooses experts by itself, and the
 first step in which it is above 1e-5. *Same choices*: the same, where all others take the experts
 that the first side has chosen, each with its own weights for them. Then the sides differ by the
-order of their sums alone. *First token*: the first one for which a side would have chosen another
-expert than the first side did, although all choices before it were the same. *Margin*: by how much
-the first side's logit of the expert that it took is above that of the expert which the other side
-would have taken. *Rounding*: by how much the two sides' differences of these two logits differ. A
-token can part where rounding is larger than its margin."""
+order of their sums alone, and training makes such differences larger from step to step. How much
+larger says *one rounding*: the same for the first side next to itself with each weight changed by
+its last bit at the beginning. *First token*: the first one for which a side would have chosen
+another expert than the first side did, although all choices before it were the same. *Margin*: by
+how much the first side's logit of the expert that it took is above that of the expert which the
+other side would have taken. *Rounding*: by how much the two sides' differences of these two logits
+differ. A token can part where rounding is larger than its margin."""
 SAME = 1e-5  # losses that differ by less are the same
+CHANGED = "one rounding"  # the first side, each weight changed by its last bit
 
 
 @dataclass
@@ -83,7 +87,7 @@ class Tracer:
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         apart_T = (own_TK.sort(1).values != ids_TK.sort(1).values).any(1).nonzero().flatten()
-        if len(apart_T) and not any(one.side == side for one in self.parted):
+        if len(apart_T) and not any(one.side == side for one in self.parted) and side != CHANGED:
             token = int(apart_T[0])
             took, other = (set(row.tolist()) for row in (ids_TK[token], own_TK[token]))
             a, b = min(took - other), min(other - took)
@@ -138,14 +142,18 @@ def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Se
 
 def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
             steps: int) -> dict[str, Any]:
-    def sides() -> list[Side]:
-        made = runs.sides_of(host, shape, text, ours)
+    def sides(more: Mapping[str, Settings]) -> list[Side]:
+        made = runs.sides_of(host, shape, text, {**ours, **more})
         return [side for side in made if side.kind != "dense"]
 
-    free = sides()
+    free = sides({})
     own = [[side.step(n) for side in free] for n in range(steps)]
     del free
-    tracer, again = Tracer(shape.top_k, dist.get_rank()), sides()
+    tracer = Tracer(shape.top_k, dist.get_rank())
+    again = sides({CHANGED: next(iter(ours.values()))})
+    changed = next(side for side in again if side.name == CHANGED)
+    change_last_bits(changed.parameters)
+    again = [*(side for side in again if side is not changed), changed]
     for place, side in enumerate(again):
         for layer, take in enumerate(side.routers):
             take(_chooser(tracer, place, side.name, layer))
@@ -157,6 +165,15 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     parted = sorted((one for each in every for one in each),
                     key=lambda one: (one["step"], one["layer"], one["rank"], one["token"]))
     return {"sides": [side.name for side in again], "own": own, "same": same, "parted": parted}
+
+
+@torch.no_grad()
+def change_last_bits(parameters: Iterable[Tensor]) -> None:
+    """Make each number larger or smaller by about its last bit; alike on all ranks."""
+    drawn = torch.Generator().manual_seed(0)
+    for parameter in parameters:
+        up = torch.randint(2, parameter.shape, generator=drawn).to(parameter.dtype)
+        parameter.mul_(1 + (2 * up - 1) * torch.finfo(parameter.dtype).eps)
 
 
 def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Tensor], Tensor]:
@@ -175,6 +192,12 @@ def gap(losses: list[list[float]]) -> float:
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
+def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
+    """With the same choices, of the other sides, and of the first one with its last bits changed.
+    """
+    return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
+
+
 def first_apart(losses: list[list[float]]) -> int | None:
     """The first step, from 0, whose losses are not the same; None: there is none."""
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
@@ -184,10 +207,11 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield ABOUT
     rows = [{"where": where, **one} for where, one in found["shapes"].items()]
     yield columns(rows, {
-        "host, place, shape": lambda r: r["where"], "sides": lambda r: str(len(r["sides"])),
-        "own choices": lambda r: _gap(r["own"]),
+        "host, place, shape": lambda r: r["where"], "sides": lambda r: str(len(r["sides"]) - 1),
+        "own choices": lambda r: f"{gap(r['own']):.1e}",
         "from step": lambda r: "" if (n := first_apart(r["own"])) is None else str(n + 1),
-        "same choices": lambda r: _gap(r["same"])})
+        "same choices": lambda r: f"{gaps(r)[0]:.1e}",
+        "one rounding": lambda r: f"{gaps(r)[1]:.1e}"})
     yield "## The first token that parts"
     yield columns([{"where": row["where"], **row["parted"][0]} for row in rows if row["parted"]], {
         "host, place, shape": lambda r: r["where"], "side": lambda r: r["side"],
@@ -195,7 +219,3 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "rank": lambda r: str(r["rank"]), "token": lambda r: str(r["token"]),
         "experts": lambda r: f"{r['took']}, {r['other']}",
         "margin": lambda r: f"{r['margin']:.1e}", "rounding": lambda r: f"{r['rounding']:.1e}"})
-
-
-def _gap(losses: list[list[float]]) -> str:
-    return f"{gap(losses):.1e}"
