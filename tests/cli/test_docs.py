@@ -391,3 +391,21 @@ def test_what_works_names_what_ci_installs() -> None:
             "`swap_moe` | ": re.search(r"test_megatron_versions\.sh ([\d.]+\d)", ci)}.items():
         assert pinned is not None
         assert any(f"{what}{pinned[1]} " in row for row in rows), (what, pinned[1])
+
+
+def test_what_the_page_of_places_names_is_there() -> None:
+    """Files and folders below the package or its neighbours, and `symbol` in `file`."""
+    text = (ROOT / "docs" / "where.md").read_text(encoding="utf-8")
+    package = ROOT / "moe_plugin"
+    every = {str(path.relative_to(base)) for base in (package, ROOT) for path in base.rglob("*")
+             if ".venv" not in path.parts and "runs" not in path.parts}
+    ends = {path for one in every for path in (one, one.rpartition("/")[2])}
+    named = [name for name in re.findall(r"`([\w./]+(?:\.py|/[\w/]+))`", text)]
+    assert len(named) > 80
+    assert [name for name in named if name not in ends and f"{name}.py" not in ends
+            and not any(one.endswith(f"/{name}") for one in every)] == []
+    places = re.findall(r"`(\w+)` in `([\w./]+\.py)`", text)
+    assert len(places) >= 6
+    for symbol, path in places:
+        source = (package / path).read_text(encoding="utf-8")
+        assert re.search(rf"\b(def|class) {symbol}\b", source), (symbol, path)
