@@ -72,7 +72,7 @@ def test_one_bad_line_hides_no_other(tmp_path: Path, bad: str) -> None:
     (tmp_path / "stats.jsonl").write_text("".join(lines))
     run = read_run(tmp_path)
     assert [record.step for record in run.layers["a"]] == [1, 2, *range(4, 31)]
-    assert run.layers["a"][0].load == (1, 2, 3)
+    assert list(run.layers["a"][0].load) == [1, 2, 3]
     if "step" in bad:
         assert any("1 line of stats.jsonl" in note and "line 3" in note for note in run.notes)
 
