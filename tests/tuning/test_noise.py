@@ -162,7 +162,7 @@ NO_CHOICE = {
     "hosts.megatron.script_report": "says how long steps take",
     "memory.weights.streamed": "says how long it waited",
 }
-SAYS = ("observe.", "cli.", "hosts.fairseq.groups", "hosts.plain.swarm", "resilience.", "comm.",
+SAYS = ("observe.", "cli.", "hosts.fairseq.groups", "resilience.swarm", "resilience.", "comm.",
         "memory.copier", "memory.tiers", "ensembles.", "gradients.", "quiet", "checkpoint.")
 
 

@@ -39,8 +39,8 @@ from moe_plugin.hosts.megatron.streamed import (
     torch_optimizer,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.hosts.plain.swarm import JoinedTrainer, StagePeer, Swarm
 from moe_plugin.regular_files import check_input, write_whole
+from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm
 from moe_plugin.run import Run, refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -48,7 +48,7 @@ META = "megatron.json"
 ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
 
 
-class Stage(nn.Module):
+class SwarmStage(nn.Module):
     """A stage of the model: the script's forward step on its layers.
 
     Args:
@@ -88,11 +88,11 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
           ) -> None:
     """Serve a stage until the trainer is gone or has ended."""
     count = args.global_batch_size // args.micro_batch_size
-    made: list[Stage] = []
+    made: list[SwarmStage] = []
 
     begin = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
 
-    def stage(number: int) -> Stage:
+    def stage(number: int) -> SwarmStage:
         with states(*begin):
             for before in range(number):  # so that weights are those of the model in one process
                 stage_of(make, before, swarm.stages, args.num_layers, forward_step)
@@ -133,7 +133,7 @@ def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
-             ) -> Stage:
+             ) -> SwarmStage:
     """Stage `number`, which has an equal share of the layers."""
     begin, end = (layers * n // stages for n in (number, number + 1))
 
@@ -141,7 +141,8 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
         return [numbered(specs[i], i + 1) for i in range(begin, end)]
 
     with core.chosen_layers(chosen):
-        return Stage(make(pre_process=number == 0, post_process=number == stages - 1), forward_step)
+        part = make(pre_process=number == 0, post_process=number == stages - 1)
+        return SwarmStage(part, forward_step)
 
 
 class SwarmModel(nn.Module):

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from moe_plugin import LocalComm, MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.hosts.plain.swarm import StagePeer, Swarm, make_stage
-from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
+from moe_plugin.lab.bench.swarm_rebalance import Experiment, simulate
 from moe_plugin.lab.emulate import EmulatedCluster
 from moe_plugin.lab.emulate.ranks import fork, stop
-from moe_plugin.lab.planning.swarm_rebalance import Experiment, simulate
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.peer_choice import BACKWARD
+from moe_plugin.resilience.swarm import StagePeer, Swarm, make_stage
+from moe_plugin.resilience.swarm.members import Member, SwarmMembers
 
 TITLE = "A pipeline of peers that come and go"
 STAGES, WIDTH, WORDS, SEED = 3, 64, 50, 0

@@ -11,9 +11,9 @@ import torch
 
 from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
-from moe_plugin.hosts.plain.swarm.messages import Message
 from moe_plugin.messages import cut
 from moe_plugin.regular_files import make_folder, write_regular
+from moe_plugin.resilience.swarm.messages import Message
 
 _INDEX = "swarm.json"
 

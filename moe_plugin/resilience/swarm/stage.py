@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.determinism import seed_of, seeded
-from moe_plugin.hosts.plain.swarm.messages import Message
+from moe_plugin.resilience.swarm.messages import Message
 
 MakeStage = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

@@ -27,14 +27,14 @@ from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.dispatch.wire import FORMATS
-from moe_plugin.hosts.plain.swarm import JoinedTrainer, StagePeer, Swarm, make_stage
-from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
-from moe_plugin.hosts.plain.swarm.messages import MessageServer, PeerError, ask
-from moe_plugin.hosts.plain.swarm.rounds import Round
-from moe_plugin.hosts.plain.swarm.saved import save_swarm
-from moe_plugin.hosts.plain.swarm.stage import ServedStage
 from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
 from moe_plugin.output import weighted_loss
+from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm, make_stage
+from moe_plugin.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.resilience.swarm.messages import MessageServer, PeerError, ask
+from moe_plugin.resilience.swarm.rounds import SharedRound
+from moe_plugin.resilience.swarm.saved import save_swarm
+from moe_plugin.resilience.swarm.stage import ServedStage
 from tests.distributed import free_port
 
 BATCHES, SEED = 6, 3
@@ -260,23 +260,23 @@ def driven_by_two(swarm: Swarm, step: int) -> list[str]:
 
 def shared(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leading trainer waits until the other one has a micro-batch."""
-    numbers = Round.numbers
+    numbers = SharedRound.numbers
 
-    def later(self: Round, timeout_s: float) -> Iterator[int]:
+    def later(self: SharedRound, timeout_s: float) -> Iterator[int]:
         with self.changed:
             assert self.changed.wait_for(lambda: self._with or self.over, 60.0)
         yield from numbers(self, timeout_s)
 
-    monkeypatch.setattr(Round, "numbers", later)
-    number_for = Round.number_for
+    monkeypatch.setattr(SharedRound, "numbers", later)
+    number_for = SharedRound.number_for
 
-    def noticed(self: Round, trainer: str) -> int | None:
+    def noticed(self: SharedRound, trainer: str) -> int | None:
         with self.changed:
             number = number_for(self, trainer)
             self.changed.notify_all()
             return number
 
-    monkeypatch.setattr(Round, "number_for", noticed)
+    monkeypatch.setattr(SharedRound, "number_for", noticed)
 
 
 @pytest.mark.parametrize("kind", [StagePeer, DiesBeforeSumming, DiesInTheMidst])

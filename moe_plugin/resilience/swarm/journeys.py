@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
-from moe_plugin.hosts.plain.swarm.messages import (
+from moe_plugin.planner.peer_choice import BACKWARD
+from moe_plugin.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.resilience.swarm.messages import (
     Access,
     Address,
     Connections,
@@ -24,7 +25,6 @@ from moe_plugin.hosts.plain.swarm.messages import (
     PeerError,
     packed,
 )
-from moe_plugin.planner.peer_choice import BACKWARD
 
 log = logging.getLogger(__name__)
 ROUNDS = 3  # in which silent peers are asked again, if the stage has no others

@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from moe_plugin.hosts.plain.swarm.journeys import BEATS
-from moe_plugin.hosts.plain.swarm.messages import (
+from moe_plugin.planner.peer_choice import butterfly_weights
+from moe_plugin.planner.spill import round_shares
+from moe_plugin.resilience.swarm.journeys import BEATS
+from moe_plugin.resilience.swarm.messages import (
     OPEN,
     Access,
     Address,
@@ -29,15 +31,13 @@ from moe_plugin.hosts.plain.swarm.messages import (
     packed,
     unpacked,
 )
-from moe_plugin.hosts.plain.swarm.stage import (
+from moe_plugin.resilience.swarm.stage import (
     Loss,
     MakeOptimizer,
     MakeStage,
     ServedStage,
     make_stage,
 )
-from moe_plugin.planner.peer_choice import butterfly_weights
-from moe_plugin.planner.spill import round_shares
 
 log = logging.getLogger(__name__)
 REQUESTS = {"become", "forward", "backward", "evaluate", "count", "forget", "reduce", "part",

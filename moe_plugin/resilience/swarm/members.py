@@ -7,8 +7,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-from moe_plugin.hosts.plain.swarm.messages import Address
 from moe_plugin.planner.peer_choice import Wiring
+from moe_plugin.resilience.swarm.messages import Address
 
 log = logging.getLogger(__name__)
 WORTH = 0.5  # of a peer's throughput that the slowest stage must gain: to move it loads weights

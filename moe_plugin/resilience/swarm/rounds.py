@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_plugin.hosts.plain.swarm.journeys import BEATS, Driven, RoundId
-from moe_plugin.hosts.plain.swarm.members import SwarmMembers
-from moe_plugin.hosts.plain.swarm.messages import Address, Message
+from moe_plugin.resilience.swarm.journeys import BEATS, Driven, RoundId
+from moe_plugin.resilience.swarm.members import SwarmMembers
+from moe_plugin.resilience.swarm.messages import Address, Message
 
 log = logging.getLogger(__name__)
 RESULTS = 1000  # of the latest rounds, for trainers that are behind
 
 
 @dataclass
-class Round:
+class SharedRound:
     """The micro-batches of a step, or of an evaluation, and who drives which.
 
     Attributes:
@@ -141,11 +141,11 @@ class SharedRounds:
         self._results: dict[RoundId, Message] = {}
         self._owed: set[str] = set()  # trainers that do not know the last result yet
 
-    def begin(self, about: RoundId, count: int) -> Round:
+    def begin(self, about: RoundId, count: int) -> SharedRound:
         """Begin a round of so many micro-batches."""
         with self._changed:
             self._serial += 1
-            self._now = Round(about, self._serial, count, self._changed)
+            self._now = SharedRound(about, self._serial, count, self._changed)
             self._changed.notify_all()
             return self._now
 
@@ -169,7 +169,7 @@ class SharedRounds:
         """Answer one of `REQUESTS`."""
         return getattr(self, f"_{what}")(**request)
 
-    def _current(self, serial: int) -> Round | None:
+    def _current(self, serial: int) -> SharedRound | None:
         now = self._now
         return now if now is not None and now.serial == serial else None
 
@@ -188,7 +188,7 @@ class SharedRounds:
         """A micro-batch of a round, or the result of the round, or, after a while, neither."""
         about = tuple(about)
 
-        def present() -> Round | None:
+        def present() -> SharedRound | None:
             now = self._now
             return now if now is not None and now.about == about else None
 

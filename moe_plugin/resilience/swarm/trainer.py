@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from moe_plugin.hosts.plain.swarm.journeys import Driven, Driver, MicroBatches, RoundId
-from moe_plugin.hosts.plain.swarm.members import Alarm, Member, SwarmMembers
-from moe_plugin.hosts.plain.swarm.messages import (
+from moe_plugin.resilience.swarm.journeys import Driven, Driver, MicroBatches, RoundId
+from moe_plugin.resilience.swarm.members import Alarm, Member, SwarmMembers
+from moe_plugin.resilience.swarm.messages import (
     OPEN,
     WIRES,
     Access,
@@ -37,8 +37,8 @@ from moe_plugin.hosts.plain.swarm.messages import (
     PeerError,
     ask,
 )
-from moe_plugin.hosts.plain.swarm.rounds import SharedRounds
-from moe_plugin.hosts.plain.swarm.saved import load_swarm, save_swarm
+from moe_plugin.resilience.swarm.rounds import SharedRounds
+from moe_plugin.resilience.swarm.saved import load_swarm, save_swarm
 
 log = logging.getLogger(__name__)
 # by (stage, micro-batch): who did the backward pass, and what it got, if this trainer asked for it

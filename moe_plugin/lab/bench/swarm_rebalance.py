@@ -2,7 +2,7 @@
 are there a pipeline reaches, if peers vanish and come back (Ryabinin et al. 2023, section 4.4).
 
 The stages that newcomers get, and the peer that moves, are chosen by the code that a trainer runs
-(`hosts.plain.swarm.members.SwarmMembers`).
+(`resilience.swarm.members.SwarmMembers`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 import random
 from dataclasses import dataclass
 
-from moe_plugin.hosts.plain.swarm.members import Member, SwarmMembers
+from moe_plugin.resilience.swarm.members import Member, SwarmMembers
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Rebalanced:
     """What a way to place peers reached.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool = False,
-             seed: int = 0) -> Outcome:
+             seed: int = 0) -> Rebalanced:
     """Let peers come, serve and vanish.
 
     Args:
@@ -101,7 +101,7 @@ def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool
                 members.serve(member, new)
                 moves, stage_of[int(member.address[0])] = moves + 1, new
                 _load(about, events, loading, int(member.address[0]), now)
-    return Outcome(reached / best, moves)
+    return Rebalanced(reached / best, moves)
 
 
 def _load(about: Experiment, events: list[tuple[float, int, str]], loading: dict[int, float],
