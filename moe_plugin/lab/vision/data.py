@@ -37,7 +37,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, timm's 
 _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
-def write_example(name: str, folder: Path, fold: int = 0) -> None:
+def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
     """Write an image folder from images inside an installed package; nothing where it exists.
 
     Args:
@@ -49,6 +49,7 @@ def write_example(name: str, folder: Path, fold: int = 0) -> None:
             cifar10: the 60,000 photographs of CIFAR-10, 32 by 32 pixels in ten classes; its 10,000
             test images validate. See `cifar_package`.
         fold: which fifth of each class's images validates, 0 to 4; cifar10 has only fold 0.
+        most: images to train on and images to validate with, at most; the first of each. 0: all.
     Raises: ValueError: no such example or fold; the package that contains it is not installed, or
         not the published one.
     """
@@ -64,10 +65,13 @@ def write_example(name: str, folder: Path, fold: int = 0) -> None:
     try:
         from PIL import Image
 
+        written: dict[str, int] = {}
         for file, values in cifar_files() if name == "cifar10" else _digit_files(name, fold):
-            place = scratch / file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(values).save(place)
+            place, part = scratch / file, file.partition("/")[0]
+            written[part] = written.get(part, 0) + 1
+            if not most or written[part] <= most:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(place)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
                          ) from error

@@ -151,8 +151,8 @@ def mlp(at: str, common: dict[str, Tensor], experts: list[dict[str, Tensor]], x_
     else:
         gate = {n: common[f"{layer}gates.0.{n}"] for n in (
             "cosine_projector.weight", "cosine_projector.bias", "sim_matrix", "temperature")}
-        p = F.normalize(gate["cosine_projector.weight"] @ x_D + gate["cosine_projector.bias"], dim=0)
-        cosines = F.normalize(gate["sim_matrix"], dim=0).T @ p
+        p = gate["cosine_projector.weight"] @ x_D + gate["cosine_projector.bias"]
+        cosines = F.normalize(gate["sim_matrix"], dim=0).T @ F.normalize(p, dim=0)
         score_E = (cosines * gate["temperature"].clamp(max=4.6052).exp()).softmax(0)
     out = torch.zeros_like(x_D)
     for score, e in zip(*score_E.topk(top_k), strict=True):
