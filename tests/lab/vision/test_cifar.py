@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moe_plugin.lab.vision import data
-from moe_plugin.lab.vision.data import CIFAR_CLASSES, CIFAR_FILE, Images, write_example
+from moe_plugin.cli.main import main as moe_plugin_main
+from moe_plugin.lab.bench.studies import STUDIES, ensembles
+from moe_plugin.lab.vision.data import (
+    CIFAR_CLASSES,
+    CIFAR_FILE,
+    Images,
+    cifar_files,
+    write_example,
+)
 from moe_plugin.lab.vision.train import main
 from moe_plugin.machine import cache_home
+from tests.lab.vision.folders import cifar_cache, cifar_package
 
 pytest.importorskip("timm")
+PAGES = Path(__file__).parents[3] / "docs" / "benchmarks"
 CACHED = cache_home() / "images" / CIFAR_FILE
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, where `CIFAR_FILE` belongs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "moe-plugin" / "images"
+    return cifar_cache(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    """A package of the published layout with four images a batch: pixels [4, 32, 32, 3] by
-    batch. The label of image i is i % 3.
-    """
-    from PIL import Image
-
-    random, batches, files = np.random.default_rng(1), {}, {}
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        batches[name] = random.integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
-        stream = io.BytesIO()
-        Image.fromarray(batches[name].reshape(4, 1024, 3)).save(stream, "png")
-        files[f"{name}.png"] = stream.getvalue()
-    for name, count in (("train", 20), ("test", 4)):
-        files[f"{name}_lables.json"] = json.dumps([i % 3 for i in range(count)]).encode()
-    cache.mkdir(parents=True, mode=0o700)
-    with tarfile.open(cache / CIFAR_FILE, "w:gz") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(f"package/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    monkeypatch.setattr(data, "CIFAR_SHA256",
-                        hashlib.sha256((cache / CIFAR_FILE).read_bytes()).hexdigest())
-    return batches
+    return cifar_package(cache, monkeypatch)
 
 
 def test_images_are_those_of_the_package(package: dict[str, np.ndarray], tmp_path: Path) -> None:
@@ -67,6 +50,10 @@ def test_images_are_those_of_the_package(package: dict[str, np.ndarray], tmp_pat
     assert (len(train), len(val)) == (20, 4)
     assert train.classes == val.classes == list(CIFAR_CLASSES[:3])  # numbers are the labels
     assert sorted(CIFAR_CLASSES) == list(CIFAR_CLASSES)
+    write_example("cifar10", tmp_path / "fewer", most=5)
+    found = [file.relative_to(tmp_path / "fewer") for file in (tmp_path / "fewer").rglob("*.png")]
+    assert sorted(int(file.stem) for file in found if file.parts[0] == "train") == list(range(5))
+    assert len(found) == 5 + 4
 
 
 def test_a_missing_or_broken_package_is_said_with_the_command(
@@ -91,11 +78,36 @@ def test_a_missing_or_broken_package_is_said_with_the_command(
         write_example("cifar10", tmp_path / "images", 1)
 
 
+def test_pages_say_which_images() -> None:
+    runs = [{"top1_error": 0.1, "oracle_error": 0.05, "member_error": 0.2,
+             "confidence": {kind: [1, 3] for kind in ("responsible", "other", "ensemble")}}]
+    page = " ".join(STUDIES["ensembles"].page({
+        "data": "cifar10", "images": 0, "epochs": 2,
+        "results": dict.fromkeys(ensembles.ROWS, runs)}).split())
+    assert "CIFAR-10 (`--example cifar10`, 50,000 images to train on" in page
+    assert "a dense SwinV2 (`cifar`)" in page and "MCL (k = 1)" in page and "digits" not in page
+    assert "MCL (k = 4)" in page
+    sides = {"dense": [0.5], "moe": [0.6]}
+    speed = json.loads((PAGES / "data" / "vision.json").read_text(encoding="utf-8"))["speed"]
+    page = " ".join(STUDIES["vision"].page({"speed": speed, "accuracy": {
+        "epochs": 3, "data": "cifar10", "images": 0, "accuracy": sides,
+        "images_per_s": sides}}).split())
+    assert "50,000 photographs of CIFAR-10, 3 epochs, `cifar`, the share of the 10,000" in page
+
+
+@pytest.mark.parametrize("words", ["--images -1", "--epochs 0", "--seeds 0"])
+@pytest.mark.parametrize("study", ["vision", "ensembles"])
+def test_numbers_out_of_bounds_are_refused(study: str, words: str,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    assert moe_plugin_main(["bench", study, *words.split()]) == 2
+    assert f"{words} is out of bounds" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CACHED.exists(), reason=f"{CACHED} is not there")
 def test_the_published_package_has_all_of_cifar() -> None:
     sums, squares, count, labels = np.zeros(3), np.zeros(3), 0, Counter()
-    for file, image in data.cifar_files():
+    for file, image in cifar_files():
         part, label, _ = file.split("/")
         labels[part, label] += 1
         if part == "train":

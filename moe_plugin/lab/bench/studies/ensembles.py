@@ -119,7 +119,8 @@ def body(found: dict[str, Any]) -> list[str]:
         "responsible for the image (k smallest losses) and of the others.",
         "Against independent members:", verdict(results),
         "Seeds differ in weights, order and crops; all are judged on the same images" +
-        ("" if cifar else ", noisy copies of the same digits") + ". An error rate e of N independent images has a standard "
+        ("" if cifar else ", noisy copies of the same digits") +
+        ". An error rate e of N independent images has a standard "
         f"error of sqrt(e (1 - e) / N), here {100 * uncertainty(results, images):.2f} points "
         "at least for the first row's top-1 error: smaller differences between rows may be of "
         "these images alone."]

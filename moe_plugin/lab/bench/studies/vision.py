@@ -193,8 +193,9 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield (
         "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
         "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
-        "4 experts; `swin_s`: every other one of the third stage and one of the last, 32 "
-        "experts), and each token visits one expert of the MLP's width: equal active FLOPs.")
+        "4 experts; `cifar`: the same, 8 experts; `swin_s`: every other one of the third stage "
+        "and one of the last, 32 experts), and each token visits one expert of the MLP's width: "
+        "equal active FLOPs.")
     if stated:
         yield ("**Overhead of the experts at equal active FLOPs**, 8 images per call: "
                f"{stated}.")
