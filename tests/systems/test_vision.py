@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,12 +15,15 @@ import torch.nn.functional as F
 
 from moe_plugin.checkpoint import load
 from moe_plugin.cli.main import main as moe_plugin_main
+from moe_plugin.lab.vision.backbone import optional
 from moe_plugin.lab.vision.data import MEAN, STD
 from moe_plugin.lab.vision.model import PRESETS, build
 from moe_plugin.lab.vision.published import write_published
 from moe_plugin.lab.vision.train import main
 from tests.lab.vision.folders import cifar_cache, cifar_package
 
+with contextlib.suppress(ValueError):  # not installed: these tests are skipped
+    optional("torchvision")
 pytest.importorskip("timm")
 
 
