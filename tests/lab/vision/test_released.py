@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.source import CheckpointError
+from moe_plugin.comm import TorchComm
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.lab.vision.data import Images
 from moe_plugin.lab.vision.model import PRESETS, SwinMoE, build, build_ensemble
 from moe_plugin.lab.vision.published import published_name, read_published, write_published
 from moe_plugin.lab.vision.train import main
+from tests.distributed import run_gloo
 from tests.lab.vision.folders import few, image_folder
 from tests.seeds import seeded
 
@@ -223,6 +225,25 @@ def test_released_files_give_the_logits_of_a_plain_loop(
     again = write_published(model, tmp_path / "again.pth")
     names = set(torch.load(again)["model"])
     assert names == {*common, *shown[0]} - {n for n in common if "relative" in n or "mask" in n}
+
+
+def _logits_at_ranks(path: Path) -> tuple[int, Tensor]:
+    model = build(TINY, 3, comm=TorchComm()).eval()
+    read_published(model, path)
+    image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        return next(blocks_in(model))[1].moe.placement.local, model(image[None])[0]
+
+
+@pytest.mark.distributed
+def test_two_ranks_read_files_of_eight(tmp_path: Path) -> None:
+    common, experts = states(TINY, 3, 8)
+    write(tmp_path / "a.pth", common, experts)
+    image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(4))
+    want = plain(TINY, common, experts, image)
+    for local, logits in run_gloo(2, _logits_at_ranks, tmp_path / "a.pth"):
+        assert local == 2
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
 
 def test_incomplete_files_change_nothing(tmp_path: Path) -> None:
