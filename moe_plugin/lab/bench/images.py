@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -11,7 +13,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.study import ROOT
+from moe_plugin.lab.bench.study import ROOT, Option
+from moe_plugin.lab.vision.data import write_example
+
+CIFAR = "cifar10"
+CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
+
+
+def run_options(name: str, data: str) -> dict[str, Option]:
+    """Return the options of a study that trains on images: what `folder_of_runs` reads.
+
+    Args:
+        name: of the study.
+        data: an example of digits, which is the default.
+    """
+    return {
+        "data": Option(data, f"images to train on; {CIFAR} takes hours, and needs its npm package",
+                       choices=(data, CIFAR)),
+        "images": Option(0, "images to train on and to validate with, at most; 0: all", quick=100),
+        "runs": Option(f"runs/{name}", "folder of the runs; a second start continues them"),
+        "fresh": Option(False, "remove it first")}
+
+
+def folder_of_runs(args: argparse.Namespace) -> Path:
+    """Return the folder of a study's runs, with its images in `images`.
+
+    Raises: ValueError: the images' package is missing.
+    """
+    place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
+    if args.fresh:
+        shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True, exist_ok=True)
+    write_example(args.data, place / "images", most=args.images)
+    return place
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Raises: ValueError: a number of images, epochs or seeds is out of bounds."""
+    for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
+        if (value := getattr(args, name)) < least:
+            raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}; leave it out")
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:

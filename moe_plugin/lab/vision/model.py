@@ -11,8 +11,9 @@ from torch import nn
 from moe_plugin.comm import Comm
 from moe_plugin.ensembles.cmcl import EnsembleHeads
 from moe_plugin.experts import is_expert
+from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.replace import replace_ffn
-from moe_plugin.lab.vision.backbone import optional
+from moe_plugin.lab.vision.backbone import draw_linear, optional, released_swin
 from moe_plugin.lab.vision.ensemble import HEAD, ClassHead, SegmentHead, SwinEnsemble
 from moe_plugin.messages import short
 
@@ -36,6 +37,8 @@ class SwinMoE:
         moe_blocks: blocks with experts, by stage.
         experts: E.
         drop_path: rate of the last block, 0 for the first, linear between.
+        released: whether the backbone is that of the released Swin-MoE weights (`released_swin`),
+            whose MLPs and experts have no output bias, and not a Swin Transformer V2.
         settings: of the layers, dotted paths.
     """
 
@@ -48,20 +51,30 @@ class SwinMoE:
     patch: int = 4
     experts: int = 8
     drop_path: float = 0.0
+    released: bool = False
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(PUBLISHED))
 
 
 # axes of classes in the parameters that make the outputs: of one model, of an ensemble
 _CLASS_AXES = {"head.fc.weight": 0, "head.fc.bias": 0, "head.heads.w_out_MHC": 2}
+_RELEASED = {**PUBLISHED, "router.name": "topk"}
 _EVERY_OTHER = (), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,)
 PRESETS = {
     "swin_s": SwinMoE(192, 12, 96, (2, 2, 18, 2), (3, 6, 12, 24), _EVERY_OTHER, experts=32,
                       drop_path=0.2),
     "swin_b": SwinMoE(192, 12, 128, (2, 2, 18, 2), (4, 8, 16, 32), _EVERY_OTHER, experts=32,
                       drop_path=0.3),
+    # released weights: configs/swinmoe/swin_moe_{small,base}_patch4_window12_192_32expert_32gpu_22k
+    "swin_moe_s": SwinMoE(192, 12, 96, (2, 2, 18, 2), (3, 6, 12, 24), _EVERY_OTHER, experts=32,
+                          drop_path=0.2, released=True, settings=_RELEASED),
+    "swin_moe_b": SwinMoE(192, 12, 128, (2, 2, 18, 2), (4, 8, 16, 32), _EVERY_OTHER, experts=32,
+                          drop_path=0.3, released=True, settings=_RELEASED),
     # for the example: images of 8 by 8 pixels, shown at 16 by 16
     "tiny": SwinMoE(16, 4, 48, (2, 2), (3, 6), ((1,), (1,)), patch=2, experts=4, settings={
         **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02}),
+    # for --example cifar10: photographs of 32 by 32 pixels, on two cores
+    "cifar": SwinMoE(32, 4, 48, (2, 2), (3, 6), ((1,), (1,)), settings={
+        **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02, "router.cosine_dim": 32}),
     # for --example mnist: images of 28 by 28 pixels, shown at 32 by 32; published widths are more
     # than four times as large, and so is the one in which the router compares
     "mnist": SwinMoE(32, 4, 24, (2, 2), (2, 4), ((1,), (1,)), settings={
@@ -71,8 +84,8 @@ PRESETS = {
 
 def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
           comm: Comm | None = None, settings: Mapping[str, Any] | None = None) -> nn.Module:
-    """A model on its initial weights: timm's `SwinTransformerV2`, and in the blocks of
-    `size.moe_blocks` a `MoEBlock` in the MLP's place. Collective over `comm`.
+    """A model on its initial weights: timm's `SwinTransformerV2`, or `released_swin`, and in the
+    blocks of `size.moe_blocks` a `MoEBlock` in the MLP's place. Collective over `comm`.
 
     Args:
         classes: outputs.
@@ -84,19 +97,24 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
     Raises: ValueError: timm is not installed; sizes or settings do not fit.
     """
     _check(size, classes)
-    swin = optional("timm.models.swin_transformer_v2")
-    model = swin.SwinTransformerV2(
-        img_size=size.image, patch_size=size.patch, num_classes=classes, embed_dim=size.width,
-        depths=size.depths, num_heads=size.heads, window_size=size.window,
-        drop_path_rate=size.drop_path)
+    sizes = {"img_size": size.image, "patch_size": size.patch, "num_classes": classes,
+             "embed_dim": size.width, "depths": size.depths, "num_heads": size.heads,
+             "window_size": size.window, "drop_path_rate": size.drop_path}
+    settings = {**size.settings, **(settings or {})}
+    if size.released:
+        model = released_swin(0.02 if dense else settings["experts.init_std"], **sizes)
+    else:
+        model = optional("timm.models.swin_transformer_v2").SwinTransformerV2(**sizes)
     places = [f"layers.{stage}.blocks.{block}.mlp" for stage, blocks in enumerate(size.moe_blocks)
               for block in blocks]
     if dense:
         for place in places if widen > 1 else ():
             _widen(model, place, widen)
-        return model
-    replace_ffn(model, size.experts, match="|".join(place.replace(".", r"\.") for place in places),
-                upcycle=False, comm=comm, **_nested({**size.settings, **(settings or {})}))
+    else:
+        replace_ffn(model, size.experts, upcycle=False, comm=comm, match="|".join(
+            place.replace(".", r"\.") for place in places), **_nested(settings))
+    if size.released:
+        _without_output_biases(model)
     return model
 
 
@@ -125,11 +143,20 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
     return SwinEnsemble(models, head, begin=begin, share_after=share_after, sharing=sharing)
 
 
+def _without_output_biases(model: nn.Module) -> None:
+    """Remove the output biases of MLPs. Experts keep theirs, which stays 0."""
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.fc2"):
+            module.register_parameter("bias", None)
+    for _, block in blocks_in(model):
+        block.moe.experts.bias_out_LD.requires_grad_(False)
+
+
 def _widen(model: nn.Module, place: str, factor: int) -> None:
     """Put an MLP of `factor` times the inner width in a place."""
     mlp = model.get_submodule(place)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
-    wide.apply(model._init_weights)
+    draw_linear(wide)
     model.set_submodule(place, wide)
 
 

@@ -1,9 +1,11 @@
 """Models under the names of the published Swin-MoE checkpoints: a file for each rank, `PATH.rank0`
 and so on, each with everything that is not an expert and the rank's experts under Tutel's names.
+Where there is a `PATH.master`, it has everything that is not an expert, and the ranks' files have
+the experts alone. A dense model is one file, `PATH.global`.
 
-The weights that Swin-Transformer's repository offers are of another backbone than its Swin V2:
-attention by scaled products with a bias for q, k and v, and norms before attention and MLP. Such a
-file is refused; its experts alone can be read by the checkpoint format `tutel`.
+With more ranks than experts, a few ranks in a row have slices of one expert, along its inner width.
+The weights that Swin-Transformer's repository offers are those of the presets `swin_moe_s` and
+`swin_moe_b`, with `--experts 8`, `16` or `32`. Source: that repository, `utils_moe.py`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 @torch.no_grad()
 def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
-    """Read files of any number of ranks, of whole experts each, into a model of `vision.model`.
+    """Read files of any number of ranks into a model of `vision.model`.
 
     Nothing is changed unless everything fits.
 
@@ -75,10 +77,15 @@ def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> 
         leave: see `checkpoint.load`; of parameters outside of the experts' layers.
     Raises: CheckpointError: files are missing or cannot be read; names or shapes differ.
     """
-    files = rank_files(path.with_name(path.name + ".rank{rank}"))
+    files = published_files(path)
     if not files:
-        raise CheckpointError(f"there is no {path}.rank0; give the path without .rankN")
-    states = [_read(file) for file in files]
+        raise CheckpointError(f"there is no {path}.rank0, nor {path}.global; give the path without "
+                              ".rankN")
+    master = path.with_name(path.name + ".master")
+    common = _read(master) if master.exists() else {}
+    # the other files repeat what is not an expert
+    states = [{**common, **_read(file, "" if file == files[0] else "._moe_layer.")}
+              for file in files]
     found: dict[str, tuple[Tensor, Tensor]] = {}
     wanted = {published_name(name): value for name, value in _others(model).items()}
     blocks = dict(blocks_in(model))
@@ -87,7 +94,8 @@ def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> 
     if odd := sorted(known ^ set(wanted)):
         where = "file" if odd[0] in known else "model"
         raise CheckpointError(f"{odd[0]!r} is in the {where} alone: {files[0]} is of other sizes, "
-                              "or not of a Swin V2 (see moe_plugin.lab.vision.published)")
+                              "or of the other backbone; released weights need the preset "
+                              "swin_moe_s or swin_moe_b")
     shapes = {name: tuple(states[0][published_name(name)].shape) for name in _others(model)}
     stay = set(map(published_name, () if leave is None else leave(shapes, {})))
     for name, target in wanted.items():
@@ -112,16 +120,27 @@ def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEB
                               "router and experts")
     if not ours.startswith("experts."):
         return states[0][key].mT if swap else states[0][key]
-    experts = int(states[0][f"{name}._moe_layer.{COUNT}"])
-    whole = torch.cat([state[key] for state in states])
+    experts, size = int(states[0][f"{name}._moe_layer.{COUNT}"]), len(states)
+    shards = max(1, size // experts)  # ranks in a row that have slices of the same expert
+    parts = [state[key] for state in states]
+    if shards > 1:
+        parts = [torch.cat(parts[at:at + shards], 1) for at in range(0, size, shards)]
+    whole = torch.cat(parts)
+    if theirs.endswith("fc2_bias"):  # cut along the width, with zeros behind
+        whole = whole[:, :states[0][f"{name}._moe_layer.experts.batched_fc2_w"].shape[2]]
     whole = whole.mT if swap else whole
     if whole.shape[0] != experts or experts != block.moe.config.num_experts:
         raise CheckpointError(
-            f"{name} has {experts} experts, the files have {whole.shape[0]} parts of them, the "
-            f"model {block.moe.config.num_experts}; use a model of as many experts; split experts "
-            "(more ranks than experts) are read by the checkpoint format tutel")
+            f"{name} has {experts} experts, the {size} files have {whole.shape[0]}, the model has "
+            f"{block.moe.config.num_experts}; use a model of as many experts, and all files")
     return whole[local_window(ours.removeprefix("experts."), tuple(whole.shape),
                               block.moe.placement)]
+
+
+def published_files(path: Path) -> list[Path]:
+    """Return the files of `PATH` in the order of their ranks; empty if there are none."""
+    dense = path.with_name(path.name + ".global")
+    return rank_files(path.with_name(path.name + ".rank{rank}")) or [dense] * dense.is_file()
 
 
 def _others(model: nn.Module) -> Mapping[str, Tensor]:
@@ -135,11 +154,12 @@ def _parameters(block: MoEBlock) -> dict[str, Tensor]:
     return dict(block.moe.named_parameters())
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read(file: Path, part: str = "") -> dict[str, Tensor]:
+    """The tensors of a file whose names contain `part`."""
     try:
         state: Any = trust.load(file, (), f"checkpoint file {str(file)!r}", map_location="cpu")
         return {name: value for name, value in state["model"].items()
-                if isinstance(value, Tensor)}
+                if isinstance(value, Tensor) and part in name}
     except trust.UntrustedFile:
         raise
     except UNREADABLE as error:

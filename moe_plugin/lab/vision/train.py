@@ -57,7 +57,8 @@ from moe_plugin.messages import short
 from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.run import StepFacts
 
-BLOCK = "TransformerV2Block"  # of timm's SwinV2: what keeps, recomputes or swaps activations
+# timm's classes of blocks, which keep, recompute or swap activations
+BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"
 
 
 class Trainer:
@@ -105,7 +106,7 @@ class Trainer:
             clip=args.clip, world=self.comm, has_log=True,
             folder=None if args.evaluate else args.out,
             layers={name: block.moe for name, block in self.blocks},
-            blocks=[m for m in self.model.modules() if type(m).__name__.endswith(BLOCK)])
+            blocks=[m for m in self.model.modules() if type(m).__name__.endswith(BLOCKS)])
         self.epoch_steps = math.ceil(len(self.train_set) / (args.batch_size * self.comm.size))
 
     def _settings(self, settings: RunConfig) -> RunConfig:
@@ -191,11 +192,11 @@ class Trainer:
         """
         if self.there(place):
             return load(place, self.model, None, self.comm, leave)
-        if self.there(place.with_name(place.name + ".rank0")):
+        if any(self.there(place.with_name(place.name + end)) for end in (".rank0", ".global")):
             read_published(self.model, place, leave)
             return {}
         raise ValueError(f"there is no checkpoint {place}; give the folder of one, such as "
-                         "RUN/checkpoint, or PATH of published files PATH.rank0")
+                         "RUN/checkpoint, or PATH of published files PATH.rank0 or PATH.global")
 
     def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
         """`ValueError` where a checkpoint is of other classes than --data."""

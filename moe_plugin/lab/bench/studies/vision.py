@@ -2,7 +2,8 @@
 
 Both sides have equal active FLOPs: one expert of the dense MLP's width a token. Speed: calls of
 both sides by turns in one process, all threads of the machine. Accuracy: both sides at once, a
-process and a thread each, once a seed. Takes about ten minutes on two cores; needs 6 GB of memory.
+process and a thread each, once a seed. Takes about ten minutes on two cores, with `--data cifar10`
+hours; a second start continues the training. Needs 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import argparse
 import itertools
 import logging
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
-from moe_plugin.lab.bench.images import spread, train_images
+from moe_plugin.lab.bench.images import (
+    CIFAR,
+    CIFAR_OPTIONS,
+    check_counts,
+    folder_of_runs,
+    run_options,
+    spread,
+    train_images,
+)
 from moe_plugin.lab.bench.measure import interleaved
 from moe_plugin.lab.bench.report import columns
 from moe_plugin.lab.bench.study import Option
@@ -33,7 +40,9 @@ log = logging.getLogger(__name__)
 TITLE = "SwinV2-MoE and dense SwinV2"
 SIDES = ("dense", "moe")
 KINDS = ("training", "forward")
-CLASSES = {"tiny": 10, "swin_s": 1000}
+CLASSES = {"tiny": 10, "swin_s": 1000, "cifar": 10}
+EXAMPLE = "digits"
+COUNTS = {EXAMPLE: (1_442, 355), CIFAR: (50_000, 10_000)}  # to train on, to validate with
 BATCHES = (2, 8, 16)
 
 
@@ -71,6 +80,8 @@ class Accuracy:
     """Results of the example's training, by side: one number a seed."""
 
     epochs: int
+    data: str = EXAMPLE
+    images: int = 0
     accuracy: dict[str, list[float]] = field(default_factory=dict)
     images_per_s: dict[str, list[float]] = field(default_factory=dict)
 
@@ -153,16 +164,19 @@ def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[S
     return found
 
 
-def train(seeds: Sequence[int], epochs: int) -> Accuracy:
-    found = Accuracy(epochs, {side: [] for side in SIDES}, {side: [] for side in SIDES})
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
-        def run(side: str, seed: int) -> list[dict[str, Any]]:
-            return train_images(
-                Path(folder, f"{side}{seed}"), "--example", "digits", "--data",
-                str(Path(folder, f"images of {side}")), "--epochs", str(epochs), "--seed",
-                str(seed), *["--dense"] * (side == "dense"))
+def train(args: argparse.Namespace) -> Accuracy:
+    found = Accuracy(args.epochs, args.data, args.images, {side: [] for side in SIDES},
+                     {side: [] for side in SIDES})
+    place = folder_of_runs(args)
+    sizes = CIFAR_OPTIONS if args.data == CIFAR else []
 
-        for seed in seeds:
+    def run(side: str, seed: int) -> list[dict[str, Any]]:
+        return train_images(place / f"{side} {seed}", "--data", str(place / "images"), "--epochs",
+                            str(args.epochs), "--seed", str(seed), *sizes,
+                            *["--dense"] * (side == "dense"))
+
+    with ThreadPoolExecutor(len(SIDES)) as pool:
+        for seed in range(1, args.seeds + 1):
             for side, log in zip(SIDES, pool.map(run, SIDES, [seed] * 2), strict=True):
                 found.accuracy[side].append(log[-1]["accuracy"])
                 found.images_per_s[side].append(statistics.median(
@@ -179,8 +193,9 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield (
         "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
         "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
-        "4 experts; `swin_s`: every other one of the third stage and one of the last, 32 "
-        "experts), and each token visits one expert of the MLP's width: equal active FLOPs.")
+        "4 experts; `cifar`: the same, 8 experts; `swin_s`: every other one of the third stage "
+        "and one of the last, 32 experts), and each token visits one expert of the MLP's width: "
+        "equal active FLOPs.")
     if stated:
         yield ("**Overhead of the experts at equal active FLOPs**, 8 images per call: "
                f"{stated}.")
@@ -208,23 +223,29 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "model": {"dense": "dense SwinV2 (timm)", "moe": "SwinV2-MoE"}.get,
         "accuracy": lambda side: spread(trained.accuracy[side], 100, "%"),
         "images per second": lambda side: spread(trained.images_per_s[side])})
+    train, valid = (min(trained.images or each, each) for each in COUNTS[trained.data])
     yield (
-        f"The example's 1,442 digits, {trained.epochs} epochs, `tiny`, the share of the 355 "
-        f"validation images that is right after the last epoch: mean of "
-        f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is 0.28 %. One "
-        "thread a run, both sides at once; here the optimizer and reading images count.")
+        (f"{train:,} photographs of CIFAR-10" if trained.data == CIFAR else
+         f"The example's {train:,} digits") +
+        f", {trained.epochs} epochs, `{'cifar' if trained.data == CIFAR else 'tiny'}`, the share "
+        f"of the {valid:,} validation images that is right after the last epoch: mean of "
+        f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is "
+        f"{100 / valid:.2f} %. One thread a run, both sides at once; here the optimizer and "
+        "reading images count.")
 
 
 OPTIONS = {
     "rounds": Option(5, "of each cell", quick=1), "seeds": Option(3, "of the accuracy", quick=1),
     "epochs": Option(12, "of a run", quick=1),
-    "presets": Option(tuple(CLASSES), "models", quick=("tiny",), choices=CLASSES),
+    "presets": Option(("tiny", "swin_s"), "models", quick=("tiny",), choices=CLASSES),
     "batches": Option(BATCHES, "images per call", quick=(2,)),
+    **run_options("vision", EXAMPLE),
 }
+check = check_counts
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    trained = train(args)
     cells = speed(args.presets, args.batches, args.rounds)
-    trained = train(range(1, args.seeds + 1), args.epochs)
     return {"accuracy": asdict(trained),
             "speed": [asdict(one) for one in cells]}
