@@ -17,7 +17,7 @@ READERS = {
     "resize.": "call moe_plugin.checkpoint.resize.change_expert_parallel in your training loop, or "
                "use a host, fairseq or Megatron",
     "pipeline.": "use Megatron, which has pipeline stages",
-    "swarm.": "make a moe_plugin.resilience.swarm.Swarm and its peers, or use Megatron",
+    "swarm.": "use moe_plugin.resilience.swarm.Swarm and its peers, or Megatron",
     "": "give a RunConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a host, fairseq or "
         "Megatron",
 }

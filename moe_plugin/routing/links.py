@@ -14,7 +14,6 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.planner.link_shares import optimal_shares
 from moe_plugin.yaml_file import read_yaml
 
 
@@ -33,6 +32,8 @@ def target_shares(beta_WW: Tensor) -> Tensor:
     if beta_WW.dim() != 2:
         raise ValueError(f"link costs of shape {tuple(beta_WW.shape)} do not fit: must be a square "
                          "matrix of positive numbers, the diagonal included")
+    from moe_plugin.planner.link_shares import optimal_shares  # numpy, which others do not need
+
     return torch.from_numpy(optimal_shares(beta_WW.tolist()).shares_WW.copy())
 
 
