@@ -69,7 +69,7 @@ class MoELayer(LayerState):
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
-        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts)
+        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts, self.router)
         self.follow_from_now_on()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
@@ -91,8 +91,11 @@ class MoELayer(LayerState):
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
         built = self.layouts.experts  # another module may stand in their place (adapters)
-        if built.reduced or not self.ddp_check.passed:
-            self.ddp_check(built, self)
+        check = self.ddp_check
+        # a graph must not depend on what the first call outside of it changes
+        if built.reduced or not (
+                check.alone and torch.compiler.is_compiling() or check.passed):
+            check(built, self)
         if self.tokens.sharing is not None and not torch.compiler.is_compiling():
             self.follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None

@@ -31,6 +31,7 @@ ASKED = {
     REPLICAS: ({}, "replicas"),
     "offload.weights": ({"offload": {"weights": "host"}}, "streamed"),
     "pipeline.schedule": ({"pipeline": {"schedule": "eager-1f1b"}}, "start"),
+    "swarm.role": ({"swarm": {"role": "lead"}}, "start"),
 }
 FILES = {"fairseq": "hosts.fairseq.run", "megatron": "hosts.megatron.script_features",
          "pytorch": "hosts.plain.run"}

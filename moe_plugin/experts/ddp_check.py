@@ -28,10 +28,12 @@ class DDPCheck:
     Args:
         comm: the expert-parallel group.
         experts: of this rank.
+        router: of the layer. One that counts nothing need not be looked at with one rank.
     """
 
-    def __init__(self, comm: Comm, experts: Experts) -> None:
-        self.alone, self.passed, self._wrapped = comm.size == 1, False, False
+    def __init__(self, comm: Comm, experts: Experts, router: nn.Module) -> None:
+        self.alone, self._wrapped = comm.size == 1, False
+        self.passed = self.alone and not router_counts(router)
         # experts outside the device are not in their parameters
         self.overwrites = None
         if comm.size > 1 and not experts.stored:

@@ -61,4 +61,4 @@ def test_a_call_on_two_ranks() -> None:
 def test_building_a_layer() -> None:
     MoELayer(MoEConfig(model_dim=64, num_experts=8))
     calls, _, _ = counted(lambda: MoELayer(MoEConfig(model_dim=64, num_experts=8)))
-    assert calls <= 673, calls
+    assert calls <= 675, calls
