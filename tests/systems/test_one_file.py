@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def in_fairseq(tool: str, arguments: str, weights: dict[str, torch.Tensor]) -> A
         made.append(self)
 
     with mock.patch.object(ExpertFFN, "__init__", seen):
-        run_command(tool, arguments.split())
+        run_command(tool, shlex.split(arguments))
     layer = made[0].eval()
     with torch.no_grad():
         load(layer.moe, weights)
@@ -171,7 +172,7 @@ def test_the_file_in_megatron(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_the_file_in_fairseq(name: str, text: Path) -> None:
     check(name, *fairseq_run("fairseq-train", f"{text} {FAIRSEQ} --decoder-embed-dim {WIDTH} "
-                             f"--moe-config {CONFIGS / name}.yaml", name))
+                             f"--moe-config {shlex.quote(f'{CONFIGS / name}.yaml')}", name))
 
 
 @with_fairseq
