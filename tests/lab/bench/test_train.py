@@ -263,6 +263,10 @@ def test_the_first_token_that_parts_has_its_margin_and_its_rounding() -> None:
     assert first_TK.tolist() == [[0], [0], [1]]
     assert tracer.other("other", 0, theirs_TE).equal(first_TK)
     assert tracer.parted == [losses.Parted("other", 4, 0, 3, 1, 0, 2, 0.25, 0.5)]
+    tracer = losses.Tracer(2, 0, ordered=True)
+    tracer.first(0, torch.tensor([[1.0, 0.5, 0.0]]))
+    tracer.other("other", 0, torch.tensor([[0.5, 1.0, 0.0]]))
+    assert tracer.parted == [losses.Parted("other", 0, 0, 0, 0, 0, 1, 0.5, 1.0)]
     assert losses.gap([[1.0, 1.0, 1.5], [1.0, 0.75, 1.0]]) == 0.5
     assert losses.first_apart([[1.0, 1.0], [1.0, 1.1]]) == 1 and losses.first_apart(
         [[1.0, 1.0 + 1e-6]]) is None

@@ -39,9 +39,10 @@ that the first side has chosen, each with its own weights for them. Then the sid
 order of their sums alone, and training makes such differences larger from step to step. How much
 larger says *one rounding*: the same for the first side next to itself with each weight changed by
 its last bit at the beginning. *First token*: the first one for which a side would have chosen
-another expert than the first side did, although all choices before it were the same. *Margin*: by
-how much the first side's logit of the expert that it took is above that of the expert which the
-other side would have taken. *Rounding*: by how much the two sides' differences of these two logits
+another expert than the first side did, although all choices before it were the same; with a
+capacity (fairseq) also for which another of its two experts would have come first. *Margin*: by how
+much the first side's logit of the expert that it took is above that of the expert which the other
+side would have taken. *Rounding*: by how much the two sides' differences of these two logits
 differ. A token can part where rounding is larger than its margin."""
 SAME = 1e-5  # losses that differ by less are the same
 CHANGED = "one rounding"  # the first side, each weight changed by its last bit
@@ -69,10 +70,14 @@ class Parted:
 
 
 class Tracer:
-    """The choices of the first side in a step, which the others take; one for each step."""
+    """The choices of the first side in a step, which the others take.
 
-    def __init__(self, top_k: int, rank: int) -> None:
-        self.top_k, self.rank, self.step = top_k, rank, 0
+    Args:
+        ordered: with a capacity it matters which of a token's experts is the first.
+    """
+
+    def __init__(self, top_k: int, rank: int, ordered: bool = False) -> None:
+        self.top_k, self.rank, self.ordered, self.step = top_k, rank, ordered, 0
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.parted: list[Parted] = []
 
@@ -86,11 +91,14 @@ class Tracer:
         """Those of the first side; the first token that parts is noted."""
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
-        apart_T = (own_TK.sort(1).values != ids_TK.sort(1).values).any(1).nonzero().flatten()
+        both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
+        apart_T = (both[0] != both[1]).any(1).nonzero().flatten()
         if len(apart_T) and not any(one.side == side for one in self.parted) and side != CHANGED:
             token = int(apart_T[0])
-            took, other = (set(row.tolist()) for row in (ids_TK[token], own_TK[token]))
-            a, b = min(took - other), min(other - took)
+            place = int((both[0][token] != both[1][token]).nonzero()[0])
+            took, other = ids_TK[token].tolist(), own_TK[token].tolist()
+            a = next((e for e in took if e not in other), took[place])
+            b = next((e for e in other if e not in took), other[place])
             margin, here = (float(of_TE[token, a] - of_TE[token, b])
                             for of_TE in (theirs_TE.double(), logits_TE.detach().double()))
             self.parted.append(Parted(side, self.step, layer, self.rank, token, a, b, margin,
@@ -149,7 +157,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     free = sides({})
     own = [[side.step(n) for side in free] for n in range(steps)]
     del free
-    tracer = Tracer(shape.top_k, dist.get_rank())
+    tracer = Tracer(shape.top_k, dist.get_rank(), ordered=host == "fairseq")
     again = sides({CHANGED: next(iter(ours.values()))})
     changed = next(side for side in again if side.name == CHANGED)
     change_last_bits(changed.parameters)
