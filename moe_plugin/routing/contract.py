@@ -181,7 +181,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: changes are by parts of a run, whose number of steps nobody has told.
+            ValueError: changes are by parts of a run, whose number of steps is not known.
         """
         self._go_to(self.steps + 1)
 

@@ -169,7 +169,7 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Numbers of experts a token, at first and by `router.top_k_at`, as far as they can be read:
+    """Numbers of experts per token, at first and by `router.top_k_at`, as far as they can be read:
     flag, file, branch. (Nonsense is refused later, by the tree.)
     """
     later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else

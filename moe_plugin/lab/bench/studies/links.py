@@ -163,7 +163,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
         "gain": _gain})
     yield "## Whole training steps"
-    yield ("Models of two layers with equal weights and data, one step of each in turn; the loss "
+    yield ("Models of two layers with equal weights and data, whose steps alternate; the loss "
            "is of the last step.")
     yield columns(found["steps"], {
         "network": "{network}", "host": "{host}", "shape": "{shape}",

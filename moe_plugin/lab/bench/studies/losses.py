@@ -33,7 +33,7 @@ from moe_plugin.planner.units import parse_grid
 TITLE = "Losses of the sides of a benchmark, traced token by token"
 ABOUT = """The sides of [whole training steps](train.md) begin with equal weights and train on equal
 data, two layers of experts each, Adam, float32. *Own choices*: the largest difference between the
-first side's loss and any other's, over all steps, where each chooses experts by itself, and the
+first side's loss and any other's, over all steps, where each chooses its own experts, and the
 first step in which it is above 1e-5. *Same choices*: the same, where all others take the experts
 that the first side has chosen, each with its own weights for them. Then the sides differ by the
 order of their sums alone, and training makes such differences larger from step to step. How much

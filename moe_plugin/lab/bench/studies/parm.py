@@ -126,7 +126,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         f"{found['rate'] / 1e6:.0f} Mbit/s, of which `auto` knows "
         + ("the times by a file (`comm.cluster`)" if found["calibrated"] else "nothing")
         + f". {EXPERTS} experts, width {found['width']}, fp32. S1 gathers tokens, S2 k f times as "
-        "much, beside the exchange of the next piece where there are several (d).")
+        "much, during the exchange of the next piece where there are several (d).")
     yield (f"`auto` within {AIM:.2f} of the better schedule: {good} of {len(cells)} shapes; it "
            f"took {' and '.join(taken)}.")
     yield columns(cells, {
