@@ -151,7 +151,7 @@ def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Se
 def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
             steps: int) -> dict[str, Any]:
     def sides(more: Mapping[str, Settings]) -> list[Side]:
-        made = runs.sides_of(host, shape, text, {**ours, **more})
+        made = runs.sides_of(host, shape, runs.read_text(text), {**ours, **more})
         return [side for side in made if side.kind != "dense"]
 
     free = sides({})

@@ -62,10 +62,9 @@ def write_text(folder: Path) -> str:
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
     """All sides; every rank calls it in an initialized group, and all get the same result."""
-    comm = _ready()
-    sides = _builder(plan.host)(plan.shape, read_text(plan.text), comm.rank, comm.size, plan.ours,
-                                plan.others, plan.evaluate)
-    return measure(sides, comm, plan.steps, plan.warm_up,
+    sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
+                     plan.evaluate)
+    return measure(sides, TorchComm(), plan.steps, plan.warm_up,
                    time.process_time if plan.processor else time.perf_counter)
 
 
@@ -86,27 +85,23 @@ def read_text(path: str) -> Tensor:
 
 def train_side(host: str, shape: TrainShape, text: Tensor, settings: Settings) -> Side:
     """A model of ours alone, with these settings; every rank calls it."""
-    comm = _ready()
-    [side] = _builder(host)(shape, text, comm.rank, comm.size, {OURS: settings}, False)
+    [side] = sides_of(host, shape, text, {OURS: settings}, others=False)
     return side
 
 
-def sides_of(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings]) -> list[Side]:
-    """All sides with equal weights; every rank calls it.
+def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Settings],
+             others: bool = True, evaluate: bool = False) -> list[Side]:
+    """All sides with equal weights; every rank calls it in an initialized group.
 
     Args:
-        text: path of the text that models train on.
-        ours: settings of our layer by the side's name.
+        text: what `read_text` gives.
+        ours, others, evaluate: see `TrainPlan`.
     """
-    comm = _ready()
-    return _builder(host)(shape, read_text(text), comm.rank, comm.size, ours, True)
-
-
-def _ready() -> TorchComm:
     torch.set_num_threads(1)
     # Megatron compiles some small functions: 15 s in every process, and none of them is a layer's
     torch.compiler.set_stance("force_eager")
-    return TorchComm()
+    comm = TorchComm()
+    return _builder(host)(shape, text, comm.rank, comm.size, ours, others, evaluate)
 
 
 def _builder(host: str) -> Callable[..., list[Side]]:
