@@ -20,9 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.corpus import CorpusInfo, build_corpus, read_info
-from moe_plugin.lab.planning.launch import BYTES
-from moe_plugin.observe import progress
+from moe_plugin.cli.corpus import CorpusInfo, build_corpus, read_info
+from moe_plugin.cli.planning.launch import BYTES
+from moe_plugin.messages import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.report.page import write_report
@@ -269,7 +269,7 @@ def prepare_megatron(corpus: Path) -> Path:
 
 def table(results: list[dict[str, Any]], entropy: float) -> str:
     """The results, a line per host."""
-    from moe_plugin.lab.bench import report  # imports torch
+    from scripts.bench import report  # imports torch
 
     head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
             "busiest expert / mean", "seconds")
