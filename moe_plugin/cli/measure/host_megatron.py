@@ -34,7 +34,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int, settings: Sett
     """
     start(ranks)
     made = make_ours(shape, config_of(shape, ranks), settings)
-    return side_of(OURS, "ours", made, Source(shape, text, rank, ranks))
+    return side_of(OURS, "ours", made, Batches(shape, text, rank, ranks))
 
 
 def start(ranks: int) -> None:
@@ -130,7 +130,7 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
     return made
 
 
-class Source:
+class Batches:
     """Batches by number: tokens and labels, [B, T]. evaluate: what is done with them."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
@@ -145,7 +145,7 @@ class Source:
         return bytes_BT[:, :-1], bytes_BT[:, 1:]
 
 
-def side_of(name: str, kind: str, made: Made, source: Source) -> Side:
+def side_of(name: str, kind: str, made: Made, source: Batches) -> Side:
     from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
     from moe_plugin.hosts.megatron.compat.optimizer import parts
     from moe_plugin.run import StepFacts, StepInput

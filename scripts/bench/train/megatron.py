@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.cli.measure.host_megatron import (
+    Batches,
     Made,
-    Source,
     config_of,
     make,
     make_ours,
@@ -39,7 +39,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     """
     start(ranks)
     config = config_of(shape, ranks)
-    source = Source(shape, text, rank, ranks, evaluate)
+    source = Batches(shape, text, rank, ranks, evaluate)
     first, sides = None, []
     for name, settings in ours.items():
         made = make_ours(shape, config, settings)
@@ -59,7 +59,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     return [*sides, _side("dense", "dense", made, source)]
 
 
-def _side(name: str, kind: str, made: Made, source: Source) -> Side:
+def _side(name: str, kind: str, made: Made, source: Batches) -> Side:
     """With the routers of Megatron's own layers."""
     side = side_of(name, kind, made, source)
     return replace(side, routers=[*side.routers, *(
