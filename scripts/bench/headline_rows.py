@@ -141,7 +141,7 @@ PRODUCTS = ("In the model overlap gains about a fifth of what is published, or l
 EPS_MEASURED: Measured = ("train", by_load, "whole evaluations in both hosts, one piece over "
                           "pieces by load, emulated nodes")
 PREGATE_MODEL = ("not modelled: needs the time of a layer, which is not public. "
-                 "`lab.planning.offload.pregate` assumes 0.72 ms, and then gives 1.69 x and 82 %.")
+                 "`planner.offload.pregate` assumes 0.72 ms, and then gives 1.69 x and 82 %.")
 ALPA_NEEDS = ("activations between unequal stages, to each rank over once to each node, emulated "
               "nodes of 200 Mbit/s")
 

@@ -163,7 +163,8 @@ NO_CHOICE = {
     "memory.weights.streamed": "says how long it waited",
 }
 SAYS = ("observe.", "cli.", "hosts.timm.", "hosts.fairseq.groups", "resilience.swarm",
-        "resilience.", "comm.", "memory.copier", "memory.tiers", "ensembles.", "gradients.", "quiet", "checkpoint.")
+        "resilience.", "comm.", "memory.copier", "memory.tiers", "ensembles.", "gradients.",
+        "quiet", "checkpoint.")
 
 
 @pytest.mark.parametrize("noise", NOISES)

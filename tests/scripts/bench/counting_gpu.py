@@ -1,4 +1,4 @@
-"""A module on a fake GPU: `python -m tests.scripts.bench.counting_gpu FAILS -m MODULE ARGUMENT ...`.
+"""A module on a fake GPU: `python -m tests.scripts.bench.counting_gpu FAILS -m MODULE ARGUMENT..`.
 
 Where FAILS is among the arguments, the first kernel fails as on a GPU: with an error of the driver.
 """
