@@ -57,6 +57,11 @@ def laboratory(module: str) -> ModuleType:
     if not (ROOT / "scripts" / "bench" / "__init__.py").is_file():
         raise ValueError("this needs the repository, which an installed package leaves out; run "
                          "`git clone URL moe-plugin && pip install -e moe-plugin`")
-    if str(ROOT) not in sys.path:  # at the end: nothing that is installed changes its meaning
+    sys.path.insert(0, str(ROOT))  # before a package of that name, of the folder it is started in
+    try:
+        importlib.import_module("scripts")
+    finally:
+        del sys.path[0]
+    if str(ROOT) not in sys.path:  # for its processes; at the end, where it hides nothing
         sys.path.append(str(ROOT))
     return importlib.import_module(f"scripts.{module}")
