@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from moe_plugin.cli import figures
 from moe_plugin.cli.links import add_exchange_sizes
 from moe_plugin.cli.measure.all_to_all import (
     NAMES,
@@ -17,7 +18,6 @@ from moe_plugin.cli.measure.all_to_all import (
 from moe_plugin.comm import algorithms
 from moe_plugin.config import CommConfig
 from moe_plugin.planner.units import parse_size
-from scripts.bench import report
 from scripts.bench.all_to_all import as_dicts
 from scripts.bench.all_to_all_report import parts, plot
 from scripts.bench.measure import said
@@ -39,7 +39,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.plot:
-        report.check_figure(args.plot)
+        figures.check_figure(args.plot)
     names = tuple(args.algorithms.split(","))
     for name in names:
         algorithms.get(name)

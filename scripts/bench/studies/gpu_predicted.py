@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from moe_plugin.cli import figures
 from moe_plugin.planner.units import show_time
-from scripts.bench import report
 from scripts.bench.chips import GPU, GPUS
 from scripts.bench.launches import Call, recorded, step
 from scripts.bench.resources import compile_for
@@ -126,7 +126,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     cells = [(label, name, next(one for one in state["layers"] if one["label"] == label))
              for label in labels for name, state in states.items()
              if any(one["label"] == label for one in state["layers"])]
-    yield report.columns(cells, {
+    yield figures.columns(cells, {
         "layer": lambda c: c[0], "state": lambda c: c[1],
         "code": lambda c: states[c[1]].get("code", ""),
         "Triton launches": lambda c: str(len(c[2]["rows"])),
@@ -137,7 +137,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "aim": lambda c: f"{AIM[labels.index(c[0])]:.0%}"})
     for label, name, layer in cells:
         yield f"## {label}, {name}"
-        yield report.columns([*layer["rows"], {
+        yield figures.columns([*layer["rows"], {
             "label": f"{layer['operations']} operations of torch", "flops": 0,
             "bytes": layer["operation_bytes"], "seconds": layer["operation_seconds"]}], {
                 "launch": "{label}",

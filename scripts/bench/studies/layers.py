@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from moe_plugin.cli import figures
 from moe_plugin.planner.units import show_size, show_time
-from scripts.bench import kernels, layer, plots, report
+from scripts.bench import kernels, layer, plots
 from scripts.bench.layer import LayerReport
 from scripts.bench.measure import said
 from scripts.bench.options import add_problem, problem_of
@@ -103,7 +104,7 @@ class OneLayer:
             sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
             problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
         if args.plot:
-            report.check_figure(args.plot)
+            figures.check_figure(args.plot)
         names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
         found = layer.run(problem, names, rounds)
         if args.plot:
@@ -163,7 +164,7 @@ def aims(found: list[dict[str, Any]]) -> Iterator[str]:
 
     yield (f"Aims on one rank: a ratio to the bound for each layer, and at most {MOST_MIB:g} MiB "
            "beside its inputs.")
-    yield report.columns(rows, {
+    yield figures.columns(rows, {
         "layer": lambda one: LayerReport.from_dict(one).problem.label(),
         "ratio": "{ratio_to_bound:.2f}", "aim": lambda one: f"{aim_of(one):.2f}",
         "met": lambda one: met(round(one["ratio_to_bound"], 2) <= (aim_of(one) or 0)),
@@ -205,7 +206,7 @@ def _one_table(title: str, found: list[dict[str, Any]]) -> Iterator[str]:
     yield said(found[0]["versions"])
     yield ("Median, its ratio to the bound, peak memory without the input. Threads of each rank: "
            f"{layers[0].threads}. Load average {loads}.")
-    yield report.columns(names, {title: "{0}"} | {
+    yield figures.columns(names, {title: "{0}"} | {
         one.problem.label(): partial(_cell, {r.name: r for r in one.results}) for one in layers})
     yield _not_measured(found)
 
@@ -356,7 +357,7 @@ class Scaling:
     @staticmethod
     def body(found: list[dict[str, Any]]) -> list[str]:
         return [said(found[0]["versions"]), "![Time and memory along each axis](scaling.svg)",
-                report.columns(found, {
+                figures.columns(found, {
                     "axis": "{axis}", "value": lambda one: str(one[one["axis"]]),
                     "median ms": "{median_ms:.1f}", "bound ms": "{bound_ms:.1f}",
                     "peak MiB": lambda one: f"{one['peak_extra_mib'] or 0:.0f}"})]

@@ -21,6 +21,7 @@ import torch
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.cli.figures import columns
+from moe_plugin.cli.measure import host_steps
 from moe_plugin.cli.measure.host_sides import Settings
 from moe_plugin.config import from_dict, to_dict, with_overrides
 from moe_plugin.planner.forest.network import Network, shortest_paths
@@ -124,7 +125,7 @@ def measure_steps(host: str, name: str, args: argparse.Namespace, costs: Path,
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     layers, steps = [], []
     with tempfile.TemporaryDirectory() as folder:
-        text = runs.write_text(Path(folder))
+        text = host_steps.write_text(Path(folder))
         for name in args.networks:
             network, costs = SHAPES[name](args.nodes, args.rate), Path(folder) / f"{name}.json"
             beta_WW = costs_of(network, args.own)

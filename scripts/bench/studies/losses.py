@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.cli.figures import columns
+from moe_plugin.cli.measure import host_steps
 from moe_plugin.cli.measure.host_sides import Settings, Side, TrainShape
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.ranks import on_processes
@@ -129,7 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
             if not name.endswith("auto")}  # whose layout changes with what is measured
     with ExitStack() as stack:
-        text = runs.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        text = host_steps.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         work = args.host, shapes, text, ours, args.steps
         if grid:
             runs.forked_hosts([args.host])
@@ -151,7 +152,7 @@ def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Se
 def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
             steps: int) -> dict[str, Any]:
     def sides(more: Mapping[str, Settings]) -> list[Side]:
-        made = runs.sides_of(host, shape, runs.read_text(text), {**ours, **more})
+        made = runs.sides_of(host, shape, host_steps.read_text(text), {**ours, **more})
         return [side for side in made if side.kind != "dense"]
 
     free = sides({})

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.cli.figures import columns
+from moe_plugin.cli.measure import host_steps
 from moe_plugin.cli.measure.host_sides import Settings, TrainShape
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import SENDS, LayoutChoice
@@ -192,7 +193,7 @@ def measure_steps(host: str, grid: str, args: argparse.Namespace) -> dict[str, A
     cells = []
     with tempfile.TemporaryDirectory() as folder, EmulatedCluster(
             *parse_grid(grid), rate_bit_s=args.rate) as cluster:
-        text = runs.write_text(Path(folder))
+        text = host_steps.write_text(Path(folder))
         for shape in parse_shapes(getattr(args, host)):
             sides = runs.sides_on_emulated(plan_of(host, shape, text, args), cluster)
             cells.append({

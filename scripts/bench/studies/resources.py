@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from moe_plugin.cli import figures
 from moe_plugin.kernels import kernels
 from moe_plugin.messages import short
 from scripts.bench import report
@@ -179,7 +180,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     yield READ
     yield RULES
     newest = versions[list(versions)[-1]]
-    yield report.columns(GPUS, {
+    yield figures.columns(GPUS, {
         "GPU": lambda target: GPUS[target].name,
         "kernels": lambda target: f"[{target}]({page_of(target)})" if target in newest else target,
         "code": lambda target: newest.get(target, {}).get("code", ""),
@@ -189,7 +190,7 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     broken = _broken(versions)
     if broken:
         yield "## Rules that are broken"
-        yield report.columns(broken.items(), {
+        yield figures.columns(broken.items(), {
             "launch": lambda item: item[0][0], "rule": lambda item: item[0][1],
             "where": lambda item: "; ".join(
                 f"{target}: {', '.join(names)}" for target, names in item[1].items())})
@@ -232,7 +233,7 @@ def pages(found: dict[str, Any]) -> dict[str, str]:
     return {page_of(target): report.document(
         f"# {TITLE}: {GPUS[target].name}",
         f"Made by `moe-plugin bench resources`. Triton {name}, {target}.",
-        f"[What the columns mean](../{PAGE}).", report.columns(one["rows"], {
+        f"[What the columns mean](../{PAGE}).", figures.columns(one["rows"], {
             "launch": "{label}", "of": "{from}", **{
                 head: lambda row, of=of: "" if row.get(of) is None else str(row[of])
                 for head, of in (

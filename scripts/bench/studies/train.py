@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.links import add_links, links_of, refuse_links
+from moe_plugin.cli.measure import host_steps
 from moe_plugin.cli.measure.host_sides import Settings
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
@@ -84,7 +85,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
             shape.sentences(grid[0] * grid[1] if grid else args.ranks)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        text = runs.write_text(folder)
+        text = host_steps.write_text(folder)
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
         ours = evaluated_settings(hardware(cluster, folder)) if args.evaluate else our_settings(
             several_nodes=grid is not None and grid[0] > 1)

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from moe_plugin.cli.figures import pyplot
+from moe_plugin.cli.figures import log_scale, pyplot
 from scripts.bench import plots
 from scripts.bench.layer import LayerReport
 from scripts.bench.studies import STUDIES
@@ -89,7 +89,7 @@ def test_sizes_are_shown_as_sizes() -> None:
     figure, axis = pyplot().subplots()
     axis.plot([16384, 2**20], [1, 100])
     plots.size_ticks(axis, [16384, 2**20])
-    plots.log_scale(axis)
+    log_scale(axis)
     figure.canvas.draw()
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["16 KiB", "1 MiB"]
     assert {"1", "10", "100"} <= {tick.get_text() for tick in axis.get_yticklabels()}
