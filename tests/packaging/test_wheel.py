@@ -129,10 +129,10 @@ def test_examples_run_with_the_wheel_alone(installed: Path, examples: Path) -> N
 @pytest.mark.parametrize("words", [
     "doctor --json", "recommend --help", "calibrate --help", "profile-device --help",
     "reshard --help", "watch --help",
-    "plan --model plans/small.yaml --cluster clusters/a100_ib.yaml --device devices/h100.yaml "
-    "--nodes 1 --ranks-per-node 2",
+    "plan --model configs/plans/small.yaml --cluster configs/clusters/a100_ib.yaml "
+    "--device configs/devices/h100.yaml --nodes 1 --ranks-per-node 2",
     "schedule --topology ring:4 --size 1MiB",
-    "simulate all-to-all --cluster clusters/a100_ib.yaml --ranks 16"])
+    "simulate all-to-all --cluster configs/clusters/a100_ib.yaml --ranks 16"])
 def test_commands_run_with_the_wheel_alone(installed: Path, tmp_path: Path, words: str) -> None:
     if words.startswith("schedule"):
         pytest.importorskip("igraph")
@@ -142,7 +142,7 @@ def test_commands_run_with_the_wheel_alone(installed: Path, tmp_path: Path, word
 @pytest.mark.distributed
 def test_calibrate_runs_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     run([str(installed), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         "-m", "moe_plugin.cli.main", "calibrate", "--sizes", "4KiB,16KiB", "--repeats", "1",
+         "-m", "moe_plugin.cli.main", "calibrate", "--sizes", "4KiB,16KiB,64KiB,256KiB", "--repeats", "1",
          "--out", "mine.yaml"], tmp_path)
     assert "Fitted by" in (tmp_path / "mine.yaml").read_text(encoding="utf-8")
 
