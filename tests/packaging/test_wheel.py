@@ -142,8 +142,8 @@ def test_commands_run_with_the_wheel_alone(installed: Path, tmp_path: Path, word
 @pytest.mark.distributed
 def test_calibrate_runs_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     run([str(installed), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         "-m", "moe_plugin.cli.main", "calibrate", "--sizes", "4KiB,16KiB,64KiB,256KiB", "--repeats", "1",
-         "--out", "mine.yaml"], tmp_path)
+         "-m", "moe_plugin.cli.main", "calibrate", "--sizes", "4KiB,16KiB,64KiB,256KiB",
+         "--repeats", "1", "--out", "mine.yaml"], tmp_path)
     assert "Fitted by" in (tmp_path / "mine.yaml").read_text(encoding="utf-8")
 
 
