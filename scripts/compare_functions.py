@@ -19,24 +19,21 @@ FOLDERS = ("moe_plugin", "kernels", "scripts")
 MODULE = re.compile(r"\b(?:moe_plugin|scripts)(?:\.\w+)+\b")
 
 
-class Bare(ast.NodeTransformer):
-    """Without docstrings, imports and names of modules."""
+def left_out(node: ast.stmt) -> bool:
+    """Whether it is an import or a docstring."""
+    text = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(node, ast.Import | ast.ImportFrom) or (
+        isinstance(text, ast.Constant) and isinstance(text.value, str))
 
-    def visit_Import(self, node: ast.Import) -> None:
-        """Gone."""
 
-    visit_ImportFrom = visit_Import
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        """Gone where it is a docstring."""
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            return None
-        return self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        """A module's name is one word."""
-        return ast.Constant(MODULE.sub("MODULE", node.value)) if isinstance(
-            node.value, str) else node
+def bare(function: ast.AST) -> str:
+    """Its code without docstrings, imports and names of modules."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = MODULE.sub("MODULE", node.value)
+        elif isinstance(body := getattr(node, "body", None), list):
+            node.body = [one for one in body if not left_out(one)] or [ast.Pass()]
+    return ast.unparse(function)
 
 
 def git(*words: str) -> str:
@@ -55,7 +52,7 @@ def functions(revision: str) -> Iterator[tuple[str, str, str]]:
             for child in ast.iter_child_nodes(node):
                 name = f"{above}{getattr(child, 'name', '')}"
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield name, ast.unparse(Bare().visit(child)), path
+                    yield name, bare(child), path
                 elif isinstance(child, ast.ClassDef):
                     stack.append((f"{name}.", child))
 
