@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Whether two revisions have the same functions, wherever they are: prints those of one alone.
 
     python scripts/compare_functions.py REV_A REV_B
@@ -22,17 +21,20 @@ MODULE = re.compile(r"\b(?:moe_plugin|scripts)(?:\.\w+)+\b")
 def left_out(node: ast.stmt) -> bool:
     """Whether it is an import or a docstring."""
     text = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(node, ast.Import | ast.ImportFrom) or (
-        isinstance(text, ast.Constant) and isinstance(text.value, str))
+    return isinstance(node, ast.Import | ast.ImportFrom) or isinstance(
+        getattr(text, "value", None), str)
 
 
-def bare(function: ast.AST) -> str:
-    """Its code without docstrings, imports and names of modules."""
+def bare(function: ast.AST, modules: set[str]) -> str:
+    """Its code without docstrings, imports and names of modules. modules: what its file imports."""
     for node in ast.walk(function):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node.value = MODULE.sub("MODULE", node.value)
-        elif isinstance(body := getattr(node, "body", None), list):
-            node.body = [one for one in body if not left_out(one)] or [ast.Pass()]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+            node.value = ast.Name("MODULE")
+        for field in ("body", "orelse"):
+            if isinstance(body := getattr(node, field, None), list) and body:
+                setattr(node, field, [one for one in body if not left_out(one)] or [ast.Pass()])
     return ast.unparse(function)
 
 
@@ -46,13 +48,16 @@ def functions(revision: str) -> Iterator[tuple[str, str, str]]:
     for path in git("ls-tree", "-r", "--name-only", revision, "--", *FOLDERS).splitlines():
         if not path.endswith(".py"):
             continue
-        stack: list[tuple[str, ast.AST]] = [("", ast.parse(git("show", f"{revision}:{path}")))]
+        tree = ast.parse(git("show", f"{revision}:{path}"))
+        modules = {alias.asname or alias.name for node in ast.walk(tree)
+                   if isinstance(node, ast.ImportFrom) for alias in node.names}
+        stack: list[tuple[str, ast.AST]] = [("", tree)]
         while stack:
             above, node = stack.pop()
             for child in ast.iter_child_nodes(node):
                 name = f"{above}{getattr(child, 'name', '')}"
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield name, bare(child), path
+                    yield name, bare(child, modules), path
                 elif isinstance(child, ast.ClassDef):
                     stack.append((f"{name}.", child))
 
@@ -65,8 +70,7 @@ def main() -> int:
         for name, body, path in functions(revision):
             count[name, body] += 1
             files[name, body] = path
-    for revision, mine in zip(sys.argv[1:], (found[0] - found[1], found[1] - found[0]),
-                              strict=True):
+    for revision, mine in zip(sys.argv[1:], (found[0] - found[1], found[1] - found[0])):
         for one, times in sorted(mine.items()):
             print(f"{revision} {files[one]}: {one[0]}" + f" ({times} times)" * (times > 1))
     return int(found[0] != found[1])

@@ -163,8 +163,8 @@ WRONG = {
 
 def _leaves(commands: Mapping[str, Command], above: str = "") -> Iterator[str]:
     for name, command in commands.items():
-        if command.parts:
-            yield from _leaves(command.parts, f"{above}{name} ")
+        if command.parts is not None:
+            yield from _leaves(command.parts(), f"{above}{name} ")
         else:
             yield above + name
 
