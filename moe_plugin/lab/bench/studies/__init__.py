@@ -56,8 +56,6 @@ STUDIES = {study.name: study for study in (
     Study("plan", "the planner's layout against the measured best", ("nodes",)),
     Study("plan-error", "predicted steps against those that both hosts then take",
           ("nodes", "fairseq", "megatron")),
-    Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
-          ("checkout",), stem="data/predicted"),
     Study("spill", "overloaded experts: rows on other ranks against the plain layer", ("nodes",)),
     Study("routing", "routing traces replayed: each policy for overloaded experts over forced "
           "balance", ("nodes", *_HOSTS)),
