@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,7 +35,6 @@ from moe_plugin.checkpoint.source import (
     cast,
     refuse_damaged,
 )
-from moe_plugin.checksums import ReadSums, summed
 from moe_plugin.regular_files import move_into_place, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
@@ -88,13 +87,13 @@ class Conversion:
         if self._is_there(plan):
             return False
         view = self._view()
-        sealed = [path for path in self.source.files() if checksums.seal_of(path) is not None]
         if unsealed := self.source.unsealed():
             logger.warning("%d of %d files of the %s checkpoint have no checksum (such as %s): "
                            "damage in them goes unnoticed", len(unsealed),
                            len(self.source.files()), self.source.format, unsealed[0])
         try:
-            self._write(view, plan, sealed)
+            self._verify()
+            self._write(view, plan)
         except OSError as error:
             kept = (f"what is complete stays in {str(self.scratch)!r} and is used again; "
                     if self.scratch.is_dir() else "")
@@ -137,13 +136,12 @@ class Conversion:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
 
-    def _verify(self, sums: Mapping[Path, ReadSums]) -> None:
-        """What was converted, and the rest of its files."""
+    def _verify(self) -> None:
         for path in self.source.files():
-            refuse_damaged([path], sums[path].crc_of if path in sums else None)
+            refuse_damaged([path])
             self.advance(path.stat().st_size)
 
-    def _write(self, view: Source, plan: Mapping[str, Any], sealed: Sequence[Path]) -> None:
+    def _write(self, view: Source, plan: Mapping[str, Any]) -> None:
         scratch, progress = self.scratch, _Progress(self, plan)
         if not progress.finished:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -151,13 +149,8 @@ class Conversion:
         for path in sorted(scratch.rglob("*")):  # of an interrupted file
             if path.is_file() and str(path.relative_to(scratch)) not in {*progress.finished, PLAN}:
                 path.unlink()
-        with summed(sealed) as sums, _one_thread():  # blocks are small
+        with checksums.verified(self.source.files()), _one_thread():  # blocks are small
             formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None), progress)
-        try:
-            self._verify(sums)
-        except CheckpointError:
-            shutil.rmtree(scratch)  # made of damaged values
-            raise
         move_into_place(scratch, self.target)
 
 
