@@ -33,6 +33,8 @@ REMOVED = {
     "plan --slack": _ORDER, "plan --order": _ORDER, "reshard --order": _ORDER,
     "bench first-curve": _STUDY, "bench adam": _STUDY, "bench ranks": _STUDY,
     "bench reshard": _STUDY, "bench predicted": _STUDY,
+    "reshard --hybrid-layer-pattern": "leave it out; Megatron 0.19 loads a GPT model's checkpoint "
+    "into a hybrid model by itself (docs/megatron_models.md)",
     "--moe-prediction": _CHECKED, "observe.prediction": _CHECKED, "plan --history": _CHECKED,
     "recommend --trust-fit": f"{_FIT}, and no plan is refused for it; leave it out",
     "recommend --parts-only": f"{_FIT}, and no steps of the host are run; leave it out",

@@ -20,6 +20,7 @@ from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     WriteProgress,
+    check_pair,
     convert,
     formats,
 )
@@ -52,8 +53,6 @@ class Conversion:
         layout: its sizes.
         model_only: leave optimizer state out.
         force: replace another folder at `target`.
-        pattern: of the layers of a hybrid model of Megatron (`formats.megatron.hybrid`), as which
-            it is written; empty: as a GPT model; None: as it is.
         advance: called with the number of bytes that are verified, kept or written; by several
             threads.
         kept: files that an interrupted conversion had completed.
@@ -66,7 +65,6 @@ class Conversion:
     model_only: bool = False
     force: bool = False
     advance: Callable[[int], None] = lambda _: None
-    pattern: str | None = None
     kept: list[str] = field(default_factory=list)
 
     @property
@@ -82,6 +80,7 @@ class Conversion:
                 disk is full, or something else is at the target.
             ValueError: the layout does not fit.
         """
+        check_pair(self.source.format, self.to)
         formats.get(self.to)().check(replace(self.layout, dtype=None))
         plan = self._plan()
         if self._is_there(plan):
@@ -109,8 +108,7 @@ class Conversion:
         layout = {name: str(value) for name, value in asdict(self.layout).items()
                   if value is not None}
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
-                "model_only": self.model_only,
-                **({} if self.pattern is None else {"pattern": self.pattern})}
+                "model_only": self.model_only}
 
     def _is_there(self, plan: Mapping[str, Any]) -> bool:
         if not self.target.exists():
@@ -125,13 +123,7 @@ class Conversion:
     def _view(self) -> Source:
         dtype = self.layout.dtype
         source = self.source if dtype is None else self.source.decoded(dtype)
-        if self.pattern is not None:
-            from moe_plugin.checkpoint.formats.megatron.hybrid import as_gpt, with_pattern
-
-            source = as_gpt(source)
         view = convert(without_optimizer(source) if self.model_only else source, self.to)
-        if self.pattern:
-            view = with_pattern(view, self.pattern)
         if dtype is None:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
