@@ -5,7 +5,6 @@ of it than it may; the products use the instructions that the target has for the
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 import tempfile
@@ -22,8 +21,7 @@ from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.triton_ops import no_schedule
 from moe_plugin.lab.bench.chips import GPUS
 from moe_plugin.lab.bench.launches import META, Launch, recorded, step
-from moe_plugin.lab.bench.resources import Resources, compile_for, compiled
-from moe_plugin.lab.bench.studies import resources
+from moe_plugin.lab.bench.resources import Resources, compile_for, compiled, every_launch
 from moe_plugin.lab.bench.studies.layers import LAYERS
 from moe_plugin.records import RowCounts
 from tests.kernels.interpreted import DTYPES
@@ -132,7 +130,7 @@ def test_machine_code_of_hopper() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(GPUS))
 def test_everything(target: str) -> None:
-    for launch in resources.launches(target):
+    for launch in every_launch(target):
         check(launch, target)
 
 
@@ -174,7 +172,7 @@ def test_every_kernel_is_compiled() -> None:
     folder = Path(gpu.__file__).parent
     launched = {name for path in folder.glob("*.py")
                 for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
-    assert launched and {launch.kernel for launch in resources.launches("sm_90")} >= launched
+    assert launched and {launch.kernel for launch in every_launch("sm_90")} >= launched
 
 
 def test_a_recorded_launch_has_the_sizes_of_the_layer() -> None:
@@ -270,38 +268,6 @@ def test_rules() -> None:
             ({"through_registers": (2, 8)}, "left operand through registers in 2 of 8 wgmma")):
         assert list(replace(good, **change).failed(gpu)) == [why]
     assert list(replace(good, matrix="mma.sync", buffers=2).failed(gpu)) == []
-
-
-def test_a_compiler_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = dict.fromkeys(launches("sm_90", "top_k_kernel", "rank_kernel", "tile_kernel"), "x")
-
-    def fail(launch: Launch, target: str) -> Resources:
-        if launch.kernel == "rank_kernel":
-            os._exit(1)
-        if launch.kernel == "tile_kernel":
-            raise RuntimeError("first line\nno such instruction")
-        return Resources(launch.label, 1, 0, 0, 1, 1.0, "", False)
-
-    monkeypatch.setattr(resources, "compile_for", fail)
-    found = list(resources.rows("sm_90", wanted, 2))
-    assert [one["label"] for one in found] == [launch.label for launch in wanted]
-    said = {one["label"].split()[0]: one["failed"] for one in found}
-    assert said == {"top_k": [], "tile": ["does not compile: 'no such instruction'"],
-                    "rank": ["does not compile: the compiler ended its process"]}
-
-
-def test_versions_are_merged() -> None:
-    def run(version: str, target: str, *failed: list[str]) -> dict[str, Any]:
-        rows = [{"label": f"k{n}", "from": "x", "failed": why} for n, why in enumerate(failed)]
-        return {"triton": {version: {target: {"number": len(rows), "rows": rows}}}}
-
-    found = resources.merge(run("3.9.0", "sm_90", []), run("3.10.0", "sm_90", [], ["bad"]))
-    found = resources.merge(found, run("3.4.0", "sm_80", ["bad"], []))
-    assert list(found["triton"]) == ["3.4.0", "3.9.0", "3.10.0"]
-    assert [len(one["rows"]) for targets in found["triton"].values()
-            for one in targets.values()] == [1, 0, 2]
-    page = "\n".join(resources.body(found))
-    assert re.search(r"k1 +\| bad +\| sm_90: 3.10.0", page), page
 
 
 def test_every_operation_has_a_triton_kernel() -> None:
