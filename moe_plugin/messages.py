@@ -34,6 +34,7 @@ REMOVED = {
     "bench first-curve": _STUDY, "bench adam": _STUDY, "bench ranks": _STUDY,
     "bench reshard": _STUDY, "bench predicted": _STUDY,
     "bench resources": f"{_STUDY}; tests/lab/bench/test_resources.py compiles every launch",
+    "--moe-verbose": "what Megatron prints is always shown; leave it out",
     "reshard --hybrid-layer-pattern": "leave it out; Megatron 0.19 loads a GPT model's checkpoint "
     "into a hybrid model by itself (docs/megatron_models.md)",
     "--moe-prediction": _CHECKED, "observe.prediction": _CHECKED, "plan --history": _CHECKED,
