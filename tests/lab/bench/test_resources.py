@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,69 @@ import torch
 from moe_plugin.kernels import RowGroups, gpu, kernels
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.triton_ops import no_schedule
-from moe_plugin.lab.bench.chips import GPUS
+from moe_plugin.lab.bench.chips import GPU, GPUS
 from moe_plugin.lab.bench.launches import META, Launch, recorded, step
-from moe_plugin.lab.bench.resources import Resources, compile_for, compiled, every_launch
+from moe_plugin.lab.bench.resources import Resources, compile_for, compiled
 from moe_plugin.lab.bench.studies.layers import LAYERS
 from moe_plugin.records import RowCounts
 from tests.kernels.interpreted import DTYPES
 from tests.kernels.problems import SHAPES, arguments
 
 pytest.importorskip("triton", reason="triton is not installed")
-FINE = LAYERS["cuda"][1]
+LARGE, FINE, WIDE = LAYERS["cuda"]
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}
+
+
+def every_launch(target: str) -> list[Launch]:
+    """Everything that is compiled for a target: what the benchmark's three layers launch, a layer
+    for each setting that launches others, and operations of exchanges and pages.
+    """
+    gpu = GPUS[target]
+    runs = [*map(step, LAYERS["cuda"]), *_settings(gpu),
+            functools.partial(_operations, gpu.fp8)]
+    return list(dict.fromkeys(call.launch for run in runs
+                              for call in recorded(run, gpu.chip).calls))
+
+
+def _settings(gpu: GPU) -> Iterator[Callable[[], object]]:
+    """Steps of a layer for each setting that launches others."""
+    yield step(replace(LARGE, tokens=128))
+    yield step(replace(FINE, tokens=512))
+    for problem in (LARGE, FINE):
+        yield step(problem, adds=True)
+    yield step(replace(LARGE, dtype="float16"), experts={"bias": True},
+               dispatch={"name": "padded", "capacity_factor": 1.25})
+    yield step(replace(FINE, tokens=4099, model_dim=1001, hidden_dim=711, experts=61),
+               experts={"bias": True})
+    single = replace(WIDE, dtype="float32")
+    yield step(single)
+    if gpu.backend == "cuda":  # refused elsewhere
+        yield step(single, experts={"precision": "tf32"})
+    if gpu.fp8:
+        yield step(FINE, experts={"precision": "fp8"})
+    yield step(replace(WIDE, experts=512, top_k=8))
+    yield step(replace(WIDE, experts=256, top_k=8), losses={"z": 1e-3}, router={
+        "name": "sigmoid_bias", "groups": 8, "group_top_k": 4})
+
+
+def _operations(fp8: bool) -> None:
+    """Those that one rank's layer does not launch: of exchanges and of pages."""
+    t, k, d = WIDE.tokens, WIDE.top_k, WIDE.model_dim
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    rows_RD, source_R = new(t * k, d), new(t * k, dtype=torch.int64)
+    position_TK, scales = new(t, k, dtype=torch.int64), new(t * k, d // 128, dtype=torch.float32)
+    record_M, pages_SP = new(64, dtype=torch.int64), new(65, 1 << 20)
+    for name, *args in (
+            ("transpose_chunks", rows_RD, 4, 2), ("dot_rows", new(t, d), rows_RD, position_TK),
+            ("take_rows", new(t, d), source_R, k, None),
+            *((("quantize_fp8", rows_RD, 128), ("dequantize_fp8", rows_RD.to(torch.float8_e4m3fn),
+                                                scales, 128, torch.bfloat16)) if fp8 else ()),
+            ("write_pages", rows_RD.view(-1), record_M, pages_SP, pages_SP),
+            ("read_pages", record_M, pages_SP, pages_SP, t * k * d, new(dtype=torch.bool))):
+        kernels.get(name).implementation("triton")(*args)
 
 
 @functools.cache
