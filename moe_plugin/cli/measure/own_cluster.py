@@ -1,0 +1,133 @@
+"""Measures the ranks that run: their network and their processors.
+
+All ranks measure at the same time, and each repeat counts with the slowest of them, so that every
+rank has the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median_high
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.cli.measure.all_to_all import Plan, measure_rank
+from moe_plugin.cli.measure.device import Samples, sample_device
+from moe_plugin.comm import Comm
+from moe_plugin.comm.torch_comm import default_comm
+from moe_plugin.machine import device_name, memory_bytes
+from moe_plugin.planner.all_to_all_cost import COSTS
+from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.device import Device
+from moe_plugin.planner.fit import Measurement, fit
+from moe_plugin.planner.measured import MeasuredNetwork, Processor
+from moe_plugin.planner.model import ModelShape
+
+KIB, MIB = 1 << 10, 1 << 20
+# bytes per rank: 4 KiB, four times as many, and so on
+FIRST_SIZE, LEAST_SIZE, MOST_SIZE = 4 * KIB, 4 * MIB, 64 * MIB
+MICRO_BATCH = 8  # sequences of the largest exchange that is measured
+ENOUGH_S = 0.5  # no larger size is measured after one that takes longer
+LEAST_S = 0.02  # of a repeat of what takes little time
+
+
+@contextlib.contextmanager
+def own_ranks(cuda: bool) -> Iterator[Comm]:
+    """The ranks that a launcher has started, one group; one process alone is a group of one."""
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if started:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield default_comm()
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def grid_of(comm: Comm) -> tuple[int, int]:
+    """(nodes, ranks per node); collective.
+
+    Raises: ValueError: nodes have different numbers of ranks.
+    """
+    nodes = comm.prepare().nodes
+    sizes = sorted({len(node) for node in nodes})
+    if len(sizes) > 1:
+        raise ValueError(f"nodes have {sizes} ranks: plans need nodes of one size; start as many "
+                         "ranks on each node")
+    return len(nodes), sizes[0]
+
+
+def rank_memory(device: torch.device, ranks_per_node: int) -> float:
+    """Bytes that a rank may use: the ranks of a node share its memory, but have a GPU each."""
+    memory = float(memory_bytes(device) or Device().memory_bytes)
+    return memory if device.type == "cuda" else memory / ranks_per_node
+
+
+def largest_size(model: ModelShape) -> int:
+    """Bytes per rank up to which the network is measured for a model, a power of four of KiB."""
+    rows = model.layer(MICRO_BATCH * model.sequence)
+    size = LEAST_SIZE
+    while size < min(rows.rows * rows.row_bytes, MOST_SIZE):
+        size *= 4
+    return size
+
+
+def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
+    """What another run's network has in common with this one, if it may be taken for it."""
+    return {
+        "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
+        "backend": dist.get_backend(), "device": device_name(device), "torch": torch.__version__
+    }
+
+
+def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict[str, str]:
+    """The same of processors: ranks of one machine share it."""
+    return {
+        "device": device_name(device), "ranks": str(comm.size),
+        "threads": str(torch.get_num_threads() if device.type == "cpu" else 0),
+        "model": " ".join(f"{name}={getattr(model, name)}" for name in (
+            "model_dim", "expert_dim", "element_bytes")), "torch": torch.__version__
+    }
+
+
+def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
+                    nics: int, repeats: int) -> MeasuredNetwork:
+    """Measure all-to-alls by algorithm and size, and fit a cluster to them."""
+    sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
+    shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
+    found: list[Measurement] = []
+    for size in sizes:
+        _, cells = measure_rank(Plan(tuple(COSTS), (size,), repeats), comm)
+        found += [Measurement(*grid, cell.name, cell.size, median_high(cell.seconds))
+                  for cell in cells]
+        if size >= LEAST_SIZE and found[-1].seconds > ENOUGH_S:
+            break
+    return MeasuredNetwork(about=about, cluster=fit(found, shape).cluster)
+
+
+def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
+                      about: dict[str, str], repeats: int) -> Processor:
+    """Measure matrix products of the experts' widths on all ranks at the same time, and fit a
+    device to them. Each repeat counts with the slowest rank.
+
+    memory: bytes of a rank.
+    """
+    dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
+    where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
+    comm.barrier()
+    samples = _slowest(comm, sample_device(where, dtype, model.model_dim, model.expert_dim,
+                                           repeats, LEAST_S))
+    return Processor(about=about, device=samples.device(memory, device_name(device)))
+
+
+def _slowest(comm: Comm, samples: Samples) -> Samples:
+    """Each repeat as on the slowest rank."""
+    return replace(samples, launch=comm.agree_max(samples.launch),
+                   copy=comm.agree_max(samples.copy),
+                   products={n: comm.agree_max(s) for n, s in samples.products.items()})

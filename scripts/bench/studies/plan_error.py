@@ -1,0 +1,199 @@
+"""How far predicted steps are off: whole training steps of both hosts over shapes, layouts and
+networks, each predicted from the fits that `moe-plugin recommend` makes, and measured.
+
+Needs Linux and root, and about 15 minutes on an idle machine. On each network it measures the
+exchanges and for each shape the processors, and fits; then it predicts each layout, and trains.
+Exit status 1 where fewer pairs of layouts than `RIGHT` come in the predicted order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from moe_plugin.cli.figures import columns
+from moe_plugin.cli.measure.own_cluster import grid_of, measure_network, measure_processor
+from moe_plugin.comm import TorchComm
+from moe_plugin.messages import tracked
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.cluster import Cluster
+from moe_plugin.planner.device import Device
+from moe_plugin.planner.measured import MeasuredNetwork, Processor
+from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.plan_cost import plan_cost
+from scripts.bench.study import Option
+from scripts.bench.train.host_sides import FIXED, Settings, TrainShape
+from scripts.bench.train.host_steps import read_text, train_side, write_text
+from scripts.bench.train.run import forked_hosts
+from scripts.bench.train.shapes import SHAPES, for_host
+from scripts.bench.train.steps import measure as measure_steps
+from scripts.emulate import EmulatedCluster
+
+log = logging.getLogger(__name__)
+TITLE = "How far predicted steps are off"
+RIGHT, APART = 0.95, 0.05  # plans whose measured steps differ by less are about equal
+SKIPPED, MEASURED = 5, 10  # steps
+HOSTS, TOKENS, LAYERS, MEMORY, TIMEOUT_S = ("megatron", "fairseq"), 1024, 4, 8e9, 600.0
+# as plans are; fairseq's own flags set a capacity unless none is said
+DROPLESS: Settings = {"dispatch.name": "ragged", "dispatch.capacity_factor": None}
+# (nodes, ranks per node), bits a second and seconds of a node's link
+PLACES = {
+    "one node": ((1, 2), 200e6, 1e-3), "200 Mbit/s, 1 ms": ((2, 1), 200e6, 1e-3),
+    "1 Gbit/s, 0.1 ms": ((2, 1), 1e9, 1e-4)}
+LAYOUTS: dict[str, tuple[LayoutChoice, Settings]] = {
+    "r=1": (LayoutChoice(r=1), FIXED["linear"]),
+    "r=1 d=2": (LayoutChoice(r=1, d=2), {**FIXED["linear"], "parallel.d": 2}),
+    "r=0": (LayoutChoice(r=0), FIXED["r=0"])}
+VOCABULARY = {"megatron": 384, "fairseq": 260}  # as the hosts' models have it
+
+
+def model_of(shape: TrainShape, host: str) -> ModelShape:
+    """The planner's record of a model that trains. Weights are their own masters in float32."""
+    return ModelShape(
+        layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
+        vocab=VOCABULARY[host], sequence=shape.length, global_batch=shape.tokens // shape.length,
+        moe_every=1, experts=shape.experts, hidden_dim=shape.inner, top_k=shape.top_k,
+        element_bytes=4, state_bytes=12).in_host(host)
+
+
+def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
+    """On every rank."""
+    torch.set_num_threads(1)
+    comm = TorchComm()
+    return measure_network(model, comm, grid_of(comm), {}, 1, repeats)
+
+
+def processor_rank(model: ModelShape, repeats: int) -> Processor:
+    """On every rank."""
+    torch.set_num_threads(1)
+    return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
+
+
+def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
+    """Train on every rank, and return the median seconds of a step on the slowest one."""
+    side = train_side(host, shape, read_text(text), settings)
+    [times] = measure_steps([side], TorchComm(), MEASURED, SKIPPED)
+    return median(times.seconds)
+
+
+def predicted_s(host: str, shape: TrainShape, layout: str, cluster: Cluster,
+                device: Device) -> float:
+    """Seconds of a step by the cost model."""
+    model, ranks = model_of(shape, host), cluster.ranks
+    plan = ModelPlan(tp=1, pp=1, dp=ranks, ep=ranks, etp=1, layout=LAYOUTS[layout][0],
+                     micro_batch=shape.sentences(ranks))
+    return plan_cost(model, cluster, device, plan).seconds
+
+
+def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    text = write_text(folder)
+    forked_hosts(args.hosts)
+    for place in tracked(args.places, "bench plan-error", "network"):
+        grid, rate, delay = PLACES[place]
+        shapes = [replace(SHAPES[name], tokens=TOKENS * grid[0] * grid[1], layers=LAYERS)
+                  for name in args.shapes]
+        with EmulatedCluster(*grid, rate_bit_s=rate, delay_s=delay) as emulated:
+            models = [model_of(shape, HOSTS[0]) for shape in shapes]
+            widest = max(models, key=lambda model: model.dense_parameters)
+            network = emulated.run(network_rank, widest, args.repeats, timeout_s=TIMEOUT_S)[0]
+            for shape, model in zip(shapes, models, strict=True):
+                processor = emulated.run(processor_rank, model, args.repeats,
+                                         timeout_s=TIMEOUT_S)[0]
+                for host in args.hosts:
+                    [own] = for_host([shape], host)
+                    for layout, (_, settings) in LAYOUTS.items():
+                        row = {"place": place, "host": host, "shape": shape.name, "layout": layout,
+                               "predicted": predicted_s(host, own, layout, network.cluster,
+                                                        processor.device)}
+                        row["measured"] = emulated.run(
+                            train_rank, host, own, text, {**settings, **DROPLESS},
+                            timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
+                        log.info("%s", row)
+                        yield row
+
+
+OPTIONS = {
+    "places": Option(tuple(PLACES), "networks", quick=tuple(PLACES)[:1], choices=tuple(PLACES)),
+    "shapes": Option(("few", "wide", "mixture"), "of the models", quick=("few",),
+                     choices=tuple(SHAPES)),
+    "hosts": Option(HOSTS, "that train", quick=HOSTS[:1], choices=HOSTS),
+    "repeats": Option(9, "timed repeats of each measurement", quick=2),
+}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {"cells": list(cells(args, Path(folder)))}
+
+
+def error(row: dict[str, Any]) -> float:
+    """Predicted over measured, less 1."""
+    return row["predicted"] / row["measured"] - 1
+
+
+def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
+    """(pairs whose faster one was predicted to be faster, all pairs) of two layouts of one shape on
+    one network and in one host, whose measured steps differ by at least the part `apart`.
+    """
+    right = total = 0
+    for one, other in combinations(rows, 2):
+        if any(one[key] != other[key] for key in ("place", "host", "shape")):
+            continue
+        fast, slow = sorted((one, other), key=lambda row: row["measured"])
+        if slow["measured"] >= (1 + apart) * fast["measured"]:
+            total += 1
+            right += fast["predicted"] < slow["predicted"]
+    return right, total
+
+
+def _means(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors = list(map(error, rows))
+    return {"cells": name, "number": len(rows), "error": mean(map(abs, errors)),
+            "bias": mean(errors), "order": "{} of {}".format(*pairs(rows, APART))}
+
+
+def body(found: dict[str, Any]) -> list[str]:
+    rows = found["cells"]
+    (right, total), (apart, of_apart) = pairs(rows), pairs(rows, APART)
+    groups = [("all", rows)] + [
+        (name, [row for row in rows if row[key] == name]) for key in ("host", "place", "layout")
+        for name in dict.fromkeys(row[key] for row in rows)]
+    return [
+        f"{len(rows)} cells: whole training steps of two ranks on one machine, as one node or as "
+        "two with an emulated network between them, forward, backward, reduction of gradients, "
+        f"clipping and optimizer; models of {LAYERS} layers with experts, {TOKENS:,} tokens of a "
+        "rank in a step. Exchanges and processors are measured and fitted as by `moe-plugin "
+        "recommend`; the step is predicted from the fits alone, without the optimizer and what a "
+        "host does besides layers; then the host trains (median of "
+        f"{MEASURED} steps after {SKIPPED}). No constant is fitted to a step."
+        + found.get("about", ""),
+        f"**The step is off by {mean(abs(error(row)) for row in rows):.1%} on average.** Of two "
+        "layouts on one network and in one host (other pairs say nothing of layouts) the faster "
+        f"one was predicted to be faster in {right} of {total} pairs, and in {apart} of {of_apart} "
+        f"whose steps differ by {APART:.0%} or more; the aim is {RIGHT:.0%}.",
+        "Mean of the errors' amounts, and their mean (*bias*), predicted over measured; below 0: "
+        "it took longer than predicted. *Order*: of pairs that differ.",
+        columns([_means(*group) for group in groups], {
+            "cells": "{cells}", "number": "{number}", "error": "{error:.1%}", "bias": "{bias:+.1%}",
+            "order": "{order}"}),
+        "Each cell.",
+        columns(rows, {
+            "network": "{place}", "host": "{host}", "shape": "{shape}", "layout": "{layout}",
+            "measured, ms": lambda row: f"{1e3 * row['measured']:.0f}",
+            "predicted": lambda row: f"{1e3 * row['predicted']:.0f}",
+            "error": lambda row: f"{error(row):+.0%}"})]
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    right, total = pairs(found["cells"], APART)
+    return [f"{right} of {total} pairs came in the predicted order, fewer than "
+            f"{RIGHT:.0%}"] if right < RIGHT * total else []
