@@ -8,18 +8,17 @@ load.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from operator import itemgetter
+from contextlib import contextmanager
+from io import RawIOBase
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-from moe_plugin.regular_files import check_input, read_at
+from moe_plugin.regular_files import check_input
 
 try:
     from isal.isal_zlib import crc32  # the same sums, several times as fast
@@ -27,7 +26,6 @@ except ImportError:
     from zlib import crc32
 
 CHUNK = 1 << 20
-_POLYNOMIAL, _ONE = 0xEDB88320, 1 << 31  # of CRC-32, and x^0; bits are reflected: x^31 is 1
 _TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
 METADATA = {"moe_plugin_crc32": "0" * 8}  # of a safetensors file that is sealed when it is complete
 _DIGITS = re.compile(rb'"moe_plugin_crc32": ?"([0-9a-f]{8})"')
@@ -97,11 +95,6 @@ def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     return None if found is None else (8 + found.start(1), int(found[1], 16))
 
 
-def _with_zeros(crc: int, at: int, size: int, digits: int) -> int:
-    """The sum that a file of `size` bytes has with zeros in the place of its checksum."""
-    return crc ^ _times(_after(size - at - 8), crc32(b"%08x" % digits) ^ crc32(b"0" * 8))
-
-
 def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
     """Put the checksum into a complete file: into the header of safetensors that were written with
     `METADATA`, into a trailer of other files.
@@ -130,23 +123,32 @@ def seal_of(path: str | os.PathLike[str]) -> int | None:
     return None if inside is None else inside[1]
 
 
-def crc_of(path: str | os.PathLike[str], size: int | None = None) -> int:
-    """CRC-32 of a file, or of its first `size` bytes."""
-    crc, left = 0, os.path.getsize(path) if size is None else size
-    buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # in the processor's cache
+def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | None = None) -> int:
+    """CRC-32 of a file, or of its first `size` bytes.
+
+    digits: first byte of a checksum in it, in whose place zeros are summed.
+    """
+    size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
-        while left > 0 and (count := stream.readinto(buffer[:left])):
-            crc, left = crc32(buffer[:count], crc), left - count
+        if digits is None:
+            return _sum(stream, size, 0)
+        crc = crc32(b"0" * 8, _sum(stream, digits, 0))
+        stream.seek(digits + 8)
+        return _sum(stream, size - digits - 8, crc)
+
+
+def _sum(stream: RawIOBase, left: int, crc: int) -> int:
+    """The sum, after the next `left` bytes were added to it."""
+    buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # in the processor's cache
+    while left > 0 and (count := stream.readinto(buffer[:left])):
+        crc, left = crc32(buffer[:count], crc), left - count
     return crc
 
 
-def verify(path: str | os.PathLike[str],
-           crc: Callable[[str | os.PathLike[str], int], int] | None = None) -> bool:
+def verify(path: str | os.PathLike[str]) -> bool:
     """Whether the file is sealed.
 
-    crc: the sum of its first bytes; None: `crc_of`.
-    Raises:
-        DamagedFile: it is sealed and is not what was written.
+    Raises: DamagedFile: it is sealed and is not what was written.
     """
     check_input(path)
     size = os.path.getsize(path)
@@ -162,9 +164,9 @@ def verify(path: str | os.PathLike[str],
         return False
     if trailer is None:
         at, wanted = inside
-        found = _with_zeros((crc or crc_of)(path, size), at, size, wanted)
+        found = crc_of(path, size, at)
     else:
-        found, wanted = (crc or crc_of)(path, size - _TRAILER_BYTES), int(trailer[1], 16)
+        found, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
     if found != wanted:
         raise DamagedFile(f"its checksum is {found:08x}, it was written with {wanted:08x}")
     return True
@@ -198,106 +200,19 @@ def open_json(text: str) -> tuple[Any, bool]:
     return values, start
 
 
-def combined(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two pieces of data that follow each other, from those of both."""
-    return _times(_after(second_bytes), first) ^ second
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials modulo that of CRC-32."""
-    product, bit = 0, _ONE
-    while bit:
-        if a & bit:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-        bit >>= 1
-    return product
-
-
-@functools.lru_cache(maxsize=256)  # most pieces are of a few lengths
-def _after(nbytes: int) -> int:
-    """x^(8 nbytes): what a sum is multiplied by where so many bytes follow."""
-    power, square = _ONE, _ONE >> 8  # x^8
-    while nbytes:
-        if nbytes & 1:
-            power = _times(square, power)
-        square, nbytes = _times(square, square), nbytes >> 1
-    return power
-
-
-class ReadSums:
-    """Sums of pieces of one file, from which that of the whole file is made: what is converted is
-    verified as it is read, once. Several threads may add to it.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: dict[int, tuple[int, int]] = {}  # first byte: (bytes, sum)
-        self._lock = Lock()
-
-    def add(self, start: int, data: memoryview) -> None:
-        """Note a piece that was read; of those that begin at one byte the longest counts."""
-        if data.nbytes > self._pieces.get(start, (0, 0))[0]:
-            piece = data.nbytes, crc32(data)
-            with self._lock:  # another thread may have added a longer one meanwhile
-                self._pieces[start] = max(piece, self._pieces.get(start, (0, 0)), key=itemgetter(0))
-
-    def crc_of(self, path: str | os.PathLike[str], size: int) -> int:
-        """CRC-32 of the first `size` bytes of the file; what no piece has is read now.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        crc = at = 0
-        with open(path, "rb", buffering=0) as file:
-            for start, (nbytes, piece) in sorted(self._pieces.items()):
-                if start >= at and start + nbytes <= size:  # of two that overlap the first
-                    crc = combined(read_on(file.fileno(), at, start, crc), piece, nbytes)
-                    at = start + nbytes
-            return read_on(file.fileno(), at, size, crc)
-
-
-def read_on(file: int, at: int, until: int, crc: int) -> int:
-    """The sum, after these bytes of a file were added to it."""
-    buffer = memoryview(bytearray(min(CHUNK, max(until - at, 1))))
-    while at < until:
-        part = buffer[:until - at]
-        part = part[:part.nbytes - read_at(file, part, at)]
-        if not part:
-            break  # it was cut short: the sum is another one
-        crc, at = crc32(part, crc), at + part.nbytes
-    return crc
-
-
-_CHECKED: dict[Path, ReadSums | None] = {}  # files that another function verifies
+_CHECKED: list[Path] = []  # files that another function verifies
 
 
 @contextmanager
-def _checked(mine: Mapping[Path, ReadSums | None]) -> Iterator[None]:
-    _CHECKED.update(mine)
+def verified(paths: Iterable[Path]) -> Iterator[None]:
+    """Read these files without `FirstRead`, because the caller has verified them."""
+    mine = list(paths)
+    _CHECKED.extend(mine)
     try:
         yield
     finally:
-        for path, sums in mine.items():
-            if _CHECKED.get(path) is sums:
-                _CHECKED.pop(path, None)
-
-
-@contextmanager
-def summed(paths: Iterable[Path]) -> Iterator[Mapping[Path, ReadSums]]:
-    """Sum what is read of these files meanwhile. The caller verifies the sums."""
-    mine = {path: ReadSums() for path in paths}
-    with _checked(mine):
-        yield mine
-
-
-def verified(paths: Iterable[Path]) -> AbstractContextManager[None]:
-    """Read these files without `FirstRead`, because the ranks have verified them together."""
-    return _checked(dict.fromkeys(paths))
-
-
-def sums_of(path: Path) -> ReadSums | None:
-    """Where reads of a file are noted. None if they are not noted."""
-    return _CHECKED.get(path)
+        for path in mine:
+            _CHECKED.remove(path)
 
 
 class FirstRead:

@@ -27,11 +27,21 @@ _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (
 # command follow its name
 _ORDER = "experts are no longer ordered by who is chosen together; leave it out"
 _STUDY = "docs/benchmarks.md names its numbers and the commit that still has it"
+_FIT = "a prediction is printed with the error of the fits that it is made from"
+_CHECKED = (f"{_FIT}, and runs are no longer compared with it; leave it out, and see `moe-plugin "
+            "bench plan-error`")
 REMOVED = {
     "--moe-stats-choices": _ORDER, "observe.choices": _ORDER, "plan --choices": _ORDER,
     "plan --slack": _ORDER, "plan --order": _ORDER, "reshard --order": _ORDER,
     "bench first-curve": _STUDY, "bench adam": _STUDY, "bench ranks": _STUDY,
-    "bench reshard": _STUDY,
+    "bench reshard": _STUDY, "bench predicted": _STUDY,
+    "bench resources": f"{_STUDY}; tests/scripts/bench/test_resources.py compiles every launch",
+    "--moe-verbose": "what Megatron prints is always shown; leave it out",
+    "reshard --hybrid-layer-pattern": "leave it out; Megatron 0.19 loads a GPT model's checkpoint "
+    "into a hybrid model by itself (docs/megatron_models.md)",
+    "--moe-prediction": _CHECKED, "observe.prediction": _CHECKED, "plan --history": _CHECKED,
+    "recommend --trust-fit": f"{_FIT}, and no plan is refused for it; leave it out",
+    "recommend --parts-only": f"{_FIT}, and no steps of the host are run; leave it out",
 }
 
 

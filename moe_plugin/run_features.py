@@ -20,7 +20,6 @@ from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe.drops import DropWarning
 from moe_plugin.observe.features import FirstStepLine, LayerRecords, listen
-from moe_plugin.observe.prediction import PredictionCheck, prediction_check
 from moe_plugin.output import LayerStats
 from moe_plugin.resilience.averaging_peers import PeerSteps
 from moe_plugin.resilience.elastic import ReplicaPlace, ReplicaSteps
@@ -152,8 +151,6 @@ FEATURES = (
     FeatureRow("resize.expert_parallel_at", (ExpertParallelSteps,), _resize),
     FeatureRow("", (FirstStepLine,), lambda settings, host: FirstStepLine()),
     FeatureRow("", (Stopping,), lambda settings, host: RUN),
-    FeatureRow("observe.prediction", (PredictionCheck,), lambda settings, host: prediction_check(
-        settings.observe, host.world, host.models, host.host)),
     FeatureRow("guard.twins", (TwinCheck,), _twins),
     FeatureRow(REPLICAS, (ReplicaSteps, PeerSteps), _replicas),
     FeatureRow("observe.jsonl", (LayerRecords,), _records),

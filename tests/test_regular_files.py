@@ -12,7 +12,7 @@ from moe_plugin.checkpoint import CheckpointError, load
 from moe_plugin.config import from_yaml
 from moe_plugin.messages import short
 from moe_plugin.observe.history import read_run
-from moe_plugin.regular_files import write_regular
+from moe_plugin.regular_files import begin_writing, write_regular
 
 pytestmark = pytest.mark.fast
 
@@ -84,3 +84,12 @@ def test_aliases_that_multiply_are_counted_and_a_few_are_not(tmp_path: Path) -> 
         from_yaml(str(path))
     path.write_text("losses: &l {gshard: 0.5}\nmodel_dim: &d 8\nnum_experts: *d\n")
     assert from_yaml(str(path)).num_experts == 8 and from_yaml(str(path)).losses == {"gshard": 0.5}
+
+
+def test_writing_can_begin_before_the_file_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with open(path, "wb", buffering=0) as file:
+        file.write(b"x" * 10_000)
+        begin_writing(file.fileno(), 0, 8192)
+        file.write(b"y")
+    assert path.read_bytes() == b"x" * 10_000 + b"y"

@@ -22,7 +22,6 @@ from tests.packaging.definitions import graph
 
 # what asks for each, and the seam by which a host makes it possible
 ASKED = {
-    "observe.prediction": ({"observe": {"prediction": "none.json"}}, "models"),
     "guard.twins": ({"guard": {"twins": 2}}, "models"),
     "observe.jsonl": ({"observe": {"jsonl": "stats.jsonl"}}, "records"),
     "guard.votes": ({"guard": {"votes": 3}}, "votes"),

@@ -4,7 +4,7 @@ error, where a map of it would end the process (SIGBUS).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,18 +16,14 @@ SPAN = 1 << 20  # bytes that are read at once where they are not all wanted
 GAP = 1 << 16  # bytes that take longer to read than another call for those behind them
 
 
-Noted = Callable[[int, memoryview], object]  # takes the first byte, and what was read from there on
-
-
 def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[int],
-                 dtype: torch.dtype, note: Noted | None = None) -> Tensor:
+                 dtype: torch.dtype) -> Tensor:
     """A tensor of a file, with the file's order of axes, in memory of its own.
 
     Args:
         file: an open file's descriptor.
         start: byte of the first element.
         shape, stride: of the tensor, in elements; strides are not negative.
-        note: called with each piece of the file that was read.
     Raises:
         EOFError: the file ends before the tensor does.
         OSError: it cannot be read.
@@ -41,14 +37,14 @@ def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[i
     inner = reach - (shape[axis] - 1) * step if shape else reach  # of one index of the axis
     apart = (step - inner) * item > GAP
     if reach <= wanted or (reach * item <= SPAN and not apart):
-        return _read_span(file, start, reach, dtype, note).as_strided(tuple(shape), tuple(stride))
+        return _read_span(file, start, reach, dtype).as_strided(tuple(shape), tuple(stride))
     made = _in_order(shape, stride, dtype)
     count = 1 if apart or not step else max(1, (SPAN // item - inner) // step + 1)
     for first in range(0, shape[axis], count):
         size = min(count, shape[axis] - first)
         part = (*shape[:axis], size, *shape[axis + 1:])
         made.narrow(axis, first, size).copy_(
-            read_strided(file, start + first * step * item, part, stride, dtype, note))
+            read_strided(file, start + first * step * item, part, stride, dtype))
     return made
 
 
@@ -59,16 +55,12 @@ def _in_order(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
     return made.permute([order.index(at) for at in range(len(shape))])
 
 
-def _read_span(file: int, start: int, count: int, dtype: torch.dtype, note: Noted | None) -> Tensor:
+def _read_span(file: int, start: int, count: int, dtype: torch.dtype) -> Tensor:
     """So many elements that follow each other."""
     # not torch.empty: of memory that it asks for in multiples of 64 bytes, glibc before 2.38 uses
     # little again, and a conversion holds three times as much
     memory = np.empty(count * dtype.itemsize, np.uint8)
-    made, data = torch.from_numpy(memory).view(dtype), memoryview(memory)
-    missing = read_at(file, data, start)
-    if missing:
+    if missing := read_at(file, memoryview(memory), start):
         raise EOFError(f"it ends {missing} bytes before the end of a tensor: it was cut short while"
                        " it was read")
-    if note is not None:
-        note(start, data)
-    return made
+    return torch.from_numpy(memory).view(dtype)

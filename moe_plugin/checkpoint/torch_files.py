@@ -31,7 +31,7 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
     window_shape,
 )
-from moe_plugin.checksums import FirstRead, sums_of
+from moe_plugin.checksums import FirstRead
 from moe_plugin.messages import short
 from moe_plugin.regular_files import begin_writing
 
@@ -65,9 +65,8 @@ class StoredTensor:
         try:
             self._check()
             with open(self.path, "rb", buffering=0) as file:
-                sums = sums_of(self.path)
                 return read_strided(file.fileno(), first, window_shape(window), self.stride,
-                                    self.entry.dtype, None if sums is None else sums.add)
+                                    self.entry.dtype)
         except (OSError, EOFError, checksums.DamagedFile) as error:
             raise CheckpointError(f"checkpoint file {str(self.path)!r} cannot be read "
                                   f"({short(error)}); use another checkpoint") from error

@@ -120,9 +120,6 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                    help="of the model's tensors (default: as they are); optimizer state keeps its")
     p.add_argument("--model-only", action="store_true", help="leave optimizer state out")
-    p.add_argument("--hybrid-layer-pattern", metavar="PATTERN",
-                   help="of Megatron: write the layers of a HybridModel, such as '*E*E' or '*E|*-' "
-                        "(docs/megatron_models.md); gpt: those of a GPT model")
     p.add_argument("--force", action="store_true", help="replace another folder at OUT")
 
 
@@ -135,7 +132,6 @@ def reshard(args: argparse.Namespace) -> int:
     from moe_plugin.messages import progress
     from moe_plugin.planner.units import show_size, show_time
 
-    pattern = "" if args.hybrid_layer_pattern == "gpt" else args.hybrid_layer_pattern
     layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
                              dtype=args.dtype and getattr(torch, args.dtype))
     start = time.perf_counter()
@@ -145,7 +141,7 @@ def reshard(args: argparse.Namespace) -> int:
         writes = formats.get(to)().nbytes(source, layout)
         with progress(reads + writes, "reshard", unit="B") as bar:
             conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
-                                    bar.update, pattern)
+                                    bar.update)
             written = conversion.run()
         origin = source.format
     if not written:
@@ -200,7 +196,7 @@ def upcycle_options(p: argparse.ArgumentParser) -> None:
 def upcycle(args: argparse.Namespace) -> int:
     """A dense checkpoint becomes a Mixture of Experts."""
     from moe_plugin.checkpoint.formats.all import formats
-    from moe_plugin.checkpoint.formats.base import convert, detect, open_source
+    from moe_plugin.checkpoint.formats.base import check_pair, convert, detect, open_source
     from moe_plugin.checkpoint.neutral import NEUTRAL
     from moe_plugin.checkpoint.upcycle import Upcycling, write_new
     from moe_plugin.checkpoint.upcycle import upcycle as upcycled
@@ -210,6 +206,7 @@ def upcycle(args: argparse.Namespace) -> int:
                      router_std=args.router_std, seed=args.seed)
     name = args.origin or detect(args.source, args.trust)
     to = formats.get(args.to or name)()
+    check_pair(name, to.name)
     with open_source(args.source, name, args.trust) as source:
         made = upcycled(convert(source, NEUTRAL), plan)
         write_new(convert(made, to.name), to, args.target)

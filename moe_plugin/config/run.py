@@ -45,10 +45,6 @@ class ObserveConfig(SettingsSection):
         "training step of which rank 0 writes a timeline to the JSONL file (slows that step "
         "down); 0: none",
         flag="stats-timeline")
-    prediction: str | None = option(
-        None,
-        "file of what was predicted of a step (`moe-plugin plan` and `recommend` write it): some "
-        "steps are measured and compared with it, in the log and in one record", flag="prediction")
     trace: str | None = option(
         None,
         "folder to which each rank's choices in training are written, in the form of Megatron's "

@@ -40,8 +40,7 @@ class ModelShape:
             consecutive experts (DeepSeek's node-limited routing, where groups are nodes), which
             bounds the ranks and nodes that its row goes to; 1: not limited.
         capacity_factor: None: dropless.
-        skew: rows of the busiest rank over the mean, >= 1; `recommend` measures it where the
-            file says 1.
+        skew: rows of the busiest rank over the mean, >= 1.
         element_bytes: of weights and activations.
         state_bytes: gradient and optimizer state per parameter, without its weight (fp32
             gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).

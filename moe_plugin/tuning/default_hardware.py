@@ -30,7 +30,7 @@ _CPU_LINKS = {
     "intra": Link(alpha_s=200e-6, beta_s=1 / 1e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
 }
 # Ranks of one machine without a GPU: what it costs them to meet, and a byte in and out of a buffer
-# for rows on their way. Fitted to whole training steps by `moe-plugin bench predicted`
+# for rows on their way. Fitted to whole training steps (docs/benchmarks/data/predicted.md)
 _CPU_MEETING_S, _CPU_COPY_S = 0.4e-3, 2e-10
 _GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)

@@ -22,9 +22,9 @@ from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import place_of
-from moe_plugin.hosts.megatron.report import log_path
 from moe_plugin.hosts.megatron.resizing import steps_of
 from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
+from moe_plugin.hosts.megatron.script_report import log_path
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.memory.weights.files import read_beside

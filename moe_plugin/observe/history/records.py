@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.observe.history.predictions import PredictionRecord
 from moe_plugin.observe.history.resizes import ResizeRecord
 
 RECENT = 20  # records from which the remaining time is estimated
@@ -171,7 +170,6 @@ class RunRecord:
         layers: records by layer's name, in the order of layers and steps.
         copies: by copier, in the order of steps, of all pipeline stages together.
         timelines: spans by (step, rank).
-        predictions: what was measured of a step, and what was predicted of it.
         resizes: changes of the expert-parallel size.
         settings: flag or field and its value, as given.
         changed: (as the user wrote it, default) of the settings that were chosen otherwise than
@@ -188,7 +186,6 @@ class RunRecord:
     layers: dict[str, list[LayerRecord]] = field(default_factory=dict)
     copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
     timelines: dict[tuple[int, int], list[SpanRecord]] = field(default_factory=dict)
-    predictions: list[PredictionRecord] = field(default_factory=list)
     resizes: list[ResizeRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None

@@ -411,7 +411,6 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("Tokens per second, median", number(statistics.median(speeds), "count")))
     if run.seconds is not None:
         rows.append(("Duration", number(run.seconds, "s")))
-    rows += [("Against its prediction", record.line()) for record in run.predictions[-1:]]
     rows += [("Change of size", record.line()) for record in run.resizes]
     return [*rows, *_layer_summary(run)]
 

@@ -200,8 +200,8 @@ def _refuse_other_kinds(model: NeutralModel) -> None:
     flags += ["--disable-bias-linear"] if model.biases == "all" else []
     raise CheckpointError(
         f"no Hugging Face family holds this model, whose {' and '.join(found)}; train it in "
-        f"Megatron{' with ' * bool(flags)}{' '.join(flags)} (fairseq's transformer_lm has no such "
-        "form), or use another --to")
+        f"Megatron{' with ' * bool(flags)}{' '.join(flags)}, or use another "
+        "--to")
 
 
 def refusals(family: Family, model: NeutralModel) -> Iterator[str]:

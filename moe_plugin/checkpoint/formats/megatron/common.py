@@ -166,10 +166,10 @@ def _expert_groups(groups: list[dict[str, Any]], dense: list[dict[str, Any]],
     return found
 
 
-def object_bytes(value: Any = None) -> bytes:
-    """An object as Megatron stores it."""
+def object_bytes() -> bytes:
+    """An empty object as Megatron stores it."""
     stream = io.BytesIO()
-    torch.save([value], stream)
+    torch.save([None], stream)
     return stream.getvalue()
 
 

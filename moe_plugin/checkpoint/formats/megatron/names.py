@@ -98,15 +98,6 @@ def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = 
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
 
 
-def split_object(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Key, offsets and shape of an object by its name; without both where the name has none."""
-    found = _OBJECT.fullmatch(name)
-    if not found:
-        return name, (), ()
-    offsets, shape = (tuple(map(int, part.split("."))) for part in found.groups()[1:])
-    return found[1], offsets, shape
-
-
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a distributed checkpoint of Megatron, or the folder above some."""
     if (path / LATEST).is_file():

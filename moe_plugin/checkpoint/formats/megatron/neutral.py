@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from moe_plugin.checkpoint.formats.megatron import hybrid, names, settings
+from moe_plugin.checkpoint.formats.megatron import names, settings
 from moe_plugin.checkpoint.formats.megatron.common import optimizer_values, refuse_other_optimizers
 from moe_plugin.checkpoint.formats.megatron.names import OURS
 from moe_plugin.checkpoint.name_table import KINDS, NameRule, NameTable, same_parts
@@ -30,12 +30,12 @@ from moe_plugin.checkpoint.neutral import (
     NeutralModel,
     is_zero,
     masters,
-    without_embed_scale,
     zeros,
 )
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.former_names import IN_MEGATRON
+from moe_plugin.messages import short
 
 _POSITION, _OUTPUT = "embedding.position_embeddings.weight", "output_layer.weight"
 _OUTER = {"embedding.word_embeddings.weight": "embed.weight", _POSITION: "position.weight",
@@ -85,8 +85,10 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
 def to_neutral(source: Source) -> Source:
     """A view of a `megatron` source with neutral names and settings."""
     refuse_other_optimizers(source)
-    source = hybrid.as_gpt(source)
     known = source.values.get("settings") or {}
+    if pattern := known.get("hybrid_layer_pattern") or known.get("hybrid_override_pattern"):
+        raise CheckpointError(f"hybrid_layer_pattern={short(pattern)}: a hybrid model becomes no "
+                              "other format's; convert to the checkpoint's own format")
     heads = known.get("num_attention_heads")
     kv_heads = _kv_heads(source, heads) if isinstance(heads, int) else 0
     model = settings.to_decoder(known, tied=(MODEL, _OUTPUT) not in source.entries,
@@ -127,7 +129,7 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 def from_neutral(source: Source) -> Source:
     """A view of a neutral source with the names of Megatron's GPT model and our experts."""
-    source = _with_fitting_biases(without_embed_scale(source))
+    source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
     known = settings.from_decoder(model)
     # ahead of experts, Megatron's own layers and Transformer Engine's call norms differently

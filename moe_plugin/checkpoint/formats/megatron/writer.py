@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
-from moe_plugin.checkpoint.formats.megatron import common, hybrid, names
+from moe_plugin.checkpoint.formats.megatron import common, names
 from moe_plugin.checkpoint.formats.megatron.names import (
     BACKEND,
     COMMON,
@@ -240,8 +240,6 @@ def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) ->
             "iteration": step, "consumed_samples": int(source.values.get("consumed_samples", 0))
         }
     })
-    if "args" not in state and hybrid.pattern_of(source):
-        state["args"] = hybrid.arguments(source)
     if source.values.get(MODEL_ONLY):
         state.pop("optimizer", None)
     elif "common" not in kept and any(field != MODEL for field, _ in source.entries):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.cli.measure.host_sides import (
+from moe_plugin.config.flags import flag_texts
+from scripts.bench.train.host_sides import (
     FUSED_ADAM,
     OURS,
     Settings,
@@ -20,7 +21,6 @@ from moe_plugin.cli.measure.host_sides import (
     take_choices,
     tuners_settled,
 )
-from moe_plugin.config.flags import flag_texts
 
 _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-attention-heads 4 "
           "--dropout 0 --attention-dropout 0 --share-decoder-input-output-embed "

@@ -19,7 +19,7 @@ def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
     return ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={places}", sys.executable, "-m",
-            "moe_plugin.cli.measure.child", function.__module__, function.__name__, given]
+            "scripts.bench.child", function.__module__, function.__name__, given]
 
 
 def call(function: Callable[..., Any], *args: Any,

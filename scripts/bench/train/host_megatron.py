@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.cli.measure.host_sides import (
+from scripts.bench.train.host_sides import (
     FUSED_ADAM,
     OURS,
     Settings,
