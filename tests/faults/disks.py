@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moe_plugin.lab.bench.report import paragraph
+from scripts.bench.report import paragraph
 from tests.faults.hosts import HOSTS, RANKS, Host, Ran
 
 ROOT = Path(__file__).resolve().parents[2]
