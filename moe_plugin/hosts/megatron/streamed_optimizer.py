@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from moe_plugin.hosts.megatron.compat import cpu
 from moe_plugin.hosts.megatron.compat.optimizer import counts_in_norm, is_vector
 from moe_plugin.memory.weights.segments import SegmentsOnce
 
-if TYPE_CHECKING:
-    from moe_plugin.hosts.megatron.streamed import StreamedModel
-
 logger = logging.getLogger("moe_plugin.megatron")
 
 
@@ -35,7 +32,7 @@ class StreamedOptimizer:
     is_stub_optimizer = False
     grad_scaler: Any = None  # of Megatron's
 
-    def __init__(self, model: StreamedModel, micro_batches: int) -> None:
+    def __init__(self, model: Any, micro_batches: int) -> None:
         self.model, self.trainer, self._micro_batches = model, model.trainer, micro_batches
         self.grad_scaler = model.scaler
         self._segments = SegmentsOnce(self.trainer, logger)
