@@ -81,9 +81,11 @@ class BlockPasses:
             self._losses = [self.loss(y, target) for y, target in
                             zip(self._x, self._targets, strict=True)]
 
-    def backward(self, number: int) -> None:
+    def backward(self, number: int, after: Callable[[], object] = lambda: None) -> None:
         """A block's backward pass, for all micro-batches in order; the last block's first pass,
         too.
+
+        after: called after each micro-batch.
         """
         last = number == len(self.modules) - 1
         for m in range(len(self._x)):
@@ -103,6 +105,7 @@ class BlockPasses:
                     and end.requires_grad and (end.dim() == 0 or gradient is not None)]
             if ends:
                 torch.autograd.backward([end for end, _ in ends], [given for _, given in ends])
+            after()
             self._gradients[m] = x.grad
             if last:
                 self._x[m] = x.detach().new_empty(0)

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients import multi_tensor
 from moe_plugin.gradients.replicas import replicas_of
-from moe_plugin.hosts.fairseq.compat.names import FairseqOptimizer
+from moe_plugin.hosts.fairseq.compat.names import (
+    FairseqOptimizer,
+    FP16Optimizer,
+    MemoryEfficientFP16Optimizer,
+)
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
@@ -23,13 +27,18 @@ from moe_plugin.memory.weights.streamed import StreamedTrainer
 class BlockOptimizers(FairseqOptimizer):
     """The optimizers of all blocks.
 
-    A step's passes leave gradients that are divided by the step's size, and their norm.
+    A step's passes leave gradients and their norm. They are divided by the step's size, but not in
+    16 bits, where fairseq's optimizer around this one multiplies them once.
 
     Args:
         cfg: of fairseq's optimizer.
         trainer: with blocks in the order of the model's parameters.
         stepped: called after each step.
     """
+
+    supports_step_with_scale = supports_groups = supports_flat_params = False
+    supports_memory_efficient_fp16 = False
+    disable_mem_eff_fp16_loading_hack = True  # `load_state_dict` keeps the dtypes of a state
 
     def __init__(self, cfg: Any, trainer: StreamedTrainer, stepped: Callable[[], None]) -> None:
         super().__init__(cfg)
@@ -50,7 +59,8 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """The passes did it: the norm is of the divided gradients."""
+        """In 16 bits, once a block is stepped; else the passes did it."""
+        self.trainer.clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """The norm of all gradients, which are clipped when their block is stepped."""
@@ -97,7 +107,8 @@ class BlockOptimizers(FairseqOptimizer):
                    for i in numbers if first + i in state}
             block.optimizer.load_state_dict({
                 "state": own, "param_groups": [{**group, "params": list(numbers)}]})
-            block.load_state(state_of(block.optimizer))
+            # torch casts a state to its parameter's dtype
+            block.load_state({key: own[key[0]][key[1]] for key in state_of(block.optimizer)})
         for each in self.param_groups:
             each.update(optimizer_overrides or {})
 
@@ -110,6 +121,31 @@ class BlockOptimizers(FairseqOptimizer):
             first += len(block.trained)
 
 
+class _DropsGradients:
+    """A fairseq optimizer of 16 bits around `BlockOptimizers`, which drops their gradients."""
+
+    def zero_grad(self) -> None:
+        """fairseq's, and the gradients that wait."""
+        self.blocks.zero_grad()
+        super().zero_grad()
+
+
+def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
+    """fairseq's own optimizer of 16 bits, with its loss scaler, around that of the blocks, which
+    have the main weights.
+    """
+    efficient = memory_efficient(cfg)
+    kind = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
+    # fairseq compares its name with that in a checkpoint
+    named = type(kind.__name__, (_DropsGradients, kind), {"blocks": blocks})
+    return named(cfg, [], blocks) if efficient else named(cfg, [], blocks, [])
+
+
+def memory_efficient(cfg: Any) -> bool:
+    """Whether 16-bit weights have no main weights."""
+    return cfg.common.memory_efficient_fp16 or cfg.common.memory_efficient_bf16
+
+
 class FairseqNorm:
     """The bits of fairseq's own clipping in one process, a `memory.weights.streamed.Clip`: the norm
     of the norms of dense gradients, and with it the squares of all experts'.
@@ -117,9 +153,10 @@ class FairseqNorm:
     Args:
         max_norm: of all gradients; 0: they are not clipped.
         size: of the step, known once the last block's passes are done; gradients are divided by it.
+            None: in 16 bits they are multiplied by what `multiply` gets, and not clipped.
     """
 
-    def __init__(self, max_norm: float, size: Callable[[], float]) -> None:
+    def __init__(self, max_norm: float, size: Callable[[], float] | None) -> None:
         self.max_norm, self.size = float(max_norm), size
         self.forget()
 
@@ -127,13 +164,14 @@ class FairseqNorm:
         """Drop what was taken."""
         self._dense: dict[int, list[Tensor]] = {}
         self._experts = multi_tensor.SquaredNorm()
-        self._factor = 1.0
+        self._factor, self._product = 1.0, 1.0  # type: float, float | Tensor
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
         """Divide the gradients of a block, and take their norms; place: its number."""
         owners = [p for p in parameters if p.grad is not None]
-        multi_tensor.scale_([p.grad for p in owners], 1 / self.size())
+        if self.size is not None:
+            multi_tensor.scale_([p.grad for p in owners], 1 / self.size())
         experts = [p for p in owners if is_expert(p)]
         self._experts.add(place, [p.grad for p in experts], [replicas_of(p) for p in experts])
         self._dense[place] = [torch.norm(p.grad, p=2, dtype=torch.float32) for p in owners
@@ -151,7 +189,15 @@ class FairseqNorm:
         self._factor = factor
         return total
 
+    def multiply(self, factor: float | Tensor) -> None:
+        """In 16 bits: what `scale` multiplies gradients by."""
+        if self.size is None:
+            self._product = factor
+
     def scale(self, gradients: Sequence[Tensor]) -> None:
         """Make them smaller where the norm is above its bound; NaN reaches all."""
+        if self.size is None:
+            multi_tensor.scale_(gradients, self._product)
+            return
         if math.isnan(self._factor) or self._factor < 1:
             multi_tensor.scale_(gradients, self._factor)

@@ -30,12 +30,10 @@ from moe_plugin.hosts.megatron.compat.settings import script_arguments, training
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
 from moe_plugin.hosts.megatron.script_streamed import resume, stages_of
-from moe_plugin.hosts.megatron.streamed import (
-    MakePart,
+from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness
+from moe_plugin.hosts.megatron.streamed_optimizer import (
     StreamedOptimizer,
     device_of_parts,
-    numbered,
-    own_randomness,
     torch_optimizer,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags

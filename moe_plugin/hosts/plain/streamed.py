@@ -49,6 +49,10 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
             "which keeps each block's input and computes the block again: leave it out")
     world = default_comm() if world is None else world
     if world.size > 1:
+        if arguments.get("main_weights"):
+            raise ValueError(f"main_weights=True does not fit {world.size} ranks, whose gradients "
+                             "are reduced in the parameters' dtype: use one rank, or weights of "
+                             "float32")
         arguments.setdefault("gradients", BlockGradients(world))
     if clip_norm is not None:
         if not clip_norm > 0:
