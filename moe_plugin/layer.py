@@ -22,6 +22,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
+from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
@@ -115,7 +116,8 @@ class MoELayer(LayerState):
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)
         result = self.tokens.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
-        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
+        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic,
+                                                     balances_by_itself(self.router)))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
         """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""

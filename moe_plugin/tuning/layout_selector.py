@@ -107,13 +107,14 @@ class LayoutSelector:
         return self.available.fixed if self.tuner is None else self.tuner.current
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
-              traffic: TrafficMeter | None) -> LayerStats:
+              traffic: TrafficMeter | None, self_balanced: bool) -> LayerStats:
         """What happened in a call.
 
         Args:
             layout, kept: of the call.
             rows: see `DispatchPlan`.
             traffic: what this rank sent; None: it is alone.
+            self_balanced: see `LayerStats`.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         load_KE = known_load(routing)[0]
@@ -139,7 +140,8 @@ class LayoutSelector:
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},
-            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm))
+            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm),
+            self_balanced=self_balanced)
 
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks."""
