@@ -1,11 +1,13 @@
-"""Finds `moe_plugin.kernels` and `moe_plugin.configs` in a checkout, where these folders lie next
-to the package.
+"""Finds what lies next to the package in a checkout: `moe_plugin.kernels` and `moe_plugin.configs`,
+and the laboratory in `scripts`.
 
-In an installed package they are inside it: pyproject.toml maps them there when the wheel is built.
+An installed package has the first two inside it, where pyproject.toml maps them when the wheel is
+built, and no laboratory.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDERS = ("kernels", "configs")
+ROOT = Path(__file__).resolve().parents[1]  # of a checkout
 
 
 class CheckoutFinder:
@@ -42,3 +45,23 @@ def install(package: Path) -> None:
     installed = any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path)
     if not installed and not (package / FOLDERS[0]).is_dir():
         sys.meta_path.append(CheckoutFinder(package.parent))  # type: ignore[arg-type]
+
+
+def laboratory(module: str) -> ModuleType:
+    """A module of the laboratory, which measures, emulates and audits.
+
+    Args:
+        module: below `scripts`, such as `bench.studies`.
+    Raises: ValueError: this package is installed without a checkout.
+    """
+    if not (ROOT / "scripts" / "bench" / "__init__.py").is_file():
+        raise ValueError("this needs the repository, which an installed package leaves out; run "
+                         "`git clone URL moe-plugin && pip install -e moe-plugin`")
+    sys.path.insert(0, str(ROOT))  # before a package of that name, of the folder it is started in
+    try:
+        importlib.import_module("scripts")
+    finally:
+        del sys.path[0]
+    if str(ROOT) not in sys.path:  # for its processes; at the end, where it hides nothing
+        sys.path.append(str(ROOT))
+    return importlib.import_module(f"scripts.{module}")

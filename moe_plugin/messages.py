@@ -1,4 +1,4 @@
-"""Values in messages, shortened."""
+"""Values in messages, shortened; bars that say how far something is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TextIO, TypeVar
+
+T = TypeVar("T")
 
 LIMIT = 200  # characters of a value
 _USAGE_LINES = 20  # more of them hide the message
@@ -183,3 +185,43 @@ class Parser(argparse.ArgumentParser):
         if self.format_usage().count("\n") > _USAGE_LINES:
             self.exit(2, f"{self.prog}: error: {text} (all arguments: {self.prog} --help)\n")
         super().error(text)
+
+
+class _Silent:
+    """The methods of a tqdm bar that we use; shows nothing."""
+
+    def update(self, *_: object) -> None:
+        pass
+
+    set_postfix_str = close = __exit__ = update
+
+    def __enter__(self) -> Any:
+        return self
+
+
+def progress(total: int | None, description: str, stream: TextIO | None = None, *,
+             unit: str = "step") -> Any:
+    """A bar with `update(n)`, `set_postfix_str(text)` and `close()`, also a context manager.
+
+    A tqdm bar, with the time that is left, if `stream` (default: standard error) is a terminal,
+    tqdm is installed and this is the first process of its job; otherwise a bar that shows nothing.
+
+    unit: of what is counted; "B": bytes.
+    """
+    stream = stream if stream is not None else sys.stderr
+    if not stream.isatty() or not first_process():
+        return _Silent()
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Silent()
+    return tqdm(total=total, desc=description, unit=unit, file=stream, dynamic_ncols=True,
+                leave=False, unit_scale=unit == "B", unit_divisor=1024)
+
+
+def tracked(items: Sequence[T], description: str, unit: str) -> Iterator[T]:
+    """The items one after the other, under a bar that counts those that are done."""
+    with progress(len(items), description, unit=unit) as bar:
+        for item in items:
+            yield item
+            bar.update(1)

@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.corpus import CorpusInfo, build_corpus, read_info
-from moe_plugin.lab.planning.launch import BYTES
-from moe_plugin.observe import progress
+from moe_plugin.cli import figures
+from moe_plugin.cli.corpus import CorpusInfo, build_corpus, read_info
+from moe_plugin.cli.planning.launch import BYTES
+from moe_plugin.messages import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.report.page import write_report
@@ -269,11 +270,9 @@ def prepare_megatron(corpus: Path) -> Path:
 
 def table(results: list[dict[str, Any]], entropy: float) -> str:
     """The results, a line per host."""
-    from moe_plugin.lab.bench import report  # imports torch
-
     head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
             "busiest expert / mean", "seconds")
-    return report.table(head, [
+    return figures.table(head, [
         (r["host"], f"{r['tokens_per_s']:,.0f}", _number(r["first_loss"]), _number(r["last_loss"]),
          _number(r["valid_loss"]), f"{entropy:.3f}", _number(r["balance"], 2), str(r["seconds"]))
         for r in results])

@@ -92,7 +92,7 @@ install_vision() {
     # loaded, and whatever imports it then (transformers, for one) fails; vision does without them
     local wheels="$VENV/wheels"
     if ! "$VENV/bin/python" -m pip download -q --no-deps -d "$wheels" "$matching" >>"$LOG" 2>&1; then
-        say "  no $matching for this torch: moe_plugin.lab.vision cannot run, and its tests are skipped"
+        say "  no $matching for this torch: moe_plugin.hosts.timm cannot run, and its tests are skipped"
         return
     fi
     pip_step "$matching" --no-deps --target "$folder" "$wheels"/torchvision-*.whl

@@ -46,6 +46,10 @@ try() { # PYTHON: a new environment, and in an empty folder what a user begins w
     step "$name: doctor" "$LOG" "$venv/bin/moe-plugin" doctor
     step "$name: replace_ffn.py and its report" "$LOG" \
         bash -c '"$0/python" replace_ffn.py runs/plain && "$0/moe-plugin" report runs/plain' "$venv/bin"
+    step "$name: commands" "$LOG" bash -euc 'cd "$(mktemp -d)"
+        "$0" plan --model configs/plans/small.yaml --cluster configs/clusters/a100_ib.yaml --device configs/devices/h100.yaml --nodes 1 --ranks-per-node 2
+        for command in schedule recommend calibrate profile-device reshard; do "$0" $command --help; done
+        if "$0" bench; then exit 1; fi' "$venv/bin/moe-plugin"
     step "$name: own_router.py" "$LOG" "$venv/bin/python" own_router.py
     step "$name: two_ranks.py" "$LOG" "$venv/bin/torchrun" --standalone --nproc_per_node 2 two_ranks.py
     cd "$ROOT"

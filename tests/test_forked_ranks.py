@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moe_plugin.lab.emulate.namespaces import Node
-from moe_plugin.lab.emulate.ranks import collect, fork
+from scripts.emulate.namespaces import Node
+from scripts.emulate.ranks import collect, fork
 from tests.distributed import run_gloo
 
 

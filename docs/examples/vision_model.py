@@ -1,4 +1,4 @@
-"""SwinV2 with experts (`moe_plugin.lab.vision`), on images made here. For folders of images see
+"""SwinV2 with experts (`moe_plugin.hosts.timm`), on images made here. For folders of images see
 docs/vision.md.
 
     pip install ".[vision]"     # docs/vision.md says how to keep the torch that you have
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 import moe_plugin
-from moe_plugin.lab.vision.model import PRESETS, build
+from moe_plugin.hosts.timm.model import PRESETS, build
 
 torch.manual_seed(0)
 model = build(PRESETS["tiny"], classes=2)

@@ -132,7 +132,7 @@ def reshard(args: argparse.Namespace) -> int:
 
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
-    from moe_plugin.observe import progress
+    from moe_plugin.messages import progress
     from moe_plugin.planner.units import show_size, show_time
 
     pattern = "" if args.hybrid_layer_pattern == "gpt" else args.hybrid_layer_pattern

@@ -10,12 +10,13 @@ import json
 import os
 from pathlib import Path
 
+from moe_plugin.checkout import laboratory
 from moe_plugin.regular_files import check_output, write_regular
 
 
 def calibrate_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin calibrate`."""
-    from moe_plugin.lab.bench.options import add_exchange_sizes
+    from moe_plugin.cli.links import add_exchange_sizes
 
     p.description = ("Measures linear, 2dh and leader all-to-all by size and fits the cost per "
                      "message and per byte of the links, by which `auto` (comm.cluster) and "
@@ -32,10 +33,9 @@ def calibrate_options(p: argparse.ArgumentParser) -> None:
 
 def calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write, and say how well the fit describes what was measured."""
-    from moe_plugin.lab.bench.all_to_all import Plan, measurements_of
-    from moe_plugin.lab.bench.studies.all_to_all import NAMES, measure_rows
-    from moe_plugin.lab.planning.fit import fit
+    from moe_plugin.cli.measure.all_to_all import NAMES, Plan, measure_rows, measurements_of
     from moe_plugin.planner import Cluster, dump_cluster
+    from moe_plugin.planner.fit import fit
     from moe_plugin.planner.units import parse_size
 
     check_output(args.out)
@@ -83,7 +83,7 @@ def profile_device(args: argparse.Namespace) -> int:
     import torch
     import yaml
 
-    from moe_plugin.lab.bench.device import measure_device, measure_kernels
+    from moe_plugin.cli.measure.device import measure_device, measure_kernels
     from moe_plugin.planner.units import show_time
 
     for path in (args.out, args.kernels):
@@ -125,7 +125,7 @@ def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
     """Predict and print."""
-    from moe_plugin.lab.bench.all_to_all_report import plot_model, predicted_parts
+    from moe_plugin.cli.planning.exchanges import plot_model, predicted_parts
     from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_counts, parse_size
 
@@ -143,7 +143,7 @@ def simulate_all_to_all(args: argparse.Namespace) -> int:
 
 def simulate_routing_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin simulate routing`."""
-    from moe_plugin.lab.bench.options import add_links
+    from moe_plugin.cli.links import add_links
 
     p.description = ("Replays routing traces (observe.trace, or Megatron's "
                      "--moe-routing-trace-path) through the planner: what each policy for "
@@ -177,13 +177,13 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
 
 def simulate_routing(args: argparse.Namespace) -> int:
     """Replay and print."""
+    from moe_plugin.cli.links import refuse_links
     from moe_plugin.cli.plan import check_counts
-    from moe_plugin.lab.bench.options import refuse_links
-    from moe_plugin.lab.planning.model import load_model
-    from moe_plugin.lab.planning.routing_replay import as_dict, explain, replay
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.device import load_device
+    from moe_plugin.planner.model import load_model
+    from moe_plugin.planner.routing_replay import as_dict, explain, replay
 
     check_counts(args, "nodes", "ranks_per_node", "tokens", "guests", "replan", "steps")
     if args.emulate is not None:
@@ -203,19 +203,21 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 def _emulate_routing(args: argparse.Namespace) -> int:
     """Replay through the layer itself, and print."""
-    from moe_plugin.lab.bench.options import links_of
-    from moe_plugin.lab.bench.replayed import STEPS, Emulation, as_json, emulate, excerpt, explain
-    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.cli.links import links_of
     from moe_plugin.observe.traces import read_traces
+    from moe_plugin.planner.model import load_model
     from moe_plugin.planner.units import parse_grid
 
     if args.nodes or args.ranks_per_node:
         raise ValueError(f"--emulate {args.emulate} says nodes and ranks, and so do --nodes and "
                          "--ranks-per-node: must be one of them; leave these out")
-    where = Emulation(parse_grid(args.emulate), links_of(args), load_model(args.model),
-                      os.path.abspath(args.cluster), os.path.abspath(args.device), args.guests,
-                      args.replan)
-    found = emulate(excerpt(read_traces(args.trace), where.model.experts, where.ranks,
-                            args.steps or STEPS, args.tokens), where)
-    print(json.dumps(as_json(found), indent=1) if args.json else explain(found, args.emulate))
+    replayed = laboratory("bench.replayed")
+    where = replayed.Emulation(parse_grid(args.emulate), links_of(args), load_model(args.model),
+                               os.path.abspath(args.cluster), os.path.abspath(args.device),
+                               args.guests, args.replan)
+    steps = replayed.excerpt(read_traces(args.trace), where.model.experts, where.ranks,
+                             args.steps or replayed.STEPS, args.tokens)
+    found = replayed.emulate(steps, where)
+    print(json.dumps(replayed.as_json(found), indent=1) if args.json else
+          replayed.explain(found, args.emulate))
     return 0

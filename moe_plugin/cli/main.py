@@ -1,7 +1,8 @@
 """`moe-plugin <command>`: looks the command up in `COMMANDS`, imports only its module, runs it.
 
 A command is the function of its name in its module, `name(args)`, which returns the exit status;
-`name_options(parser)` adds its options and its description.
+`name_options(parser)` adds its options and its description. Commands of the laboratory are in
+`scripts`, which only a checkout has.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import importlib
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from moe_plugin import __version__
-from moe_plugin.lab.bench.studies import STUDIES
-from moe_plugin.lab.bench.study import Study
+from moe_plugin.checkout import laboratory
 from moe_plugin.messages import Parser, printable, short
 from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden, own_log
 
@@ -27,36 +28,49 @@ _LINE = 2000  # characters of an error
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in `--help`, and its module in this package, the study that it is, or the
-    commands under it.
+    """A command: its line in `--help`, and what carries it out.
+
+    Attributes:
+        module: in this package.
+        laboratory: the module in `scripts` instead.
+        study: what `bench` measures, which has `add_arguments(parser)` and `run(args)`.
+        parts: gives the commands under it.
     """
 
     help: str
     module: str = ""
-    study: Study | None = None
-    parts: Mapping[str, Command] = field(default_factory=dict)
+    laboratory: str = ""
+    study: Any = None
+    parts: Callable[[], Mapping[str, Command]] | None = None
 
+
+def _studies() -> dict[str, Command]:
+    return {study.name: Command(study.about, study=study)
+            for study in laboratory("bench.studies").STUDIES.values()}
+
+
+_SIMULATIONS = {
+    "all-to-all": Command("time of each all-to-all algorithm by ranks and size", "clusters"),
+    "routing": Command("time of each policy for overloaded experts, by a run's routing traces",
+                       "clusters"),
+}
 
 COMMANDS = {
     "doctor": Command("check this installation: whether the layer works, what is wrong or missing",
                       "doctor"),
     "audit": Command("check a training step with experts over ranks, a framework's or yours: every "
-                     "gradient against a dense computation", "audit"),
+                     "gradient against a dense computation", laboratory="audit.command"),
     "corpus": Command("write a text corpus made of the Python standard library's sources (no "
                       "download)", "runs"),
     "report": Command("write a run's report: one HTML page with plots", "runs"),
     "watch": Command("show a running job in the terminal", "runs"),
-    "bench": Command("measure: each study with its name, `--quick` to try it out", parts={
-        study.name: Command(study.about, study=study) for study in STUDIES.values()}),
+    "bench": Command("measure: each study with its name, `--quick` to try it out",
+                     parts=_studies),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "clusters"),
     "configs": Command("list the files of settings, models, clusters, devices that are installed, "
                        "or print one", "configs"),
-    "simulate": Command("predict times on clusters that you do not have", parts={
-        "all-to-all": Command("time of each all-to-all algorithm by ranks and size",
-                              "clusters"),
-        "routing": Command("time of each policy for overloaded experts, by a run's routing traces",
-                           "clusters"),
-    }),
+    "simulate": Command("predict times on clusters that you do not have",
+                        parts=lambda: _SIMULATIONS),
     "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "
                     "cluster, and explain why", "plan"),
     "recommend": Command("measure the ranks it runs on, plan a model for them, print the host's "
@@ -73,19 +87,20 @@ COMMANDS = {
                        "at first", "checkpoints"),
     "check-hf": Command("run a Hugging Face MoE model with our layer in place of its blocks, and "
                         "compare its logits", "checkpoints"),
-    "emulate": Command("run any training command on an emulated cluster", "emulation"),
+    "emulate": Command("run any training command on an emulated cluster",
+                       laboratory="emulate.command"),
     "fault": Command("run a training command in which something goes wrong at a stated moment",
-                     "emulation"),
+                     laboratory="emulate.command"),
 }
 
 
 # as `--help` shows them
 GROUPS = {
-    "runs": ("report", "watch", "doctor", "audit"),
+    "runs": ("report", "watch", "doctor", "corpus"),
     "planning": ("configs", "recommend", "plan", "schedule", "simulate", "calibrate",
                  "profile-device"),
     "checkpoints": ("inspect", "reshard", "upcycle", "check-hf"),
-    "laboratory": ("bench", "emulate", "fault", "corpus"),
+    "laboratory (needs the repository)": ("bench", "emulate", "fault", "audit"),
 }
 
 
@@ -202,14 +217,15 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
         child = group.add_parser(name, description=f"{command.help}.", **listed_as)
         if words[:1] != [name]:
             continue
-        if command.parts:
-            add_commands(child, command.parts, words[1:], f"{name}-", level="part")
+        if command.parts is not None:
+            add_commands(child, command.parts(), words[1:], f"{name}-", level="part")
         elif command.study is not None:
             command.study.add_arguments(child)
             child.set_defaults(run=command.study.run)
         else:
             function = f"{above}{name}".replace("-", "_")
-            found = vars(importlib.import_module(f"moe_plugin.cli.{command.module}"))
+            found = vars(laboratory(command.laboratory) if command.laboratory else
+                         importlib.import_module(f"moe_plugin.cli.{command.module}"))
             found[f"{function}_options"](child)
             child.set_defaults(run=found[function])
 

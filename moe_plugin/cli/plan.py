@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.plan_memory import OF_SIZES, given_options, plan_memory
-from moe_plugin.lab.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
+from moe_plugin.cli.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
 from moe_plugin.messages import short
 from moe_plugin.planner.prediction import FILE, Prediction, dump_prediction
 from moe_plugin.regular_files import check_output, make_folder, write_regular
@@ -116,7 +116,7 @@ def plan_options(p: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Search, show, write."""
     if args.plot:
-        from moe_plugin.lab.bench.report import check_figure
+        from moe_plugin.cli.figures import check_figure
 
         check_figure(args.plot)
     if args.trace:
@@ -146,12 +146,12 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 def _plan_sizes(args: argparse.Namespace) -> None:
     """TP, EP, ETP, DP, PP, layout and all-to-all."""
-    from moe_plugin.lab.planning.explain import breakdown, explain
-    from moe_plugin.lab.planning.model import load_model
-    from moe_plugin.lab.planning.model_search import Space, search
-    from moe_plugin.lab.planning.predicted_step import basis, predicted_step, unmeasured
+    from moe_plugin.cli.planning.explain import breakdown, explain
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.device import load_device
+    from moe_plugin.planner.model import load_model
+    from moe_plugin.planner.model_search import Space, search
+    from moe_plugin.planner.predicted_step import basis, predicted_step, unmeasured
     from moe_plugin.planner.units import show_time
 
     for name in ("model", "cluster", "device"):
@@ -209,8 +209,8 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
         start: what is not of the plan.
         doubts: why the prediction should not be trusted; the files say it.
     """
-    from moe_plugin.lab.planning.launch import launch_script, launch_text, launch_words, plan_yaml
-    from moe_plugin.lab.planning.plan_cost import needs_send
+    from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml
+    from moe_plugin.planner.plan_cost import needs_send
     from moe_plugin.planner.units import show_time
 
     note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "
@@ -228,7 +228,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
 
 
 def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> None:
-    from moe_plugin.lab.planning.static_layer import scale_table, scale_text
+    from moe_plugin.planner.static_layer import scale_table, scale_text
     from moe_plugin.planner.units import parse_counts
 
     nodes = parse_counts("--scale", args.scale, "1,2,4")
@@ -243,7 +243,7 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
     """Stacked bars of the plans' times, and the best plan's MoE layer as a timeline."""
-    from moe_plugin.lab.bench.report import pyplot, save_figure
+    from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
     figure, (bars, lanes) = plt.subplots(
@@ -273,7 +273,7 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 def _history(args: argparse.Namespace) -> None:
     """How far predictions were off."""
-    from moe_plugin.lab.planning.history import as_dict, explain
+    from moe_plugin.cli.planning.history import as_dict, explain
     from moe_plugin.observe.history.reader import read_predictions
 
     if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile", "pipeline", "prefill",
@@ -286,9 +286,9 @@ def _history(args: argparse.Namespace) -> None:
 
 def _plan_prefill(args: argparse.Namespace) -> None:
     """Pieces and kernel by prompt length."""
-    from moe_plugin.lab.planning.model import load_model
-    from moe_plugin.lab.planning.prefill import as_dict, explain, prefill_table
+    from moe_plugin.cli.planning.prefill import as_dict, explain, prefill_table
     from moe_plugin.planner.cluster import load_cluster
+    from moe_plugin.planner.model import load_model
     from moe_plugin.planner.prefill import load_kernels
     from moe_plugin.planner.units import parse_counts
 
@@ -309,7 +309,7 @@ def _plan_prefill(args: argparse.Namespace) -> None:
 
 def _plan_pipeline(args: argparse.Namespace) -> None:
     """What each pipeline schedule takes, and the timeline of the best."""
-    from moe_plugin.lab.planning.pipeline import as_dict, explain, trace
+    from moe_plugin.cli.planning.pipeline import as_dict, explain, trace
     from moe_plugin.planner.pipeline.choice import choose, load_profile
 
     if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile")):

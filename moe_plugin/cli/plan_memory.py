@@ -52,9 +52,9 @@ def plan_memory(args: argparse.Namespace) -> None:
 
 def _experts(args: argparse.Namespace, limit: int) -> Any:
     """Where experts lie while text is generated."""
-    from moe_plugin.lab.planning.model import load_model
-    from moe_plugin.lab.planning.offload import pregate
     from moe_plugin.planner.device import load_device
+    from moe_plugin.planner.model import load_model
+    from moe_plugin.planner.offload import pregate
     from moe_plugin.planner.units import parse_size
 
     model = load_model(args.model).in_host(args.host)
@@ -68,7 +68,7 @@ def _experts(args: argparse.Namespace, limit: int) -> Any:
 
 
 def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
-    from moe_plugin.lab.planning.offload.explain import as_dict, explain
+    from moe_plugin.cli.planning.offload import as_dict, explain
     from moe_plugin.planner.offload.activation_plan import plan
     from moe_plugin.planner.offload.activation_problem import blocks_of
 
@@ -79,7 +79,7 @@ def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 
 def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
-    from moe_plugin.lab.planning.offload.explain import explain_stream, stream_as_dict
+    from moe_plugin.cli.planning.offload import explain_stream, stream_as_dict
     from moe_plugin.planner.offload.weight_streaming import fewest_batches, layers_of, plan
 
     layers, base, made = layers_of(profile), profile.base_bytes, None
@@ -94,7 +94,7 @@ def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
     """The streams as lanes over the bytes on the device."""
-    from moe_plugin.lab.bench.report import pyplot, save_figure
+    from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
     figure, (lanes, memory) = plt.subplots(2, 1, figsize=(11, 5), sharex=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_plugin.cli.plan import check_counts, host_options, write_plan
-from moe_plugin.lab.planning.launch import CONFIG, LINE, LaunchCommand
+from moe_plugin.cli.planning.launch import CONFIG, LINE, LaunchCommand
 from moe_plugin.messages import short
 from moe_plugin.planner.prediction import FILE
 from moe_plugin.quiet import quiet
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import torch
 
     from moe_plugin.comm import Comm
-    from moe_plugin.lab.planning.measured import MeasuredNetwork, Processor, Record
-    from moe_plugin.lab.planning.model import ModelShape
-    from moe_plugin.lab.planning.plan_cost import PlanCost
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
+    from moe_plugin.planner.measured import MeasuredNetwork, Processor, Record
+    from moe_plugin.planner.model import ModelShape
+    from moe_plugin.planner.plan_cost import PlanCost
 
 NETWORK, PROCESSOR = "network.json", "processor.json"
 FILES = (NETWORK, PROCESSOR, CONFIG, LINE, FILE)
@@ -70,8 +70,8 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 def recommend(args: argparse.Namespace) -> int:
     """Measure, plan, judge, write, print. Only rank 0 prints and writes."""
-    from moe_plugin.lab.bench.own_cluster import own_ranks
-    from moe_plugin.lab.planning.model import load_model
+    from moe_plugin.cli.measure.own_cluster import own_ranks
+    from moe_plugin.planner.model import load_model
 
     check_counts(args, "nodes", "ranks_per_node", "nics", "repeats", "top")
     if args.script is not None and args.host == "fairseq":
@@ -103,7 +103,7 @@ def _cuda(args: argparse.Namespace) -> bool:
 def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bool) -> int:
     import torch
 
-    from moe_plugin.lab.bench.own_cluster import grid_of, rank_memory
+    from moe_plugin.cli.measure.own_cluster import grid_of, rank_memory
     from moe_plugin.planner.cluster import Cluster
     from moe_plugin.planner.device import Device
     from moe_plugin.planner.units import parse_size
@@ -138,10 +138,10 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
     """Plans that fit the memory, some of them with layers recomputed."""
-    from moe_plugin.lab.planning.model_search import Space, search
-    from moe_plugin.lab.planning.recompute import recomputed
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.device import MAX_NUMBER
+    from moe_plugin.planner.model_search import Space, search
+    from moe_plugin.planner.recompute import recomputed
 
     space = Space(data_parallel_only=args.host == "fairseq", algorithms=distinct(cluster))
     keep = max(KEPT, args.top)
@@ -162,14 +162,14 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
     """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
     nothing of what was kept; one rank has no network.
     """
-    from moe_plugin.lab.bench.host_steps import can_run, measure_host
-    from moe_plugin.lab.bench.own_cluster import (
+    from moe_plugin.cli.measure.host_steps import can_run, measure_host
+    from moe_plugin.cli.measure.own_cluster import (
         about_network,
         about_processor,
         measure_network,
         measure_processor,
     )
-    from moe_plugin.lab.planning.measured import MeasuredNetwork, Processor, dump
+    from moe_plugin.planner.measured import MeasuredNetwork, Processor, dump
 
     network = None
     if comm.size > 1:
@@ -195,7 +195,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
     """(Whether rank 0's folder has what was measured on ranks like these, that on rank 0)."""
-    from moe_plugin.lab.planning.measured import load
+    from moe_plugin.planner.measured import load
 
     record, path = None, args.out / name
     if comm.rank == 0 and not args.fresh and path.exists():
@@ -221,8 +221,9 @@ def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
     """Correct the predictions, write and print; refuse a plan that cannot be trusted."""
     import torch
 
-    from moe_plugin.lab.planning import advice, trust
-    from moe_plugin.lab.planning.predicted_step import BASIS, predicted_step
+    from moe_plugin.cli.planning import advice
+    from moe_plugin.planner import trust
+    from moe_plugin.planner.predicted_step import BASIS, predicted_step
 
     ratios = trust.residuals(network, processor)
     estimates = trust.rank(model, plans, ratios, processor.timings,

@@ -26,7 +26,7 @@ def corpus_options(p: argparse.ArgumentParser) -> None:
 
 def corpus(args: argparse.Namespace) -> int:
     """Write a text corpus; say what it holds."""
-    from moe_plugin.lab.bench.corpus import SPLITS, build_corpus
+    from moe_plugin.cli.corpus import SPLITS, build_corpus
 
     info = build_corpus(args.out, size=args.size, source=args.source)
     for split in SPLITS:

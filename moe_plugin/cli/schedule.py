@@ -53,11 +53,11 @@ def schedule_options(p: argparse.ArgumentParser) -> None:
 
 def schedule(args: argparse.Namespace) -> int:
     """Plan, compare, show, write."""
-    from moe_plugin.lab.planning.forest.explain import Report, compare, text
-    from moe_plugin.lab.planning.forest.msccl import to_msccl
-    from moe_plugin.lab.planning.forest.simulate import program_of
-    from moe_plugin.lab.planning.pictures import drawing, page
+    from moe_plugin.cli.planning.forest import Report, compare, text
+    from moe_plugin.cli.planning.pictures import drawing, page
     from moe_plugin.planner.forest import plan
+    from moe_plugin.planner.forest.msccl import to_msccl
+    from moe_plugin.planner.forest.simulate import program_of
     from moe_plugin.planner.forest.source import find_network
     from moe_plugin.planner.units import parse_size
 

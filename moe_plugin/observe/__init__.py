@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_plugin.observe.progress import first_step, progress, tracked
+from moe_plugin.observe.progress import first_step
 
-__all__ = ["StatsRecorder", "first_step", "progress", "tracked"]
+__all__ = ["StatsRecorder", "first_step"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,12 +19,12 @@ from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import open_source
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.config import from_dict
-from moe_plugin.lab.emulate.damage import files_of
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import HostTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.resilience.swarm.saved import load_swarm, save_swarm
+from scripts.emulate.damage import files_of
 from tests.fuzz.samples import TARGETS, format_of, sample
 
 pytestmark = pytest.mark.fast

@@ -28,8 +28,7 @@ REASONS = {
     "hosts/megatron/restricted.py": TRUSTED,
     "hosts/fairseq/compat/runtime.py": "what ranks of a run send to each other",
     "resilience/twins.py": "what ranks of a run send to each other",
-    "lab/audit/world.py": OWN, "lab/emulate/ranks.py": OWN, "lab/bench/child.py": OWN,
-    "lab/bench/ranks.py": OWN,
+    "cli/measure/child.py": OWN,
 }
 
 

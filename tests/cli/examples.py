@@ -159,7 +159,7 @@ class Shell:
 
     def vision_train(self, words: list[str]) -> None:
         """Image training; checked alone."""
-        from moe_plugin.lab.vision.arguments import parser
+        from moe_plugin.hosts.timm.arguments import parser
 
         assert not self.runs
         parser(None).parse_args(words)
@@ -306,5 +306,5 @@ MODULES: dict[str, Callable[[Shell, list[str]], None]] = {
     "moe_plugin.hosts.megatron.data": Shell.megatron_data,
     "moe_plugin.hosts.megatron.train": Shell.megatron_train,
     "moe_plugin.hosts.megatron.launch": Shell.megatron_launch,
-    "moe_plugin.lab.vision.train": Shell.vision_train,
+    "moe_plugin.hosts.timm.train": Shell.vision_train,
 }

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import main
-from moe_plugin.lab.emulate import why_not
 from moe_plugin.planner import load_cluster
+from scripts.emulate import why_not
 from tests.distributed import free_port
 
 CLUSTER = str(Path(__file__).parents[2] / "configs" / "clusters" / "a100_ib.yaml")

@@ -11,7 +11,7 @@ import pytest
 
 from moe_plugin.cli.configs import summary
 from moe_plugin.cli.main import COMMANDS, main
-from moe_plugin.observe import tracked
+from moe_plugin.messages import tracked
 from moe_plugin.planner.forest import Schedule
 from moe_plugin.yaml_file import read_yaml
 

@@ -29,12 +29,12 @@ from moe_plugin.config import (
     run_from_dict,
 )
 from moe_plugin.config.flags import flag_specs
-from moe_plugin.lab.bench.studies import predicted
-from moe_plugin.lab.bench.study import read_numbers
-from moe_plugin.lab.bench.train.results import newest, reports
 from moe_plugin.records import Routing
 from moe_plugin.registry import KINDS
 from moe_plugin.routing.capacity import capacity
+from scripts.bench.studies import predicted
+from scripts.bench.study import read_numbers
+from scripts.bench.train.results import newest, reports
 from tests.faults.cases import Row
 from tests.faults.disks import Seen
 from tests.faults.disks import page as disks_page

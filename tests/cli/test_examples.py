@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.config import MoEConfig, both_from_yaml
-from moe_plugin.lab.emulate import why_not
+from scripts.emulate import why_not
 from tests import text
 from tests.cli.examples import FENCES, ROOT, Block, Shell, blocks, commands, indented
 from tests.cli.python_block import printed

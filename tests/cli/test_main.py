@@ -95,7 +95,7 @@ assert "torch" not in sys.modules
 
 def _commands(commands: Mapping[str, Command]) -> list[str]:
     return [found for name, c in commands.items() for found in (
-        [f"{c.module} {name}"] if c.module or c.study else _commands(c.parts))]
+        [f"{c.module or c.laboratory} {name}"] if c.parts is None else _commands(c.parts()))]
 
 
 def test_every_command_has_a_module_with_options_and_a_description(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import COMMANDS, Command, main
-from moe_plugin.lab.bench.studies import STUDIES
+from scripts.bench.studies import STUDIES
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = shlex.quote(f"{ROOT}/configs")

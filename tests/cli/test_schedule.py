@@ -94,7 +94,7 @@ def within(picture: ElementTree.Element) -> None:
 @pytest.mark.parametrize("name", ["ring:2", "star:8", "mesh:1x5", "torus:4x4", "dgx-a100:2",
                                   "mi250:2", "fat-tree:4", "dragonfly:2x2x1", "star:40"])
 def test_pictures_are_readable(name: str) -> None:
-    from moe_plugin.lab.planning.pictures import drawing
+    from moe_plugin.cli.planning.pictures import drawing
 
     made = plan(preset(name), "all_gather", 1)
     text = drawing(made)
@@ -103,7 +103,7 @@ def test_pictures_are_readable(name: str) -> None:
 
 
 def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
-    from moe_plugin.lab.planning.pictures import drawing
+    from moe_plugin.cli.planning.pictures import drawing
     from moe_plugin.planner.forest import Network
 
     ring = Network.from_dict({"ranks": 3, "one_way": [["0", "1", 2], ["1", "2", 2], ["2", "0", 2]]})

@@ -69,7 +69,8 @@ def imported(page: Path) -> Iterator[tuple[str, str]]:
     """(module, name) of what a page's Python blocks import from the package's parts."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
         for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_plugin."):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                    ("moe_plugin.", "scripts.")):
                 yield from ((node.module, alias.name) for alias in node.names)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_plugin.lab.emulate.faults import Fault
+from scripts.emulate.faults import Fault
 from tests.faults.hosts import CHECK_EVERY, RANKS, SAVE_EVERY, STEPS, TIMEOUT_S, Host, Ran
 
 AT = 5  # between the checkpoints after steps 3 and 6

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.plain import read_index
-from moe_plugin.lab.emulate.damage import WAYS, damage, files_of
+from scripts.emulate.damage import WAYS, damage, files_of
 from tests.faults.cases import Row
 from tests.faults.hosts import RANKS, Host, Plain
 

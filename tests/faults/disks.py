@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from moe_plugin.lab.bench.report import paragraph
+from scripts.bench.report import paragraph
 from tests.faults.hosts import HOSTS, Host, Ran
 from tests.faults.long_runs import soaks, streaming
 from tests.faults.seen import NAMES, ROOT, Seen, last_line, other_losses

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.bench.report import document, table
+from moe_plugin.cli.figures import table
 from moe_plugin.observe.traces import trace_path
+from scripts.bench.report import document
 from tests.faults import replica_hosts
 from tests.faults.host_replicas import JOB_S, difference
 from tests.faults.meeting import HEARTBEAT_MS

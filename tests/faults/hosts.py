@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.lab.emulate.faults import Fault
+from scripts.emulate.faults import Fault
 from tests.distributed import free_port
 from tests.hosts.fairseq.commands import run_command
 from tests.preloaded import Server

@@ -4,7 +4,7 @@ import importlib
 import os
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-for name in ("torch._dynamo", "moe_plugin.checkpoint", "moe_plugin.lab.emulate.faults",
+for name in ("torch._dynamo", "moe_plugin.checkpoint", "scripts.emulate.faults",
              "moe_plugin.hosts.plain.sharding", "moe_plugin.gradients.norm",
              "moe_plugin.resilience.elastic"):
     importlib.import_module(name)

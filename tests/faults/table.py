@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from moe_plugin.lab.bench.report import paragraph
+from scripts.bench.report import paragraph
 from tests.faults.cases import (
     Case,
     Row,

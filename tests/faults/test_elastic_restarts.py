@@ -21,7 +21,7 @@ import pytest
 
 from tests.distributed import free_port
 from tests.hosts import kills
-from tests.lab.emulate.host_faults import processes_of, wait_for
+from tests.scripts.emulate.host_faults import processes_of, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY, NODES, STEPS, WAIT_S = 5, 4, 40, 600.0

@@ -12,9 +12,9 @@ import torch
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
-from moe_plugin.lab.emulate import faults
-from moe_plugin.lab.emulate.damage import WAYS, damage
-from moe_plugin.lab.emulate.faults import KINDS, Fault
+from scripts.emulate import faults
+from scripts.emulate.damage import WAYS, damage
+from scripts.emulate.faults import KINDS, Fault
 from tests.faults.cases import Case, at_random, cases, inject, reference, wrong_products
 from tests.faults.damages import damages
 from tests.faults.hosts import AT_ONCE, HOSTS

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_plugin.folder_lock import LOCK, hold_folder
-from moe_plugin.lab.emulate.faults import Fault
+from scripts.emulate.faults import Fault
 from tests.distributed import run_gloo
 from tests.faults.hosts import HOSTS, SAVE_EVERY, STEPS, Host
 

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.lab.planning.model import load_model
-from moe_plugin.lab.planning.model_search import search
 from moe_plugin.planner import load_cluster, predict_table
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.source import find_network
+from moe_plugin.planner.model import load_model
+from moe_plugin.planner.model_search import search
 from tests.fuzz.hostile import bounded, is_named, replaced
 
 pytestmark = pytest.mark.fast

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
 from moe_plugin.config import from_dict
-from moe_plugin.lab.emulate.damage import WAYS, damage, files_of
+from scripts.emulate.damage import WAYS, damage, files_of
 from tests.fuzz.hostile import bounded, is_named
 
 pytestmark = pytest.mark.fast

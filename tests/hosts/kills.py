@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lab.emulate.host_faults import processes_of
+from tests.scripts.emulate.host_faults import processes_of
 
 SAVE_EVERY, RANKS = 3, 2
 # the share of each kind of moment

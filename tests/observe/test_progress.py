@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from moe_plugin.observe import first_step, progress
+from moe_plugin.messages import progress
+from moe_plugin.observe import first_step
 
 pytestmark = pytest.mark.fast
 

@@ -1,4 +1,5 @@
-"""What each definition of the package names of the package: a graph, from the source alone.
+"""What each definition of the package and of the laboratory names of them: a graph, from the source
+alone.
 
 A node is a module or a definition at its top level: a function, class or constant. Methods belong
 to their class.
@@ -18,6 +19,8 @@ import moe_plugin
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "moe_plugin"
+SCRIPTS = "scripts"
+LABORATORY = ("bench", "emulate", "audit")  # folders of scripts
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Decorators that register nothing: what they stand at is reached only by its name.
 PLAIN_DECORATORS = {"dataclass", "cache", "lru_cache", "contextmanager", "jit", "no_grad",
@@ -62,8 +65,8 @@ class Source:
 
     def bindings(self, node: ast.AST) -> dict[str, Node]:
         """The names that an import statement binds to what is ours."""
-        return {alias.asname or target.name or PACKAGE:
-                target if alias.asname or target.name else Node(PACKAGE)
+        return {alias.asname or target.name or target.module.partition(".")[0]:
+                target if alias.asname or target.name else Node(target.module.partition(".")[0])
                 for alias, target in imports(node)}
 
 
@@ -76,7 +79,7 @@ def imports(node: ast.AST) -> Iterator[tuple[ast.alias, Node]]:
 
 
 def _ours(module: str) -> bool:
-    return module.partition(".")[0] == PACKAGE
+    return module.partition(".")[0] in (PACKAGE, SCRIPTS)
 
 
 def registers(definition: ast.AST) -> bool:
@@ -107,10 +110,11 @@ def _assigned(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[str]
 def sources() -> dict[str, Source]:
     """All modules by their full name."""
     found = {}
-    for folder, prefix in ((ROOT / PACKAGE, ()), (ROOT / "kernels", ("kernels",))):
+    for folder, prefix in ((ROOT / PACKAGE, (PACKAGE,)), (ROOT / "kernels", (PACKAGE, "kernels")),
+                           *((ROOT / SCRIPTS / name, (SCRIPTS, name)) for name in LABORATORY)):
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
-            name = ".".join((PACKAGE, *prefix, *(p for p in parts if p != "__init__")))
+            name = ".".join((*prefix, *(p for p in parts if p != "__init__")))
             found[name] = Source(name, path)
     return found
 
@@ -157,7 +161,8 @@ class Graph:
                 yield from self.names_in(statement, source)
             return
         parts = node.module.split(".")
-        yield from (Node(".".join(parts[:n])) for n in range(1, len(parts)))
+        yield from (Node(above) for n in range(1, len(parts))
+                    if (above := ".".join(parts[:n])) in self.sources)
         if source.is_package and "iter_modules" in source.imported_elsewhere:  # all that is in it
             yield from (Node(m) for m in self.sources if m.rpartition(".")[0] == node.module)
         for statement in source.at_import:
@@ -188,6 +193,8 @@ class Graph:
             yield from self._attribute(ast.unparse(node), local)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from self.by_text(node.value.replace(":", "."))
+        elif isinstance(node, ast.Call):
+            yield from self._laboratory(node)
         elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
             yield from self._by_prefix(str(node.values[0].value))
 
@@ -207,9 +214,19 @@ class Graph:
         else:
             yield Node(*text.rpartition(".")[::2])
 
+    def _laboratory(self, call: ast.Call) -> Iterator[Node]:
+        """All public names of a module that `laboratory` loads, or a command of it."""
+        loads = ast.unparse(call.func).endswith("laboratory")
+        values = [*call.args, *(word.value for word in call.keywords if word.arg == "laboratory")]
+        names = {f"{SCRIPTS}.{value.value}" for value in values[0 if loads else len(call.args):]
+                 if isinstance(value, ast.Constant)}
+        for node in self.nodes:
+            if node.module in names and not node.name.startswith("_"):
+                yield node
+
     def _by_prefix(self, prefix: str) -> Iterator[Node]:
         """A module whose name is put together: all public names of all that it may be."""
-        if not prefix.startswith(f"{PACKAGE}."):
+        if not prefix.startswith((f"{PACKAGE}.", f"{SCRIPTS}.bench.")):
             return
         for node in self.nodes:
             if node.module.startswith(prefix) and not node.name.startswith("_"):

@@ -25,10 +25,11 @@ def names() -> Iterator[str]:
     """Registered names of every kind, whether or not they can run here."""
     import_everything()
     importlib.import_module("moe_plugin.hosts.megatron.pipeline")
+    importlib.import_module("scripts.bench.peers")
     for kind, registry in KINDS.items():
         # other tests register names of their own in the same process
         yield from (f"{kind}: {entry.name}" for entry in registry
-                    if entry.value.__module__.startswith("moe_plugin."))
+                    if entry.value.__module__.startswith(("moe_plugin.", "scripts.")))
 
 
 def settings() -> Iterator[str]:
@@ -55,8 +56,8 @@ def options_of(commands: Mapping[str, command_line.Command], above: tuple[str, .
     for name, command in commands.items():
         words = (*above, name)
         yield f"command: {' '.join(words)}"
-        if command.parts:
-            yield from options_of(command.parts, words)
+        if command.parts is not None:
+            yield from options_of(command.parts(), words)
             continue
         parser = argparse.ArgumentParser()
         command_line.add_commands(parser, command_line.COMMANDS, list(words))

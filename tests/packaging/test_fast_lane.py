@@ -13,7 +13,7 @@ from tests.conftest import ALL_FAST, FAST_MARK, LONGER
 pytestmark = pytest.mark.fast
 
 TESTS = Path(__file__).resolve().parents[1]
-GROUPS = ("hosts", "lab")  # folders of rooms
+GROUPS = ("hosts", "scripts")  # folders of rooms
 STARTS_PROCESSES = re.compile(
     "run_gloo|on_ranks|run_main|subprocess|multiprocessing|Server\\(|os\\.fork"
     "|mark\\.(?:distributed|slow)")

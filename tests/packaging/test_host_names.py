@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2] / "moe_plugin"
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("moe_plugin", "scripts/bench", "scripts/emulate", "scripts/audit")
 FRAMEWORKS = ("megatron", "fairseq", "fairseq_cli", "transformers")
 # What every module may import: module -> names
 STABLE = {
@@ -25,11 +26,11 @@ STABLE = {
 }
 # (file, name): why it is not part of `compat`
 ELSEWHERE = {
-    ("checkpoint/formats/megatron/source.py", "megatron.core.safe_globals.SAFE_GLOBALS"):
+    ("moe_plugin/checkpoint/formats/megatron/source.py", "megatron.core.safe_globals.SAFE_GLOBALS"):
         "the format reads without Megatron, and takes its list of classes where it is installed",
-    ("lab/bench/peers/transformers.py",
+    ("scripts/bench/peers/transformers.py",
      "transformers.models.mixtral.modeling_mixtral.MixtralExperts"): "it is what is measured",
-    ("lab/bench/peers/transformers.py", "transformers.distributed.expert_parallel.AllToAllEP"):
+    ("scripts/bench/peers/transformers.py", "transformers.distributed.expert_parallel.AllToAllEP"):
         "it is what is measured",
 }
 VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")
@@ -37,7 +38,7 @@ VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")
 
 def outside() -> Iterator[Path]:
     """Our files that are not part of a `compat`, nor a script like those of a host's users."""
-    return (path for path in sorted(ROOT.rglob("*.py"))
+    return (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
             if not {"compat", "examples"}.intersection(path.parts))
 
 

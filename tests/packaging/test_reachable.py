@@ -12,15 +12,24 @@ from importlib.metadata import distribution
 import pytest
 
 import moe_plugin
-from tests.packaging.definitions import DEFINITION, PACKAGE, ROOT, Graph, Node, Source, graph
+from tests.packaging.definitions import (
+    DEFINITION,
+    PACKAGE,
+    ROOT,
+    SCRIPTS,
+    Graph,
+    Node,
+    Source,
+    graph,
+)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Being measured is not a door.
-MEASURES = f"{PACKAGE}.lab.bench"
-LABORATORY = (MEASURES, f"{PACKAGE}.lab.emulate")
+MEASURES = f"{SCRIPTS}.bench"
+LABORATORY = (MEASURES, f"{SCRIPTS}.emulate")
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "lab.planning.offload.peers.versus_pipeline",
+    "planner.offload.peers.versus_pipeline",
     "resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
@@ -51,8 +60,8 @@ def _documented() -> Iterator[str]:
     """What the manual's pages of the API list, and what others name in full."""
     for page in PAGES:
         text = page.read_text("utf-8")
-        yield from re.findall(rf"^::: ({PACKAGE}[\w.]*)", text, re.MULTILINE)
-        yield from re.findall(rf"`({PACKAGE}\.[\w.]+)`", text)
+        yield from re.findall(rf"^::: ((?:{PACKAGE}|{SCRIPTS})[\w.]*)", text, re.MULTILINE)
+        yield from re.findall(rf"`((?:{PACKAGE}|{SCRIPTS})\.[\w.]+)`", text)
 
 
 def _examples() -> Iterator[ast.Module]:

@@ -64,6 +64,8 @@ def test_both_wheels_hold_the_whole_package(wheels: dict[str, Path]) -> None:
     for license in ("LICENSE", "moe_plugin/observe/report/uplot/LICENSE"):
         assert any(name.endswith(f".dist-info/licenses/{license}") for name in names["tree"])
     assert not any(name.startswith(("tests/", "scripts/", "runs/")) for name in names["tree"])
+    laboratory = re.compile(r"(?:^|/)(?:lab|bench|emulate|audit)/|switch\.c$|/studies/")
+    assert [name for name in names["tree"] if laboratory.search(name)] == []
 
 
 def test_an_editable_install_has_fairseqs_startup_files(tmp_path: Path) -> None:
@@ -122,6 +124,42 @@ def test_examples_run_with_the_wheel_alone(installed: Path, examples: Path) -> N
         run([str(installed.with_name("moe-plugin")), "report", str(folder)], examples)
         page = (folder / "report.html").read_text(encoding="utf-8")
         assert all(f'id="{curve}"' in page for curve in ("loss", "max-mean")), folder
+
+
+@pytest.mark.parametrize("words", [
+    "doctor --json", "recommend --help", "calibrate --help", "profile-device --help",
+    "reshard --help", "watch --help",
+    "plan --model configs/plans/small.yaml --cluster configs/clusters/a100_ib.yaml "
+    "--device configs/devices/h100.yaml --nodes 1 --ranks-per-node 2",
+    "schedule --topology ring:4 --size 1MiB",
+    "simulate all-to-all --cluster configs/clusters/a100_ib.yaml --ranks 16"])
+def test_commands_run_with_the_wheel_alone(installed: Path, tmp_path: Path, words: str) -> None:
+    if words.startswith("schedule"):
+        pytest.importorskip("igraph")
+    assert run([str(installed.with_name("moe-plugin")), *words.split()], tmp_path)
+
+
+@pytest.mark.distributed
+def test_calibrate_runs_with_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    run([str(installed), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         "-m", "moe_plugin.cli.main", "calibrate", "--sizes", "4KiB,16KiB,64KiB,256KiB",
+         "--repeats", "1", "--out", "mine.yaml"], tmp_path)
+    assert "Fitted by" in (tmp_path / "mine.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", ["bench", "bench layer --help", "emulate 2x2 -- true",
+                                   "fault kill -- true", "audit plain"])
+def test_the_laboratory_says_how_to_get_it(installed: Path, tmp_path: Path, words: str) -> None:
+    """Also where a folder `scripts` lies around, which is somebody else's."""
+    (tmp_path / "scripts" / "bench").mkdir(parents=True)
+    (tmp_path / "scripts" / "bench" / "__init__.py").write_text("raise SystemExit('foreign')")
+    done = subprocess.run([str(installed.with_name("moe-plugin")), *words.split()], cwd=tmp_path,
+                          env={name: value for name, value in os.environ.items()
+                               if name != "PYTHONPATH"}, capture_output=True, text=True,
+                          check=False)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout
+    assert line.startswith(f"moe-plugin {words.split()[0]}: ") and "git clone" in line
 
 
 @pytest.mark.distributed

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.lab.bench.all_to_all import wire_floor_s
-from moe_plugin.lab.planning.fit import Measurement, fit, nonnegative_least_squares, relative_errors
 from moe_plugin.planner import (
     COSTS,
     Cluster,
@@ -26,12 +24,14 @@ from moe_plugin.planner import (
 )
 from moe_plugin.planner.all_to_all_cost.phases import overlapped_s
 from moe_plugin.planner.files import record
+from moe_plugin.planner.fit import Measurement, fit, nonnegative_least_squares, relative_errors
 from moe_plugin.planner.units import (
     parse_grid,
     parse_rate,
     parse_size,
     parse_time,
 )
+from scripts.bench.all_to_all import wire_floor_s
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
 MIB = 1 << 20
@@ -217,6 +217,6 @@ def test_units() -> None:
 
 
 def test_the_planner_never_imports_torch() -> None:
-    code = ("import sys, moe_plugin.lab.planning.explain, moe_plugin.lab.planning.launch; "
+    code = ("import sys, moe_plugin.cli.planning.explain, moe_plugin.cli.planning.launch; "
             "sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

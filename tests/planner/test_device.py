@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import main
-from moe_plugin.lab.bench.device import ROWS, fit_products
+from moe_plugin.cli.measure.device import ROWS, fit_products
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.prefill import load_kernels

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.lab.planning.forest.baselines import baselines
-from moe_plugin.lab.planning.forest.msccl import to_msccl
-from moe_plugin.lab.planning.forest.simulate import program_of, run
 from moe_plugin.planner.forest import COLLECTIVES, Network, Schedule, plan
+from moe_plugin.planner.forest.baselines import baselines
+from moe_plugin.planner.forest.msccl import to_msccl
 from moe_plugin.planner.forest.presets import preset
+from moe_plugin.planner.forest.simulate import program_of, run
 from tests.planner.msccl import check_result
 
 pytestmark = pytest.mark.fast

@@ -10,12 +10,12 @@ from fractions import Fraction
 
 import pytest
 
-from moe_plugin.lab.planning.forest.baselines import baselines
-from moe_plugin.lab.planning.forest.msccl import to_msccl
-from moe_plugin.lab.planning.forest.simulate import MAX_TASKS, Program, program_of, run, verify
 from moe_plugin.planner.events import Task, simulate, simulate_ready
 from moe_plugin.planner.forest import COLLECTIVES, Edge, Network, Schedule, Tree
+from moe_plugin.planner.forest.baselines import baselines
+from moe_plugin.planner.forest.msccl import to_msccl
 from moe_plugin.planner.forest.presets import preset
+from moe_plugin.planner.forest.simulate import MAX_TASKS, Program, program_of, run, verify
 from tests.planner.msccl import carry_out, check_result
 
 pytestmark = pytest.mark.fast

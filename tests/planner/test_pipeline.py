@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.lab.planning.pipeline import trace
+from moe_plugin.cli.planning.pipeline import trace
 from moe_plugin.planner.pipeline.schedules import MODES, Pipeline, idle, order
 
 pytestmark = pytest.mark.fast

@@ -48,8 +48,9 @@ def test_three_digits_are_kept(value: float) -> None:
     assert float(number) * parse_size(f"1{unit}") == pytest.approx(value * 2**20, rel=0.006)
 
 
-@pytest.mark.parametrize("room", ["checkpoint", "cli", "lab", "memory", "observe", "planner",
-                                  "tuning"])
+@pytest.mark.parametrize("room", ["checkpoint", "cli", "hosts/timm", "memory", "observe",
+                                  "planner", "tuning", "../scripts/bench", "../scripts/emulate",
+                                  "../scripts/audit"])
 def test_nobody_formats_by_hand(room: str) -> None:
     """In a text with values, a unit of time or size never follows a value's format; but in pages of
     studies, which are made again from their numbers as they were.

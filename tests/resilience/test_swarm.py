@@ -27,7 +27,6 @@ from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.dispatch.wire import FORMATS
-from moe_plugin.lab.emulate.ranks import RankProcess, fork, stop
 from moe_plugin.output import weighted_loss
 from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm, make_stage
 from moe_plugin.resilience.swarm.members import Member, SwarmMembers
@@ -35,6 +34,7 @@ from moe_plugin.resilience.swarm.messages import MessageServer, PeerError, ask
 from moe_plugin.resilience.swarm.rounds import SharedRound
 from moe_plugin.resilience.swarm.saved import save_swarm
 from moe_plugin.resilience.swarm.stage import ServedStage
+from scripts.emulate.ranks import RankProcess, fork, stop
 from tests.distributed import free_port
 
 BATCHES, SEED = 6, 3

@@ -14,7 +14,6 @@ import torch
 
 from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.lab.emulate import EmulatedCluster, why_not
 from moe_plugin.planner import resharding
 from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.resharding import (
@@ -26,6 +25,7 @@ from moe_plugin.planner.resharding import (
     relays,
     unique_slices,
 )
+from scripts.emulate import EmulatedCluster, why_not
 
 CHUNKS = 4
 NODES = [0, 0, 1, 1, 2, 2, 3, 3]  # of 8 devices

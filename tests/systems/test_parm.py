@@ -17,8 +17,8 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.config import from_dict, from_yaml
 from moe_plugin.config.flags import add_arguments, config_from_flags
-from moe_plugin.lab.bench.studies.parm import SHAPES, Shape, settings
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
+from scripts.bench.studies.parm import SHAPES, Shape, settings
 
 pytestmark = pytest.mark.fast
 WIDTH, NEAR, FAR = 16, 1e-9, 4e-9  # seconds of a byte in a node, and between nodes

@@ -22,7 +22,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.cli.main import main
-from moe_plugin.lab.bench.swarm_rebalance import Experiment, simulate
+from scripts.bench.swarm_rebalance import Experiment, simulate
 from tests.distributed import free_port
 from tests.hosts.megatron.conftest import make_data
 from tests.hosts.megatron.ranks import on_ranks

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from moe_plugin.checkpoint import load
 from moe_plugin.cli.main import main as moe_plugin_main
-from moe_plugin.lab.vision.backbone import optional
-from moe_plugin.lab.vision.data import MEAN, STD
-from moe_plugin.lab.vision.model import PRESETS, build
-from moe_plugin.lab.vision.published import write_published
-from moe_plugin.lab.vision.train import main
-from tests.lab.vision.folders import cifar_cache, cifar_package
+from moe_plugin.hosts.timm.backbone import optional
+from moe_plugin.hosts.timm.data import MEAN, STD
+from moe_plugin.hosts.timm.model import PRESETS, build
+from moe_plugin.hosts.timm.published import write_published
+from moe_plugin.hosts.timm.train import main
+from tests.hosts.timm.folders import cifar_cache, cifar_package
 
 with contextlib.suppress(ValueError):  # not installed: these tests are skipped
     optional("torchvision")
@@ -56,7 +56,7 @@ def test_photographs_train_and_are_classified(tmp_path: Path,
     assert found["accuracy"] == pytest.approx(accuracy) and accuracy > 0.9
     # under the released files' names, and read from them by the command in a process of its own
     write_published(model, tmp_path / "model.pth")
-    subprocess.run([sys.executable, "-m", "moe_plugin.lab.vision.train", *common, "--out",
+    subprocess.run([sys.executable, "-m", "moe_plugin.hosts.timm.train", *common, "--out",
                     str(tmp_path / "again"), "--evaluate", "--init", str(tmp_path / "model.pth")],
                    check=True, timeout=300)
     again = last(tmp_path / "again" / "evaluations.jsonl")

@@ -17,10 +17,10 @@ from moe_plugin.comm.base import NATIVE, Collectives
 from moe_plugin.comm.forest import Forest, plan_few
 from moe_plugin.config import CommConfig, from_dict
 from moe_plugin.gradients.sync import reduce_experts
-from moe_plugin.lab.emulate import networks
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.tuning.collectives import AutoCollectives, network_of, with_collectives
 from moe_plugin.tuning.prepare_group import prepare
+from scripts.emulate import networks
 
 pytestmark = pytest.mark.fast
 

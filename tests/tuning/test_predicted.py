@@ -12,10 +12,10 @@ import yaml
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.lab.emulate import networks
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.once import OnceRows, Visits
 from moe_plugin.tuning.default_hardware import default_cluster
+from scripts.emulate import networks
 from tests.distributed import run_gloo
 
 # bytes of parameters against bytes of rows: few of the first make r=0 the least, many r=1

@@ -30,8 +30,8 @@ from moe_plugin.hosts.megatron.report import (
     tell,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.messages import progress
 from moe_plugin.observe.features import LayerRecords
-from moe_plugin.observe.progress import progress
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.resilience.stopping import RUN
 from moe_plugin.run import Run

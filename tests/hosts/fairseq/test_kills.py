@@ -20,7 +20,7 @@ from tests.hosts.fairseq.conftest import (
     environment,
     run,
 )
-from tests.lab.emulate import jobs
+from tests.scripts.emulate import jobs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fairseq]
 

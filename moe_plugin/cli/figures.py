@@ -1,0 +1,104 @@
+"""Tables of records in Markdown, figures to files, axes that read well."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from moe_plugin.messages import short
+from moe_plugin.regular_files import check_output, write_regular
+
+# ticks in each decade, for an axis of less than so many
+STEPS = ((0.4, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)),
+         (1.1, (1, 1.5, 2, 3, 4, 6, 8)), (2.6, (1, 2, 5)), (math.inf, (1,)))
+
+
+def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
+    """A table with a row for each record.
+
+    cells: by header, a format of the record's values ("{seconds:.1f}"; of an object's attributes
+        "{0.seconds:.1f}"), or a function of it.
+    """
+    def show(cell: str | Callable[[Any], str], one: Any) -> str:
+        if callable(cell):
+            return cell(one)
+        return cell.format(one, **(one if isinstance(one, Mapping) else {}))
+
+    return table(list(cells), [[show(cell, one) for cell in cells.values()] for one in records])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table, padded so that it also reads well in a terminal."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    lines = [header, ["-" * w for w in widths], *rows]
+    return "\n".join("| " + " | ".join(cell.ljust(w)
+                                       for cell, w in zip(line, widths, strict=True)) + " |"
+                     for line in lines)
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure to .png or .svg and close it. No date, no random names: equal plots are equal
+    files.
+
+    Raises:
+        ValueError: another suffix, or a file that cannot be written.
+    """
+    content, kind = io.BytesIO(), check_figure(path)
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
+    with pyplot().rc_context({"svg.hashsalt": "moe-plugin"}):  # the same names of its parts
+        figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    pyplot().close(figure)
+    write_regular(path, content.getvalue())
+
+
+def check_figure(path: str | os.PathLike[str]) -> str:
+    """The kind of figure that `save_figure` writes there; its `ValueError` before anything is
+    measured.
+    """
+    kind = check_output(path).suffix.removeprefix(".").lower()
+    if kind not in ("png", "svg"):
+        raise ValueError(f"--plot {short(os.fspath(path))} must end with .png or .svg")
+    return kind
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot without a display; `ValueError` if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("a plot needs matplotlib; install moe-plugin[observe]") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def log_ticks(axis: Any, values: Sequence[float],
+              show: Callable[[float], str] = "{:,g}".format) -> None:
+    """A logarithmic x with a tick at each of these values and nowhere else. show: its text."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set(xscale="log")
+    values = sorted(set(values))
+    axis.xaxis.set_ticks(values, [show(value) for value in values])
+    axis.xaxis.set_minor_locator(NullLocator())
+
+
+def log_scale(axis: Any) -> None:
+    """A logarithmic y with plain numbers: 1, 10, or those between where it spans few decades.
+
+    Call it when everything is drawn: the range decides.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set(yscale="log")
+    low, high = axis.get_ylim()
+    decades = math.log10(high / low)
+    steps = next(steps for most, steps in STEPS if decades < most)
+    axis.yaxis.set_major_locator(LogLocator(subs=steps, numticks=50))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,1 @@
+"""What `recommend`, `calibrate` and `profile-device` measure on the ranks that run them."""

@@ -1,0 +1,238 @@
+"""Measures all-to-all algorithms on the ranks of a group, real ones or an emulated cluster's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.checkout import laboratory
+from moe_plugin.cli.links import refuse_links
+from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
+from moe_plugin.config import CommConfig
+from moe_plugin.machine import memory_bytes, wait_for_device
+from moe_plugin.messages import short
+from moe_plugin.planner import COSTS, Cluster, predict
+from moe_plugin.planner.fit import Measurement
+from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+from moe_plugin.tuning.prepare_group import prepare
+
+NAMES = "native,linear,2dh,leader,auto"
+BURST = 3
+BURST_UP_TO = 1 << 20
+COUNTED_RANKS = 64
+
+
+@dataclass(frozen=True)
+class ExchangeRow:
+    """One cell: an algorithm at a size.
+
+    Attributes:
+        bytes: per rank.
+        median_ms, min_ms: of one exchange, over all ranks.
+        floor_ms: least time of the bytes on the wire.
+        cpu_ms: CPU time of all ranks and the switch, divided by the number of cores.
+        messages: leaving one node.
+        chosen: the algorithm that auto runs.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    algorithm: str
+    bytes: int
+    median_ms: float
+    min_ms: float
+    floor_ms: float | None
+    cpu_ms: float | None
+    messages: float | None
+    chosen: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        repeats: timed repeats of a cell; half as many above `BURST_UP_TO` bytes.
+        settings: of the group, e.g. its topology.
+        helper: id of a process whose CPU time counts, too (an emulated cluster's switch).
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    repeats: int = 7
+    settings: CommConfig | None = None
+    helper: int | None = None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's part of a cell.
+
+    Attributes:
+        seconds: per exchange, by repeat, over all ranks.
+        cpu_s: own CPU seconds per exchange.
+    """
+
+    name: str
+    size: int
+    seconds: list[float]
+    cpu_s: float
+    chosen: str | None
+
+
+def measure_rank(plan: Plan,
+                 comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
+    """Run on every rank; returns (nodes of the group, one entry per cell).
+
+    Each repeat runs all algorithms, in an order that rotates.
+    """
+    comm = comm or TorchComm()
+    prepare(comm, plan.settings or CommConfig())
+    cells = []
+    for size in plan.sizes:
+        x = torch.zeros(comm.size, max(size // comm.size // 4, 1), device=comm.device)
+        for name in plan.names:
+            _warm_up(comm, name, x)
+        small = size <= BURST_UP_TO
+        burst, repeats = (BURST, plan.repeats) if small else (1, (plan.repeats + 1) // 2)
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plan.names}
+        cpu = dict.fromkeys(plan.names, 0.0)
+        for repeat in range(repeats):
+            for index in range(len(plan.names)):
+                name = plan.names[(index + repeat) % len(plan.names)]
+                begin, end, used = _burst(comm, name, x, burst, plan.helper)
+                spans[name].append((begin, end))
+                cpu[name] += used / burst
+        for name in plan.names:
+            taken = _agreed(comm, spans[name], one_clock=plan.helper is not None)
+            cells.append(RankTimes(name, size, [t / burst for t in taken], cpu[name] / repeats,
+                                   _chosen(comm, name, x)))
+    return comm.topology.nodes, cells
+
+
+def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
+    """Run once; auto until it has chosen."""
+    run = algorithms.get(name)
+    run(comm, x)
+    for _ in range(100):
+        if name != "auto" or _chosen(comm, name, x):
+            return
+        run(comm, x)
+
+
+def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
+    if name != "auto":
+        return None
+    return ExchangeTuner.of(comm).chosen(comm, x.numel() * x.element_size())
+
+
+def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
+    """Seconds of each repeat over all ranks.
+
+    With one clock: from the first begin to the last end; else the slowest rank's time.
+    """
+    if not one_clock:
+        return comm.agree_max([end - begin for begin, end in spans])
+    return [
+        end + begin
+        for end, begin in zip(comm.agree_max([end for _, end in spans]),
+                              comm.agree_max([-begin for begin, _ in spans]), strict=True)
+    ]
+
+
+def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
+           helper: int | None) -> tuple[float, float, float]:
+    """(begin, end, own CPU seconds) of `burst` exchanges, to reduce the effect of the barrier."""
+    run = algorithms.get(name)
+    comm.barrier()
+    wait_for_device(x.device)
+    begin, cpu = time.perf_counter(), _cpu_s(comm, helper)
+    for _ in range(burst):
+        run(comm, x)
+    wait_for_device(x.device)
+    return begin, time.perf_counter(), _cpu_s(comm, helper) - cpu
+
+
+def _cpu_s(comm: Comm, helper: int | None) -> float:
+    """CPU seconds of this rank; on rank 0 also those of the helper."""
+    if helper is None or comm.rank:
+        return time.process_time()
+    return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
+
+
+def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
+           cpu_ms: float | None = None) -> ExchangeRow:
+    """Of a cell; links of a real group are unknown, so that it has no floor."""
+    return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
+                       1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms,
+                       cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)
+
+
+def messages_out(topology: Topology, name: str) -> float | None:
+    """Messages that leave one node, by formula or counted on simulated ranks.
+
+    The mean of unequal nodes; None for large groups of unequal nodes.
+    """
+    known = "linear" if name == "native" else name
+    if topology.uniform_nodes and known in COSTS:
+        return predict(Cluster(nodes=len(topology.nodes), ranks_per_node=len(topology.nodes[0])),
+                       known, 1.0).inter_messages
+    if topology.size > COUNTED_RANKS:
+        return None
+    traffic = Traffic()
+    run_simulated(topology.size, lambda comm: algorithms.get(name)
+                  (comm, torch.zeros(topology.size)), traffic=traffic, topology=topology)
+    return traffic.between(topology) / len(topology.nodes)
+
+
+def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
+    """Input of the planner's fit, for algorithms with a cost model.
+
+    Medians, because with many ranks on few cores the fastest repeat is an outlier.
+    """
+    return [
+        Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3,
+                    None if r.cpu_ms is None else r.cpu_ms / 1e3) for r in rows
+        if r.algorithm in COSTS
+    ]
+
+
+def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
+    """(rows, what they were measured on); no rows on ranks other than 0."""
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {short(args.repeats)} must be >= 1; e.g. 7")
+    memory = memory_bytes(torch.device("cpu")) or float("inf")
+    if not 1 <= min(plan.sizes) <= max(plan.sizes) <= memory:
+        raise ValueError(f"--sizes {short(args.sizes)} must be from 1 to the {memory} bytes of "
+                         "memory here; e.g. 64KiB,1MiB")
+    if args.emulate:
+        return laboratory("bench.all_to_all").emulated(args, plan)
+    refuse_links(args)
+    return _own_ranks(plan)
+
+
+def _own_ranks(plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+        raise ValueError("no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
+                         "moe_plugin.cli.main bench all-to-all` (on each node), or emulate a "
+                         "cluster: --emulate 4x4")
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        comm = TorchComm()
+        _, cells = measure_rank(plan, comm)
+        rows = [row_of(comm.topology, cell) for cell in cells] if comm.rank == 0 else []
+        return rows, {"backend": comm.backend, "ranks": comm.size, "topology": str(comm.topology)}
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,183 @@
+"""Measures a processor for the cost model: matmuls, copies, small operations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_plugin.expert_rows import RowCounts
+from moe_plugin.kernels.expert_ffn import FFNParameters
+from moe_plugin.kernels.groups import SCHEDULES
+from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.machine import memory_bytes, wait_for_device
+from moe_plugin.messages import short
+from moe_plugin.planner.device import Device
+from moe_plugin.planner.fit import nonnegative_least_squares
+from moe_plugin.tuning.compute_tuner import ComputeLoad, candidates, computed
+
+ROWS = (8, 32, 128, 512, 2048)
+KERNEL_ROWS = (1, 16, 64, 256, 1024, 4096)
+LONGEST_S = 0.3
+KERNELS = {"cpu": {"fused", "grouped"},
+           "cuda": {f"kernels {schedule}".strip() for schedule in SCHEDULES} | {"grouped", "loop"}}
+SHORTEST_S = 1e-5  # a call is taken to last at least so long when calls are counted
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was timed, every repeat in seconds.
+
+    Attributes:
+        products: of matmuls [rows, width] x [width, inner], by rows.
+        launch: of the smallest operation.
+        copy: of `copied` bytes, read and written.
+    """
+
+    width: int
+    inner: int
+    products: dict[int, list[float]]
+    launch: list[float]
+    copy: list[float]
+    copied: float
+
+    def device(self, memory: float, name: str = "measured") -> Device:
+        """The constants that fit the medians. memory: bytes of a rank."""
+        launch = statistics.median(self.launch)
+        times = [statistics.median(seconds) for seconds in self.products.values()]
+        flops, half_rows = fit_products(tuple(self.products), times, launch,
+                                        2.0 * self.width * self.inner)
+        found = Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
+                       memory_bytes_s=self.copied / statistics.median(self.copy),
+                       memory_bytes=memory)
+        off = [abs(found.matmul_s(rows, 2.0 * rows * self.width * self.inner) / seconds - 1)
+               for rows, seconds in zip(self.products, times, strict=True)]
+        return replace(found, fit_error=statistics.mean(off))
+
+
+def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
+                   inner: int = 2048, repeats: int = 7) -> Device:
+    """A `Device` of this machine, as one rank sees it.
+
+    A matmul of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n.
+    width, inner: of the experts.
+    Raises: ValueError: a device that is not there, or widths that do not fit its memory.
+    """
+    memory = float(memory_bytes(_device(device)) or Device().memory_bytes)
+    return sample_device(device, dtype, width, inner, repeats).device(memory)
+
+
+def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
+                  repeats: int = 7, least_s: float = 0.0) -> Samples:
+    """What `measure_device` fits; see there.
+
+    least_s: on a CPU, each repeat calls as often as takes so many seconds, and counts the mean: on
+    a processor with other work, short calls are seldom interrupted, and long ones always.
+    """
+    where = _device(device)
+    memory = memory_bytes(where) or float("inf")
+    if min(width, inner) < 1 or 4 * width * inner > memory:
+        raise ValueError(f"model_dim={short(width)} and hidden_dim={short(inner)} must be >= 1 and "
+                         f"fit the memory of {device}, {memory} bytes; e.g. 512 and 2048")
+    w_DF = torch.randn(width, inner, dtype=dtype, device=where)
+    launch = _seconds(lambda x=torch.zeros(8, device=where): x + 1, where, repeats * 10, least_s)
+    products = {
+        n: _seconds(lambda x=torch.randn(n, width, dtype=dtype, device=where): x @ w_DF, where,
+                    repeats, least_s) for n in ROWS
+    }
+    big = torch.randn(1 << 24, device=where)
+    copy = _seconds(lambda: big.clone(), where, repeats, least_s)
+    return Samples(width, inner, products, launch, copy, 2 * big.numel() * 4)
+
+
+def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, experts: int,
+                    repeats: int = 3) -> dict[str, dict[str, Any]]:
+    """What `planner.prefill.load_kernels` reads: seconds of one of so many plain experts by its
+    rows, forward, for each strategy that `compute: auto` considers here.
+
+    A call of one expert and one of all tell what is fixed about a call. Rows end where a call takes
+    longer than `LONGEST_S`.
+    """
+    where = _device(device)
+    if experts < 1:
+        raise ValueError(f"--experts {short(experts)} must be >= 1; use the experts of a rank")
+
+    def call(name: str, count: int, rows: int) -> float:
+        p = FFNParameters(w_LDF[:count], None, None, None, w_LFD[:count], None, "gelu",
+                          Workspace())
+        x_RD = torch.randn(count * rows, width, dtype=dtype, device=where)
+        counts = RowCounts([rows] * count)
+        return statistics.median(_seconds(lambda: computed(name, x_RD, counts, p), where, repeats,
+                                          0.0))
+
+    with torch.no_grad():
+        w_LDF = torch.randn(experts, width, inner, dtype=dtype, device=where) / width**0.5
+        w_LFD = torch.randn(experts, inner, width, dtype=dtype, device=where) / inner**0.5
+        found: dict[str, dict[str, Any]] = {}
+        for name in _kernels(where, dtype, width, inner, experts):
+            seconds: dict[int, float] = {}
+            for rows in KERNEL_ROWS:
+                seconds[rows] = call(name, experts, rows)
+                if seconds[rows] > LONGEST_S and len(seconds) > 1:
+                    break
+            one, all_, most = call(name, 1, 1), seconds[1], max(1, experts - 1)
+            launch = min(max(0.0, (experts * one - all_) / most), *seconds.values())
+            found[name] = {"launch_s": float(f"{launch:.4g}"), "points": [
+                [rows, float(f"{(s - launch) / experts:.4g}")] for rows, s in seconds.items()]}
+    return found
+
+
+def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
+             experts: int) -> list[str]:
+    """Candidates of few rows, then those of many."""
+    made = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
+                                   rows * experts, False, False), KERNELS[where.type])
+            for rows in (1, KERNEL_ROWS[-1])]
+    return list(dict.fromkeys([*made[0], *made[1]]))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {short(name)} must be cpu or cuda; use cpu")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {short(name)}: torch sees {torch.cuda.device_count()} GPUs; "
+                         "use cpu")
+    return where
+
+
+def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
+                 operations: float) -> tuple[float, float]:
+    """(flops, half_rows) of the line through the times by least relative squares.
+
+    operations: FLOPs of one row.
+    """
+    a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
+    shares = np.array([(s - launch) / s for s in seconds]).clip(min=0.0)
+    slope, offset = nonnegative_least_squares(a, shares)
+    slope = max(slope, 1e-15)
+    return operations / slope, offset / slope
+
+
+def _seconds(fn: Callable[[], object], where: torch.device, repeats: int,
+             least_s: float) -> list[float]:
+    def once(calls: int = 1) -> float:
+        wait_for_device(where)
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        wait_for_device(where)
+        return (time.perf_counter() - start) / calls
+
+    once()
+    calls = 1 if where.type == "cuda" else max(1, math.ceil(least_s / max(once(), SHORTEST_S)))
+    return [once(calls) for _ in range(repeats)]

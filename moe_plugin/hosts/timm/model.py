@@ -1,0 +1,221 @@
+"""SwinV2-MoE: a Swin Transformer V2 in which some blocks have experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.ensembles.cmcl import EnsembleHeads
+from moe_plugin.experts import is_expert
+from moe_plugin.hosts.plain.blocks import blocks_in
+from moe_plugin.hosts.plain.replace import replace_ffn
+from moe_plugin.hosts.timm.backbone import draw_linear, optional, released_swin
+from moe_plugin.hosts.timm.ensemble import HEAD, ClassHead, SegmentHead, SwinEnsemble
+from moe_plugin.messages import short
+
+# published: one expert a token by its score, the most confident tokens first, capacity 1.25, losses
+# on load and importance (Hwang et al. 2022, Tutel, section 5; configs/swinmoe of Swin-Transformer)
+PUBLISHED: dict[str, Any] = {
+    "router.name": "cosine", "router.top_k": 1, "router.normalize": "none", "router.noise": 1.0,
+    "router.batch_prioritized": True, "router.fp32": True, "dispatch.capacity_factor": 1.25,
+    "losses": {"load_importance": 0.01}, "experts.dropout": 0.1, "experts.init_std": 0.005,
+}
+
+
+@dataclass(frozen=True)
+class SwinMoE:
+    """Sizes of a model.
+
+    Attributes:
+        image, patch, window: pixels of an image's and of a patch's side, patches of a window's.
+        width: of the first stage; each later one has twice that of the one before.
+        depths, heads: blocks and attention heads by stage.
+        moe_blocks: blocks with experts, by stage.
+        experts: E.
+        drop_path: rate of the last block, 0 for the first, linear between.
+        released: whether the backbone is that of the released Swin-MoE weights (`released_swin`),
+            whose MLPs and experts have no output bias, and not a Swin Transformer V2.
+        settings: of the layers, dotted paths.
+    """
+
+    image: int
+    window: int
+    width: int
+    depths: tuple[int, ...]
+    heads: tuple[int, ...]
+    moe_blocks: tuple[tuple[int, ...], ...]
+    patch: int = 4
+    experts: int = 8
+    drop_path: float = 0.0
+    released: bool = False
+    settings: Mapping[str, Any] = field(default_factory=lambda: dict(PUBLISHED))
+
+
+# axes of classes in the parameters that make the outputs: of one model, of an ensemble
+_CLASS_AXES = {"head.fc.weight": 0, "head.fc.bias": 0, "head.heads.w_out_MHC": 2}
+_RELEASED = {**PUBLISHED, "router.name": "topk"}
+_EVERY_OTHER = (), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,)
+PRESETS = {
+    "swin_s": SwinMoE(192, 12, 96, (2, 2, 18, 2), (3, 6, 12, 24), _EVERY_OTHER, experts=32,
+                      drop_path=0.2),
+    "swin_b": SwinMoE(192, 12, 128, (2, 2, 18, 2), (4, 8, 16, 32), _EVERY_OTHER, experts=32,
+                      drop_path=0.3),
+    # released weights: configs/swinmoe/swin_moe_{small,base}_patch4_window12_192_32expert_32gpu_22k
+    "swin_moe_s": SwinMoE(192, 12, 96, (2, 2, 18, 2), (3, 6, 12, 24), _EVERY_OTHER, experts=32,
+                          drop_path=0.2, released=True, settings=_RELEASED),
+    "swin_moe_b": SwinMoE(192, 12, 128, (2, 2, 18, 2), (4, 8, 16, 32), _EVERY_OTHER, experts=32,
+                          drop_path=0.3, released=True, settings=_RELEASED),
+    # for the example: images of 8 by 8 pixels, shown at 16 by 16
+    "tiny": SwinMoE(16, 4, 48, (2, 2), (3, 6), ((1,), (1,)), patch=2, experts=4, settings={
+        **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02}),
+    # for --example cifar10: photographs of 32 by 32 pixels, on two cores
+    "cifar": SwinMoE(32, 4, 48, (2, 2), (3, 6), ((1,), (1,)), settings={
+        **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02, "router.cosine_dim": 32}),
+    # for --example mnist: images of 28 by 28 pixels, shown at 32 by 32; published widths are more
+    # than four times as large, and so is the one in which the router compares
+    "mnist": SwinMoE(32, 4, 24, (2, 2), (2, 4), ((1,), (1,)), settings={
+        **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02, "router.cosine_dim": 16}),
+}
+
+
+def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
+          comm: Comm | None = None, settings: Mapping[str, Any] | None = None) -> nn.Module:
+    """A model on its initial weights: timm's `SwinTransformerV2`, or `released_swin`, and in the
+    blocks of `size.moe_blocks` a `MoEBlock` in the MLP's place. Collective over `comm`.
+
+    Args:
+        classes: outputs.
+        dense: without experts, the counterpart of equal active FLOPs at top_k 1.
+        widen: of a dense model, the factor of the MLPs' inner width in the places of experts; E for
+            the matrices of E experts.
+        comm: the expert-parallel group.
+        settings: of the layers beyond `size.settings`, dotted paths.
+    Raises: ValueError: timm is not installed; sizes or settings do not fit.
+    """
+    _check(size, classes)
+    sizes = {"img_size": size.image, "patch_size": size.patch, "num_classes": classes,
+             "embed_dim": size.width, "depths": size.depths, "num_heads": size.heads,
+             "window_size": size.window, "drop_path_rate": size.drop_path}
+    settings = {**size.settings, **(settings or {})}
+    if size.released:
+        model = released_swin(0.02 if dense else settings["experts.init_std"], **sizes)
+    else:
+        model = optional("timm.models.swin_transformer_v2").SwinTransformerV2(**sizes)
+    places = [f"layers.{stage}.blocks.{block}.mlp" for stage, blocks in enumerate(size.moe_blocks)
+              for block in blocks]
+    if dense:
+        for place in places if widen > 1 else ():
+            _widen(model, place, widen)
+    else:
+        replace_ffn(model, size.experts, upcycle=False, comm=comm, match="|".join(
+            place.replace(".", r"\.") for place in places), **_nested(settings))
+    if size.released:
+        _without_output_biases(model)
+    return model
+
+
+def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD,
+                   share_after: str = HEAD, sharing: float = 0.0, hidden: int = 0,
+                   segments: bool = False, dense: bool = False, comm: Comm | None = None,
+                   settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
+    """An ensemble on its initial weights; its output is [B, M, C], or [B, S, S, M, C] where it
+    segments.
+
+    Args:
+        heads: M; 1: a single model.
+        begin: the first module that each member has for itself (`SwinEnsemble`).
+        share_after, sharing: where features of other members are added, and how often.
+        hidden: width of each head's own layer.
+        segments: gives each pixel classes. Others: see `build`.
+    Raises: ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
+    """
+    models = [build(size, classes, dense=dense, comm=comm, settings=settings)
+              for _ in range(1 if begin == HEAD else heads)]
+    widths = [size.width * 2 ** stage for stage in range(len(size.depths))]
+    outputs = classes * size.patch ** 2 if segments else classes
+    own = EnsembleHeads(widths[0 if segments else -1], outputs, heads, hidden=hidden,
+                        sharing=sharing if share_after == HEAD else 0.0)
+    head = SegmentHead(widths, size.patch, len(models), own) if segments else ClassHead(own)
+    return SwinEnsemble(models, head, begin=begin, share_after=share_after, sharing=sharing)
+
+
+def _without_output_biases(model: nn.Module) -> None:
+    """Remove the output biases of MLPs. Experts keep theirs, which stays 0."""
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.fc2"):
+            module.register_parameter("bias", None)
+    for _, block in blocks_in(model):
+        block.moe.experts.bias_out_LD.requires_grad_(False)
+
+
+def _widen(model: nn.Module, place: str, factor: int) -> None:
+    """Put an MLP of `factor` times the inner width in a place."""
+    mlp = model.get_submodule(place)
+    wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
+    draw_linear(wide)
+    model.set_submodule(place, wide)
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted paths as sections; `dispatch.name` is a path in `dispatch`."""
+    tree: dict[str, Any] = {}
+    for path, value in settings.items():
+        *above, name = path.split(".")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return tree
+
+
+def _check(size: SwinMoE, classes: int) -> None:
+    if classes < 2:
+        raise ValueError(f"{classes} classes; a classifier needs 2 or more folders of images")
+    patches = size.image // size.patch
+    if size.image % size.patch or patches % size.window:
+        raise ValueError(
+            f"image={size.image}, patch={size.patch}, window={size.window}: an image must be a "
+            f"whole number of patches and its {patches} patches a side a multiple of the window")
+    for stage, blocks in enumerate(size.moe_blocks):
+        wrong = [block for block in blocks if not 0 <= block < size.depths[stage]]
+        if wrong:
+            raise ValueError(f"moe_blocks: stage {stage} has no block {wrong[0]}; it has "
+                             f"{size.depths[stage]}")
+
+
+def freeze_experts(model: nn.Module) -> int:
+    """Leave all experts as they are: for fine-tuning on little data (Hwang et al. 2022, section
+    5.3). Returns the number of parameters that stay.
+
+    Raises: ValueError: the model has no experts.
+    """
+    frozen = [p.requires_grad_(False) for p in model.parameters() if is_expert(p)]
+    if not frozen:
+        raise ValueError(f"{short(type(model).__name__)} has no experts to freeze; leave "
+                         "--freeze-experts out of a dense run")
+    return sum(p.numel() for p in frozen)
+
+
+def head_of_other_classes(model: nn.Module, classes: Sequence[str],
+                          shapes: Mapping[str, tuple[int, ...]],
+                          extra: Mapping[str, Any]) -> list[str]:
+    """The parameters that make the outputs, where a checkpoint has them for other classes, in
+    number or by name; none where it is of another model: reading it says so.
+
+    Args:
+        classes: of the model.
+        shapes, extra: of the checkpoint, see `checkpoint.load`.
+    """
+    mine = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
+
+    def without_classes(found: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [found[name][:axis] + found[name][axis + 1:]
+                for name, axis in _CLASS_AXES.items() if name in mine and name in found]
+
+    same = (all(shapes.get(name) == shape for name, shape in mine.items())
+            and list(extra.get("classes", classes)) == list(classes))
+    return [] if same or without_classes(shapes) != without_classes(mine) else list(mine)

@@ -1,0 +1,335 @@
+"""Train a SwinV2-MoE, or its dense counterpart, on a folder of images.
+
+    python -m moe_plugin.hosts.timm.train --example digits --data IMAGES --out RUN
+    torchrun --standalone --nproc_per_node 2 -m moe_plugin.hosts.timm.train --data IMAGES \\
+        --out RUN --preset swin_s --moe-eval-capacity-factor 0.5
+
+A start in the folder of a run continues it, at any number of ranks that the experts fit.
+`moe-plugin report RUN` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_plugin.checkpoint import load, save
+from moe_plugin.checkpoint.save_load import Leave
+from moe_plugin.comm import TorchComm
+from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
+from moe_plugin.config import RunConfig, of_layer
+from moe_plugin.config.flags import file_settings, settings_from_flags
+from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
+from moe_plugin.hosts.plain.run import TrainingSteps
+from moe_plugin.hosts.plain.sharding import ddp_model
+from moe_plugin.hosts.timm.arguments import (
+    check_arguments,
+    ensemble_of,
+    parser,
+    run_settings_of,
+    smoothing_of,
+)
+from moe_plugin.hosts.timm.data import Images, ImageSet, Masks, write_example
+from moe_plugin.hosts.timm.model import (
+    PRESETS,
+    SwinMoE,
+    build,
+    build_ensemble,
+    freeze_experts,
+    head_of_other_classes,
+)
+from moe_plugin.hosts.timm.published import read_published
+from moe_plugin.hosts.timm.tasks import VisionTask
+from moe_plugin.messages import short
+from moe_plugin.observe.history.json_lines import step_record
+from moe_plugin.run import StepFacts
+
+# timm's classes of blocks, which keep, recompute or swap activations
+BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"
+
+
+class Trainer:
+    """One run: model, data, optimizer, progress.
+
+    Attributes:
+        steps: of the optimizer. accuracy: of the last evaluation, 0 to 1.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.epoch, self.accuracy = args, 0, math.nan
+        flags = vars(args)
+        given = {**file_settings(flags), **settings_from_flags(flags)}
+        settings = run_settings_of(given, args.out / "stats.jsonl")
+        check_arguments(args, given)
+        in_file = given.pop("num_experts", None)
+        self.task = VisionTask(ensemble_of(args), smoothing_of(args), args.task == "segment")
+        self.comm = TorchComm(timeout_s=args.timeout)
+        if self.comm.rank == 0 and args.example:
+            write_example(args.example, args.data)
+        self.comm.barrier()
+        size = PRESETS[args.preset]
+        if args.image:
+            size = dataclasses.replace(size, image=args.image)
+        if experts := args.experts or in_file:
+            size = dataclasses.replace(size, experts=experts)
+        part = {"size": size.image, "flips": args.flips}
+        kind = Masks if self.task.segments else Images
+        self.train_set: ImageSet = kind(args.data / "train", training=True, **part)
+        self.valid_set: ImageSet = kind(args.data / "val", training=False, **part)
+        if self.train_set.classes != self.valid_set.classes:
+            raise ValueError(f"{args.data}: train and val have other classes: "
+                             f"{set(self.train_set.classes) ^ set(self.valid_set.classes)}")
+        torch.manual_seed(args.seed)
+        self.model = self._model(size, given)
+        if args.freeze_experts:
+            freeze_experts(self.model)
+        self.wrapped = ddp_model(self.model) if self.comm.size > 1 else self.model
+        self.optimizer = torch.optim.AdamW(optimizer_groups(
+            self.model, args.lr, weight_decay=args.weight_decay))
+        self.blocks = list(blocks_in(self.model))
+        self.loss = torch.zeros(())  # of the images of the last step
+        self.steps = TrainingSteps(
+            self.wrapped, self.optimizer, self.loss_of, self._settings(settings),
+            clip=args.clip, world=self.comm, has_log=True,
+            folder=None if args.evaluate else args.out,
+            layers={name: block.moe for name, block in self.blocks},
+            blocks=[m for m in self.model.modules() if type(m).__name__.endswith(BLOCKS)])
+        self.epoch_steps = math.ceil(len(self.train_set) / (args.batch_size * self.comm.size))
+
+    def _settings(self, settings: RunConfig) -> RunConfig:
+        args, observe = self.args, settings.observe
+        if args.evaluate:
+            return RunConfig()
+        return dataclasses.replace(settings, observe=dataclasses.replace(
+            observe, interval=args.log_every, jsonl=None if args.dense else observe.jsonl))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.steps.done
+
+    def _model(self, size: SwinMoE, given: dict[str, Any]) -> nn.Module:
+        args, ensemble = self.args, self.task.ensemble
+        classes = len(self.train_set.classes)
+        common = {"dense": args.dense, "comm": self.comm, "settings": of_layer(given)}
+        if ensemble is None:
+            return (build_ensemble(size, classes, 1, segments=True, **common)
+                    if self.task.segments
+                    else build(size, classes, widen=args.widen, **common))
+        return build_ensemble(
+            size, classes, ensemble.heads, hidden=ensemble.hidden, sharing=ensemble.sharing,
+            begin=args.ensemble_from, share_after=args.ensemble_share_after,
+            segments=self.task.segments, **common)
+
+    @property
+    def folder(self) -> Path:
+        """Of the checkpoint."""
+        return self.args.out / "checkpoint"
+
+    def run(self) -> None:
+        """From the last checkpoint, or initial weights, to the last epoch; or one evaluation."""
+        if self.args.evaluate:
+            return self.report_evaluation()
+        if self.there(self.folder):
+            extra = load(self.folder, self.model, self.optimizer, self.comm)
+            self.check_classes(self.folder, extra)
+            self.epoch, self.steps.done = extra["epoch"], extra["step"]
+            self.say(f"continues after epoch {self.epoch} of {self.args.epochs}")
+        elif self.args.init:
+            self.begin_with(self.args.init)
+        self.steps.total = self.args.epochs * self.epoch_steps
+        while self.epoch < self.args.epochs:
+            self.train_epoch()
+            self.epoch += 1
+            found = self.evaluate()
+            self.accuracy = found["accuracy"]
+            self.write({"iteration": self.step, "lm_loss": None, **found, "epoch": self.epoch})
+            self.say(f"epoch {self.epoch}/{self.args.epochs} | {told(found)}")
+            save(self.folder, self.model, self.optimizer, self.comm,
+                 {"epoch": self.epoch, "step": self.step, "accuracy": self.accuracy,
+                  "classes": self.classes})
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes, in the order of the outputs."""
+        return self.train_set.classes
+
+    def there(self, place: Path) -> bool:
+        """Whether any rank sees this folder: what ranks do then must be the same."""
+        [found] = self.comm.agree_max([float(place.exists())])
+        return bool(found)
+
+    def begin_with(self, place: Path) -> None:
+        """Read initial weights; a head of other classes stays as it was drawn."""
+        fresh: list[str] = []
+
+        def leave(shapes: Mapping[str, tuple[int, ...]], extra: Mapping[str, Any]) -> list[str]:
+            fresh.extend(head_of_other_classes(self.model, self.classes, shapes, extra))
+            return fresh
+
+        self.read_weights(place, leave)
+        head = f"; the head begins again, for {len(self.classes)} other classes" if fresh else ""
+        self.say(f"begins with the weights of {place}{head}")
+
+    def read_weights(self, place: Path, leave: Leave | None = None) -> Mapping[str, Any]:
+        """Of a run's checkpoint, whose further values are returned, or of published files.
+
+        leave: see `checkpoint.load`.
+        Raises: ValueError: neither is there, or they do not fit the model.
+        """
+        if self.there(place):
+            return load(place, self.model, None, self.comm, leave)
+        if any(self.there(place.with_name(place.name + end)) for end in (".rank0", ".global")):
+            read_published(self.model, place, leave)
+            return {}
+        raise ValueError(f"there is no checkpoint {place}; give the folder of one, such as "
+                         "RUN/checkpoint, or PATH of published files PATH.rank0 or PATH.global")
+
+    def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
+        """`ValueError` where a checkpoint is of other classes than --data."""
+        theirs = extra.get("classes", self.classes)
+        if theirs != self.classes:
+            raise ValueError(
+                f"{source} is of the classes {short(theirs)}, --data {self.args.data} has "
+                f"{short(self.classes)}: must be the same; to train it further for others, give "
+                "another --out, and this one to --init")
+
+    def report_evaluation(self) -> None:
+        """One evaluation of the weights, printed, and added to `evaluations.jsonl`."""
+        source = self.args.init or self.folder
+        self.check_classes(source, self.read_weights(source))
+        found = self.evaluate()
+        self.write({"weights": str(source), **found}, "evaluations.jsonl")
+        self.say(f"{source} | {told(found)}")
+
+    def train_epoch(self) -> None:
+        """One pass over the images, in an order that depends on seed and epoch alone."""
+        args = self.args
+        random = torch.Generator().manual_seed(1_000_003 * args.seed + self.epoch)
+        order = torch.randperm(len(self.train_set), generator=random)
+        torch.manual_seed(7919 * args.seed + 31 * self.epoch + self.comm.rank)  # crops, noise
+        self.wrapped.train()
+        begun, images, total = time.perf_counter(), 0, torch.zeros(2)
+        count, step = len(self.train_set), args.batch_size * self.comm.size
+        for number, (x_BCSS, y, real_B) in enumerate(self.train_set.batches(
+                args.batch_size, self.comm.rank, self.comm.size, order)):
+            of_all = min(step, count - number * step)
+            self.set_rate(self.epoch + number / self.epoch_steps)
+            if self.steps((x_BCSS, y, real_B, of_all)) is None:
+                continue  # which is said
+            images += of_all
+            total += torch.tensor([float(self.loss), 1.0])
+            if self.step % args.log_every == 0:
+                seconds = time.perf_counter() - begun
+                mean, calls = self.comm.all_reduce(total).tolist()
+                self.log({"iteration": self.step, "lm_loss": mean / calls,
+                          "tokens_per_s": images / seconds, "grad_norm": float(self.steps.norm),
+                          "lr": self.optimizer.param_groups[0]["lr"], "seconds": seconds})
+                begun, images, total = time.perf_counter(), 0, torch.zeros(2)
+
+    def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
+        """This rank's loss in a step of so many images over all ranks; `loss` is that of the images
+        alone, whose mean over ranks is theirs.
+        """
+        x_BCSS, y, real_B, of_all = batch
+        loss_B = self.task.losses(model(x_BCSS), y, training=True)
+        # gradients are means over ranks: each image of a short last step counts alike
+        loss = (loss_B * real_B).sum() * self.comm.size / of_all
+        self.loss = loss.detach()
+        return loss + auxiliary_loss(self.model) if self.blocks else loss
+
+    def set_rate(self, epochs: float) -> None:
+        """Linear warm-up, then half a cosine to 1 % of the rate.
+
+        epochs: done, with parts of one. Steps say less: a run may continue with other batches.
+        """
+        args, steps = self.args, self.args.epochs * self.epoch_steps
+        warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)
+        share = (step - warm) / max(1, steps - warm)
+        factor = (step + 1) / warm if step < warm else (
+            0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, share))) / 2)
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.lr * factor
+
+    def evaluate(self) -> dict[str, Any]:
+        """`VisionTask.results` of all images of `val`, each counted once."""
+        return self.steps.evaluate(self._evaluated)
+
+    def _evaluated(self) -> dict[str, Any]:
+        sums, routed_2 = torch.zeros(1, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        for x_BCSS, y, real_B in self.valid_set.batches(self.args.batch_size, self.comm.rank,
+                                                        self.comm.size):
+            sums = sums + self.task.counts(self.model(x_BCSS), y, real_B)
+            for _, block in self.blocks:
+                stats = block.last.stats
+                routed_2 += torch.stack([stats.load_KE.sum(), stats.kept_KE.sum()]).double()
+        routed, kept = self.comm.all_reduce(routed_2).tolist()
+        found = self.task.results(self.comm.all_reduce(sums))
+        return {**found, "drop_fraction": 1 - kept / routed} if routed else found
+
+    def log(self, record: dict[str, Any]) -> None:
+        """A line of the training log, for the findings and plots, too."""
+        self.write(record)
+        self.steps.run.after_log(StepFacts(self.step, logged=step_record(record)[0]))
+
+    def write(self, record: dict[str, Any], file: str = "log.jsonl") -> None:
+        """A line of a file of the run, by rank 0."""
+        if self.comm.rank == 0:
+            with open(self.args.out / file, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+    def say(self, text: str) -> None:
+        """A line of output, by rank 0."""
+        if self.comm.rank == 0:
+            print(text, flush=True)
+
+
+def told(found: dict[str, Any]) -> str:
+    """Results of an evaluation as a line."""
+    named = {"accuracy": "accuracy", "oracle_error": "oracle error", "iou": "IoU",
+             "drop_fraction": "dropped"}
+    return " | ".join([f"valid loss {found['valid_loss']:.4f}", *(
+        f"{text} {100 * found[name]:.2f} %" for name, text in named.items() if name in found)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = parser(__doc__).parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
+    if "RANK" in os.environ:
+        dist.init_process_group(**gloo)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **gloo)
+    try:
+        with says_why():
+            trainer = Trainer(args)
+            trainer.run()
+            trainer.steps.close()
+            dist.barrier()
+    except Exception as error:
+        if not isinstance(error, ValueError) and not is_of_another_rank(error):
+            raise
+        if claim_first_report(str(error)):
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

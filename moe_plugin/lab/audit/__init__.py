@@ -1,8 +1,0 @@
-"""Is an expert-parallel training step right? Its loss, gradients and norm against a dense
-reference, whatever framework it is written in.
-"""
-
-from moe_plugin.lab.audit.contract import AuditTarget, Batch, HeldPart, load
-from moe_plugin.lab.audit.run import Audit, audit
-
-__all__ = ["Audit", "AuditTarget", "Batch", "HeldPart", "audit", "load"]

@@ -1,1 +1,0 @@
-"""Schedules of collectives, compared with others: simulated, explained, exported."""

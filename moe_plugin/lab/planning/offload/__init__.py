@@ -1,1 +1,0 @@
-"""Plans of what lies where, explained; pre-gated experts and memory of peers, simulated."""

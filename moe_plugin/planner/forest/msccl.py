@@ -1,0 +1,217 @@
+"""Programs as MSCCL XML, which the MSCCL runtime (also in RCCL) carries out on GPUs.
+
+Each GPU has thread blocks that send to one peer or receive from one peer, never both, and take
+their steps in one order that all GPUs share. So a step waits only for steps that come before it in
+that order: the first one that is left can always run, however small the buffers between GPUs are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import gcd, lcm
+from xml.etree import ElementTree
+
+from moe_plugin.planner.forest.simulate import Program, ShareMove, starts, verify
+
+# of the runtime: MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS,
+# MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL, MAXCHANNELS, MSCCL_MAX_COUNT (a count is below it),
+# MSCCL_MAX_NODES of its parser
+MAX_STEPS, MAX_BLOCKS, MAX_PEERS, MAX_CHANNELS, MAX_COUNT, MAX_NODES = 256, 216, 32, 32, 72, 4096
+NAMES = {"all_gather": "allgather", "reduce_scatter": "reducescatter", "all_reduce": "allreduce"}
+
+
+@dataclass
+class _Step:
+    kind: str
+    source: tuple[str, int]  # buffer and offset
+    target: tuple[str, int]
+    count: int
+    after: _Step | None = None  # of another thread block
+    block: _Block | None = None
+    index: int = 0
+    awaited: bool = False
+
+
+@dataclass
+class _Block:
+    send: int
+    receive: int
+    channel: int
+    number: int
+    steps: list[_Step] = field(default_factory=list)
+
+
+@dataclass
+class _Gpu:
+    """A GPU's thread blocks.
+
+    Attributes:
+        last: by piece, the step that made what the piece is here so far.
+        place: by piece, buffer and offset where that is.
+    """
+
+    blocks: dict[tuple[int, int, int], _Block] = field(default_factory=dict)
+    last: dict[int, _Step] = field(default_factory=dict)
+    place: dict[int, tuple[str, int]] = field(default_factory=dict)
+    scratch: int = 0
+
+    def add(self, step: _Step, send: int, receive: int, channel: int) -> _Step:
+        """Put a step behind the others of its thread block."""
+        key = send, receive, channel
+        step.block = self.blocks.setdefault(key, _Block(*key, len(self.blocks)))
+        step.index = len(step.block.steps)
+        if step.after is not None and step.after.block is step.block:
+            step.after = None  # in order anyway
+        if step.after is not None:
+            step.after.awaited = True
+        step.block.steps.append(step)
+        return step
+
+
+def to_msccl(program: Program) -> str:
+    """A program as the text of an XML file, in place and out of place.
+
+    Routes are left out: between two GPUs, the runtime's transport knows the way. The result is cut
+    into so many equal chunks that each piece has a whole number of them; the runtime applies the
+    file to results that divide by that number.
+
+    Raises: ValueError: what `verify` raises; more steps or thread blocks than the runtime allows.
+    """
+    verify(program)
+    channels = 1
+    while True:
+        compiled = _Compiler(program, channels)
+        most = max((len(b.steps) for gpu in compiled.gpus for b in gpu.blocks.values()), default=0)
+        if most <= MAX_STEPS or 2 * channels * compiled.phases > MAX_CHANNELS:
+            break
+        channels *= 2
+    _check_limits(compiled, most)
+    return _text(compiled)
+
+
+class _Compiler:
+    """The steps of all GPUs."""
+
+    def __init__(self, program: Program, channels: int) -> None:
+        self.program, self.channels = program, channels
+        self.phases = 2 if program.collective == "all_reduce" else 1
+        ranks = len(program.network.ranks)
+        # equal chunks of which each piece, and each rank's part of the result, has a whole number
+        unit = lcm(ranks, *(share.denominator for share in program.shares))
+        parts = [int(share * unit) for share in program.shares]
+        common = gcd(unit // ranks, *parts)
+        self.counts = [part // common for part in parts]
+        self.chunks, self.shard = unit // common, unit // common // ranks
+        self.offsets = self._offsets()
+        self.gpus = [_Gpu() for _ in range(ranks)]
+        for rank, gpu in enumerate(self.gpus):
+            for piece, root in enumerate(program.roots):
+                if program.collective == "all_gather":
+                    if rank == root:
+                        gpu.place[piece] = "i", self.offsets[piece] - root * self.shard
+                        self._copy_own(gpu, piece)
+                else:
+                    gpu.place[piece] = "i", self.offsets[piece]
+        waves = starts(program)[0]
+        for _, index in sorted((wave, index) for index, wave in enumerate(waves)):
+            self._add(program.moves[index])
+
+    def _offsets(self) -> list[int]:
+        """Of each piece in the result, in chunks: one after another, within its root's part."""
+        free = {root: root * self.shard for root in self.program.roots}
+        if self.program.collective == "all_reduce":
+            free = dict.fromkeys(free, 0)
+        offsets, together = [], 0
+        for root, count in zip(self.program.roots, self.counts, strict=True):
+            offsets.append(together if self.phases == 2 else free[root])
+            free[root] += count
+            together += count
+        return offsets
+
+    def _copy_own(self, gpu: _Gpu, piece: int) -> None:
+        for source, target, count in self._parts(gpu.place[piece], ("o", self.offsets[piece]),
+                                                 piece):
+            gpu.add(_Step("cpy", source, target, count), -1, -1, 0)
+
+    def _add(self, move: ShareMove) -> None:
+        """Send and receive one piece."""
+        here, there = self.gpus[move.source], self.gpus[move.target]
+        channel = move.piece % self.channels
+        if self.phases == 2 and not move.sums:
+            channel += self.channels
+        source = here.place[move.piece]
+        kind, after = "r", None
+        have = place = "o", self.offsets[move.piece]
+        if move.sums:
+            kind, after, have = "rrc", there.last.get(move.piece), there.place[move.piece]
+            place = have if have[0] != "i" else self._sum_place(move)
+        for start, _, count in self._parts(source, source, move.piece):
+            here.add(_Step("s", start, start, count, here.last.get(move.piece)), move.target, -1,
+                     channel)
+        for start, end, count in self._parts(have, place, move.piece):
+            last = there.add(_Step(kind, start, end, count, after), -1, move.source, channel)
+        there.last[move.piece], there.place[move.piece] = last, place
+
+    def _sum_place(self, move: ShareMove) -> tuple[str, int]:
+        """Where the target keeps its sum: the root in the result, others in scratch memory."""
+        gpu, piece = self.gpus[move.target], move.piece
+        if move.target == self.program.roots[piece]:
+            first = self.shard * move.target if self.phases == 1 else 0
+            return "o", self.offsets[piece] - first
+        gpu.scratch += self.counts[piece]
+        return "s", gpu.scratch - self.counts[piece]
+
+    def _parts(self, source: tuple[str, int], target: tuple[str, int], piece: int
+               ) -> Iterator[tuple[tuple[str, int], tuple[str, int], int]]:
+        """A piece in steps of as many chunks as one may have."""
+        for done in range(0, self.counts[piece], MAX_COUNT - 1):
+            yield ((source[0], source[1] + done), (target[0], target[1] + done),
+                   min(MAX_COUNT - 1, self.counts[piece] - done))
+
+
+def _check_limits(compiled: _Compiler, most: int) -> None:
+    blocks = max(len(gpu.blocks) for gpu in compiled.gpus)
+    peers: dict[tuple[int, int, bool], int] = defaultdict(int)
+    for rank, gpu in enumerate(compiled.gpus):
+        for block in gpu.blocks.values():
+            peers[rank, block.channel, block.send >= 0] += block.send >= 0 or block.receive >= 0
+    nodes = 1 + len(compiled.gpus) + max(
+        sum(1 + len(block.steps) for block in gpu.blocks.values()) for gpu in compiled.gpus)
+    for what, found, limit in (("steps in a thread block", most, MAX_STEPS),
+                               ("thread blocks on a GPU", blocks, MAX_BLOCKS),
+                               ("lines for a GPU", nodes, MAX_NODES),
+                               ("peers in a channel", max(peers.values(), default=0), MAX_PEERS)):
+        if found > limit:
+            raise ValueError(f"MSCCL runs at most {limit} {what}, this schedule needs {found}; "
+                             "plan fewer trees (--trees 1) or fewer ranks")
+
+
+def _text(compiled: _Compiler) -> str:
+    program = compiled.program
+    inputs = compiled.shard if program.collective == "all_gather" else compiled.chunks
+    outputs = compiled.shard if program.collective == "reduce_scatter" else compiled.chunks
+    channels = 1 + max((b.channel for gpu in compiled.gpus for b in gpu.blocks.values()), default=0)
+    root = ElementTree.Element("algo", _attributes(
+        name=f"{program.name}_{NAMES[program.collective]}", proto="Simple", nchannels=channels,
+        nchunksperloop=compiled.chunks, ngpus=len(compiled.gpus), coll=NAMES[program.collective],
+        inplace=1, outofplace=1, minBytes=0, maxBytes=0))
+    for rank, gpu in enumerate(compiled.gpus):
+        node = ElementTree.SubElement(root, "gpu", _attributes(
+            id=rank, i_chunks=inputs, o_chunks=outputs, s_chunks=gpu.scratch))
+        for block in gpu.blocks.values():
+            tb = ElementTree.SubElement(node, "tb", _attributes(
+                id=block.number, send=block.send, recv=block.receive, chan=block.channel))
+            for step in block.steps:
+                ElementTree.SubElement(tb, "step", _attributes(
+                    s=step.index, type=step.kind, srcbuf=step.source[0], srcoff=step.source[1],
+                    dstbuf=step.target[0], dstoff=step.target[1], cnt=step.count,
+                    depid=step.after.block.number if step.after else -1,
+                    deps=step.after.index if step.after else -1, hasdep=int(step.awaited)))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _attributes(**values: object) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}

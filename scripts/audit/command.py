@@ -1,0 +1,69 @@
+"""`moe-plugin audit`: whether a training step with experts over ranks is right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+
+from moe_plugin.messages import short
+
+MOST_RANKS = 64  # processes of one machine
+
+EXAMPLES = """examples:
+  moe-plugin audit mine.py                 # build(ranks) and step(batch) of that file
+  moe-plugin audit mine.py:Mine --ranks 1,2 --json
+  moe-plugin audit plain transformers megatron deepspeed
+"""
+
+
+def audit_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin audit`."""
+    from scripts.audit.run import TIMEOUT_S, TOLERANCE
+    from scripts.audit.targets import TARGETS
+
+    p.epilog, p.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    p.description = (
+        "Runs training steps of a tiny model on gloo processes of this machine, and compares the\n"
+        "loss, every gradient and the norm with a dense computation in float64. Exit status 1:\n"
+        "something is wrong; the answer names it, the factor and the likely cause.")
+    p.add_argument("targets", nargs="+", metavar="TARGET",
+                   help="file.py, file.py:name, module or module:name with build(ranks) and "
+                        f"step(batch); or one of {', '.join(TARGETS)}")
+    p.add_argument("--ranks", default="1,2,4", metavar="A,B",
+                   help="numbers of processes (default: %(default)s)")
+    p.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S",
+                   help="of a step; a hang is reported after it (default: %(default)s)")
+    p.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X",
+                   help="relative error that counts as right (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Audit every target; 1 if one has a fault."""
+    from scripts.audit.report import text
+    from scripts.audit.targets import audit_named
+
+    for name, value in (("timeout", args.timeout), ("tolerance", args.tolerance)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value} must be a number > 0")
+    found = []
+    for name in args.targets:
+        found.append(audit_named(name, _ranks(args.ranks), timeout_s=args.timeout,
+                                 tolerance=args.tolerance))
+        if not args.json:
+            print(text(found[-1]), flush=True)
+    if args.json:
+        print(json.dumps({"audits": [each.as_json() for each in found]}, indent=2))
+    return int(any(not each.right for each in found))
+
+
+def _ranks(words: str) -> list[int]:
+    try:
+        ranks = [int(word) for word in words.split(",")]
+    except ValueError:
+        ranks = []
+    if not ranks or not 1 <= min(ranks) <= max(ranks) <= MOST_RANKS:
+        raise ValueError(f"--ranks {short(words)} must be numbers in 1..{MOST_RANKS}, such as "
+                         "1,2,4")
+    return ranks

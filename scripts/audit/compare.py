@@ -1,0 +1,280 @@
+"""What a step gave against what is right: pure functions over tensors.
+
+A gradient is the sum of what the tokens of each source (rank) and micro-batch add to it. The
+reference has these summands apart, so a wrong gradient is written as their sum with coefficients,
+and the coefficients say what went wrong: all 2, all 1/EP, only this rank's, only the last
+micro-batch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scripts.audit.cases import Case, Question
+from scripts.audit.reference import Reference
+from scripts.audit.world import RankStep
+
+EPSILON = 1e-6  # torch's, in the factor of clipping
+
+RIGHT, FACTOR, OWN, GROUP = "right", "factor", "own tokens only", "own group only"
+LAST, MEANS, SUM = "last micro-batch only", "mean of means", "unequal factors"
+MISSING, ZERO, NOT_ZERO, OTHER = "missing", "zero", "not zero", "not a multiple"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One tensor (of experts: one expert), loss or norm of one rank in one case.
+
+    Attributes:
+        what: name of the tensor; `loss` or `norm`.
+        readings: every explanation that fits, with its factor. Of a gradient, constants above; the
+            factor is what was found over what the explanation predicts; nan: both are 0. Of a norm,
+            what it counts; the factor is the norm over the right one.
+        error: relative to what is right.
+    """
+
+    case: Case
+    what: str
+    rank: int
+    readings: dict[str, float]
+    error: float
+    expert: int | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether it is what it must be."""
+        return RIGHT in self.readings
+
+
+def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> list[Observation]:
+    """All of one case; every rank has come to its end.
+
+    tolerance: relative error of what counts as right.
+    """
+    case, right = question.case, question.right
+    unclipped = {step.rank: _scale(question.clip, step.norm) for step in steps}
+    found = list(_losses(case, right, [step.loss for step in steps], tolerance))
+    for step in steps:
+        for name, rows in right.grads.items():
+            size = float(rows.sum((0, 1)).norm())  # what is small compared with it counts as zero
+            for expert, ids, g in _tensors(question, name, step):
+                readings, error = read_gradient(
+                    case, step.rank, right.tokens, rows[..., ids],
+                    None if g is None else g / unclipped[step.rank], tolerance, size)
+                found.append(Observation(case, name, step.rank, readings, error, expert))
+    if question.clip is not None:
+        found += _norms(question, steps, unclipped, tolerance)
+    return found
+
+
+def _scale(clip: float | None, norm: float | None) -> float:
+    """By what clipping has multiplied the gradients."""
+    if clip is None or norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, clip / (norm + EPSILON))
+
+
+def _tensors(question: Question, name: str, step: RankStep
+             ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
+    """The rank's parts of a tensor as one; of experts, one expert after the other.
+
+    Where some parts have no gradient and others have, it is zero there.
+    """
+    parts = step.grads.get(name, [])
+    if not parts:
+        return
+    ids = torch.cat([where for where, _ in parts])
+    if not len(ids):
+        return
+    grads = [torch.zeros(len(where), dtype=torch.float64) if g is None else g
+             for where, g in parts]
+    without = torch.cat([torch.full((len(where),), g is None) for where, g in parts])
+    g = torch.cat(grads)
+    if name not in question.model.experts:
+        yield None, ids, None if bool(without.all()) else g
+        return
+    whole = question.weights[name]
+    owner = ids // (whole.numel() // len(whole))
+    for expert in owner.unique().tolist():
+        its = owner == expert
+        yield expert, ids[its], None if bool(without[its].all()) else g[its]
+
+
+def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Tensor | None,
+                  tolerance: float, size: float) -> tuple[dict[str, float], float]:
+    """Readings and relative error of one gradient.
+
+    Args:
+        tokens_SM: tokens of each source and micro-batch.
+        rows_SMn: what each adds to the right gradient.
+        g_n: what the rank has, None where it has none.
+        size: norm of the gradient of which this may be a small part.
+    """
+    right_n = rows_SMn.sum((0, 1))
+    norm, zero = float(right_n.norm()), tolerance * size
+    found_n = torch.zeros_like(right_n) if g_n is None else g_n
+    found = float(found_n.norm())
+    error = float((found_n - right_n).norm()) / max(norm, size * 1e-3, 1e-30)
+    if norm <= zero:
+        return ({RIGHT: math.nan} if found <= zero else {NOT_ZERO: found / size}), error
+    if not math.isfinite(found):
+        return {OTHER: math.nan}, math.nan
+    if error <= tolerance:
+        return {RIGHT: 1.0}, error
+    nothing = found <= tolerance * norm
+    readings = {MISSING if g_n is None else ZERO: 0.0} if nothing else {}
+    for pattern, coefficients_SM in predictions(case, rank, tokens_SM):
+        expected_n = (coefficients_SM[..., None] * rows_SMn).sum((0, 1))
+        square = float(expected_n.square().sum())
+        if square <= zero**2:
+            if nothing and pattern != FACTOR:
+                readings.setdefault(pattern, math.nan)  # any factor
+            continue
+        factor = float(found_n @ expected_n) / square
+        left = float((found_n - factor * expected_n).norm())
+        if not nothing and left <= 3 * tolerance * found:
+            readings.setdefault(pattern, factor)
+    return readings or ({SUM: math.nan} if _is_sum(rows_SMn, found_n, zero, tolerance) else
+                        {OTHER: math.nan}), error
+
+
+def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Explanations, and the coefficients [S, M] of the summands under each, up to a factor."""
+    ones_SM = torch.ones_like(tokens_SM)
+    source_S = torch.arange(case.sources)
+    mine, groups = case.source_of(rank), max(1, case.ep // case.shared)
+    yield FACTOR, ones_SM
+    yield OWN, ones_SM * (source_S == mine)[:, None]
+    if 1 < groups < case.sources:  # of neighbours, or of every so manieth rank
+        yield GROUP, ones_SM * (source_S // groups == mine // groups)[:, None]
+        apart = case.sources // groups
+        yield GROUP, ones_SM * (source_S % apart == mine % apart)[:, None]
+    if case.micro_batches > 1:
+        yield LAST, ones_SM * (torch.arange(case.micro_batches) == case.micro_batches - 1)
+    if len(tokens_SM.unique()) > 1:
+        total, of_source_S1 = tokens_SM.sum(), tokens_SM.sum(1, keepdim=True)
+        yield MEANS, total / (tokens_SM.clamp(min=1) * tokens_SM.numel())
+        yield MEANS, (total / (of_source_S1.clamp(min=1) * len(tokens_SM))).expand_as(tokens_SM)
+
+
+def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> bool:
+    """Whether a gradient is a sum of the summands, each with any factor."""
+    rows = rows_SMn.flatten(0, 1)
+    rows = rows[rows.norm(dim=1) > zero]
+    if len(rows) >= len(g_n):
+        return False
+    solved = torch.linalg.lstsq(rows.T, g_n[:, None], driver="gelsd").solution[:, 0]
+    return float((rows.T @ solved - g_n).norm()) <= 10 * tolerance * float(g_n.norm())
+
+
+def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolerance: float
+            ) -> Iterator[Observation]:
+    """Every rank's loss is the mean over all tokens, or over its own (by micro-batches or not)."""
+    mean_SM = right.losses / right.tokens.clamp(min=1)
+    own_S, all_S = right.losses.sum(1) / right.tokens.sum(1).clamp(min=1), torch.ones(case.sources)
+    expected = ((FACTOR, all_S * right.loss, False), (FACTOR, own_S, True),
+                (FACTOR, mean_SM.mean(1), True), (MEANS, all_S * own_S.mean(), False),
+                (MEANS, all_S * mean_SM.mean(), False))
+    nothing_S = right.tokens.sum(1) == 0  # its own mean may be anything
+    readings: dict[str, float] = {}
+    for pattern, values_S, own in expected:
+        sources = [case.source_of(rank) for rank in range(case.ranks)]
+        ratios = [math.nan if loss is None else loss / float(values_S[source])
+                  for loss, source in zip(losses, sources, strict=True)
+                  if not (own and bool(nothing_S[source]))]
+        if all(abs(ratio - ratios[0]) <= 2 * tolerance * abs(ratio) for ratio in ratios):
+            exact = pattern == FACTOR and abs(ratios[0] - 1) <= tolerance
+            readings.setdefault(RIGHT if exact else pattern, 1.0 if exact else ratios[0])
+    readings = readings or {OTHER: math.nan}
+    for rank, loss in enumerate(losses):
+        error = (0.0 if RIGHT in readings else math.nan if loss is None else
+                 abs(loss / right.loss - 1))
+        yield Observation(case, "loss", rank, readings, error)
+
+
+def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int, float],
+           tolerance: float) -> Iterator[Observation]:
+    """The norm that each rank clips by, against that of the gradients that there are.
+
+    None where ranks that hold the same parameter have different gradients of it.
+    """
+    experts = question.model.experts
+    squares = {name: _squares(name, w.numel(), steps, unclipped)
+               for name, w in question.weights.items()}
+    if not all(each.agree(tolerance) for each in squares.values()):
+        return
+    total = {kind: sum(float(s.mean()) for n, s in squares.items() if (n in experts) is kind)
+             for kind in (True, False)}
+    right = math.sqrt(total[True] + total[False])
+    own = [sum(float(squares[n].of_rank[step.rank]) for n in experts) for step in steps]
+    for step in steps:
+        norm = math.nan if step.norm is None else step.norm
+        readings = counted(norm, total[True], total[False], own, step.rank, question.case,
+                           tolerance)
+        yield Observation(question.case, "norm", step.rank, readings or {OTHER: norm / right},
+                          abs(norm / right - 1))
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Squares of a gradient's elements over the ranks that hold them, and each rank's own sum."""
+
+    sum_n: Tensor
+    largest_n: Tensor
+    holders_n: Tensor
+    of_rank: dict[int, Tensor]
+
+    def agree(self, tolerance: float) -> bool:
+        """Whether all ranks that hold an element have the same value."""
+        mean_n = self.sum_n / self.holders_n.clamp(min=1)
+        apart_n = (self.largest_n - mean_n).clamp(min=0)
+        return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
+
+    def mean(self) -> Tensor:
+        """The squared norm, each element counted once."""
+        return (self.sum_n / self.holders_n.clamp(min=1)).sum()
+
+
+def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping[int, float]
+             ) -> _Squares:
+    sum_n, largest_n, holders_n = torch.zeros(3, size, dtype=torch.float64)
+    of_rank = {step.rank: torch.zeros((), dtype=torch.float64) for step in steps}
+    for step in steps:
+        for where, g in step.grads.get(name, []):
+            holders_n[where] += 1
+            if g is not None:
+                squared = (g / unclipped[step.rank]).square()
+                sum_n[where] += squared
+                largest_n[where] = torch.maximum(largest_n[where], squared)
+                of_rank[step.rank] += squared.sum()
+    return _Squares(sum_n, largest_n, holders_n, of_rank)
+
+
+def counted(norm: float, experts: float, dense: float, own: Sequence[float], rank: int, case: Case,
+            tolerance: float) -> dict[str, float]:
+    """What a norm may count: every reading that gives its value.
+
+    Args:
+        experts, dense, own: squared norms of all experts, of all else, of each rank's experts.
+    """
+    readings = {
+        RIGHT: experts + dense, "counts only this rank's experts": own[rank] + dense,
+        "leaves out the experts": dense, "leaves out all but the experts": experts,
+        "leaves out all but this rank's experts": own[rank],
+        "is the mean of the ranks' own norms": (
+            sum(math.sqrt(each + dense) for each in own) / len(own))**2}
+    for words, times in (("for each rank of its group", case.ep),
+                         ("for each replica", case.replicas),
+                         ("for each rank", case.ranks), ("twice", 2)):
+        readings |= {
+            f"counts an expert {words}": times * experts + dense,
+            f"counts what is no expert {words}": experts + times * dense,
+            f"counts everything {words}": times * (experts + dense)}
+    right = math.sqrt(experts + dense)
+    return {reading: norm / right for reading, value in readings.items()
+            if abs(norm - math.sqrt(value)) <= tolerance * right}

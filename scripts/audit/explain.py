@@ -1,0 +1,282 @@
+"""What is wrong, in a sentence: findings from the observations of all cases.
+
+A factor has a name where one expression gives it in every case, those included in which it is 1:
+2.0 on two ranks may be EP, the number of ranks, or a loss counted twice; one rank and groups of two
+in four ranks tell them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from scripts.audit.cases import Case
+from scripts.audit.compare import (
+    FACTOR,
+    GROUP,
+    LAST,
+    MEANS,
+    MISSING,
+    NOT_ZERO,
+    OTHER,
+    OWN,
+    RIGHT,
+    SUM,
+    ZERO,
+    Observation,
+)
+from scripts.audit.world import RankStep
+
+NEAR = 5e-3  # a factor is an expression's where it differs by less, relatively
+HANG, ERROR = "hang", "error"
+EXPERTS, DENSE, ALL = "experts", "dense", "all"
+# what a factor can be, the likelier first; `ranks` counts those with tokens of their own
+SIZES: dict[str, Callable[[Case], float]] = {
+    "EP": lambda c: c.ep, "ranks": lambda c: c.sources, "replicas": lambda c: c.replicas,
+    "micro-batches": lambda c: c.micro_batches, "2": lambda c: 2,
+    "shared ranks": lambda c: c.shared}
+EXPRESSIONS: dict[str, Callable[[Case], float]] = {
+    **SIZES, **{f"1/{name}": lambda c, size=size: 1 / size(c) for name, size in SIZES.items()},
+    "ranks x micro-batches": lambda c: c.sources * c.micro_batches,
+    "1/(ranks x micro-batches)": lambda c: 1 / (c.sources * c.micro_batches)}
+_SHARE = "the loss, or its gradient, is "
+CAUSES: dict[tuple[str, str], str] = {
+    (EXPERTS, "1/EP"): "an extra average over the expert-parallel group: the exchange in backward "
+                       "has already summed these gradients over the group",
+    (EXPERTS, "EP"): "expert gradients are not divided by the size of the expert-parallel group: "
+                     "each rank's loss is a mean over its own tokens, the exchange sums over the "
+                     "group, and an average over the replicas leaves this factor",
+    (EXPERTS, "ranks"): "expert gradients are summed over the ranks and never divided by their "
+                        "number (data-parallel averaging leaves them out)",
+    (EXPERTS, "1/ranks"): "expert gradients are divided by the number of ranks once more",
+    (EXPERTS, "replicas"): "expert gradients are summed over their replicas, not averaged",
+    (EXPERTS, "1/replicas"): "expert gradients are averaged over their replicas once too often, or "
+                             "not summed over them",
+    (DENSE, "ranks"): "gradients outside the experts are summed over the ranks, not averaged",
+    (DENSE, "1/ranks"): "gradients outside the experts are averaged over the ranks once more",
+    (DENSE, "EP"): "gradients outside the experts are summed over the expert-parallel group, not "
+                   "averaged",
+    (DENSE, "1/EP"): "gradients outside the experts have an extra average over the expert-parallel "
+                     "group",
+    (ALL, "ranks"): f"{_SHARE}counted once for each rank: summed over the ranks, not averaged",
+    (ALL, "1/ranks"): f"{_SHARE}divided by the number of ranks twice: by the tokens of all ranks, "
+                      "and by averaging",
+    (ALL, "micro-batches"): f"{_SHARE}counted once for each micro-batch: divide by their number",
+    (ALL, "1/micro-batches"): f"{_SHARE}divided by the number of micro-batches twice",
+    (ALL, "2"): f"{_SHARE}counted twice",
+    (ALL, "1/2"): f"{_SHARE}halved",
+    (ALL, "shared ranks"): "ranks that hold the same tokens each count them",
+}
+_PLAIN = {scope: f"all gradients{which} are scaled: a loss scale, or one division too many"
+          for scope, which in ((EXPERTS, " of the experts"), (DENSE, " outside the experts"),
+                               (ALL, ""))}
+PATTERNS: dict[str, str] = {
+    OWN: "a missing all-reduce: each rank keeps the gradient of its own tokens",
+    GROUP: "a missing all-reduce between the replicas of an expert (the ranks of different "
+           "expert-parallel groups that hold it)",
+    LAST: "gradients are overwritten by each micro-batch instead of added up",
+    MEANS: "the mean over the ranks' (or micro-batches') own means, where tokens differ: divide "
+           "each sum by the tokens of all",
+    MISSING: "there is no gradient: a detached path, a parameter left out of backward, or a hook "
+             "that took it away",
+    ZERO: "the gradient is zero: a detached path, or zeroed after backward",
+    NOT_ZERO: "an expert without tokens has a gradient: rows of padding, or of other experts, "
+              "reach it",
+    SUM: "ranks or micro-batches count with different weights, or some do not count",
+    OTHER: "something else is computed: dropped tokens, other routing weights, a path of the "
+           "gradient that is missing",
+}
+NORMS = {
+    "counts only this rank's experts": "each rank clips by its own norm: the squared norms of the "
+                                       "experts are not summed over the expert-parallel group",
+    "is the mean of the ranks' own norms": "norms, each with the rank's own experts alone, are "
+                                           "averaged: sum the squares of the experts instead",
+    "leaves out the experts": "experts are left out of the norm",
+    "counts an expert for each rank of its group": "the squared norm of experts that differ from "
+                                                   "rank to rank is summed too often",
+    "counts an expert for each replica": "replicas of an expert are counted each: sum over one "
+                                         "expert-parallel group",
+    "counts an expert twice": "experts are both among all parameters and among the experts",
+    "counts what is no expert for each rank": "squared norms are summed over all ranks, though "
+                                              "parameters outside the experts are the same there",
+}
+
+
+ONLY = {
+    ("recompute", "2"): "computed again in backward, and its gradient added up both times",
+    ("clipping", "2"): "the norm is right, and the gradients are not scaled by it",
+}
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """One fault.
+
+    Attributes:
+        names: tensors that have it (or `loss`, `norm`, `step`).
+        pattern: what kind; see `compare`.
+        factor: an expression, a number, or what a norm counts; empty: none.
+        cause: the likely one.
+        only: the feature of a step without which it does not happen; empty: it does.
+        cases, of: in how many cases, and how many were tried.
+        example: one case, with its number or with what each rank waits for.
+    """
+
+    names: tuple[str, ...]
+    pattern: str
+    factor: str
+    cause: str
+    only: str
+    cases: int
+    of: int
+    example: str
+
+
+def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[AuditFinding]:
+    """The faults; none where everything is right. experts: names of their tensors."""
+    by_name: dict[str, list[Observation]] = {}
+    # gradients clipped by a wrong norm are wrong by it
+    norm_wrong = {o.case for o in observations if o.what == "norm" and not o.right}
+    for o in observations:
+        if o.what in ("loss", "norm") or o.case not in norm_wrong:
+            by_name.setdefault(o.what, []).append(o)
+    loss, norm = by_name.pop("loss", []), by_name.pop("norm", [])
+    groups: dict[tuple[str, str, str], dict[str, list[Observation]]] = {}
+    for name, of_name in by_name.items():
+        for pattern, wrong in fewest(of_name):
+            key = (pattern, _factor(of_name, wrong, pattern), _only(of_name, wrong))
+            groups.setdefault(key, {})[name] = wrong
+    found = [_of_tensors(key, members, by_name, set(experts)) for key, members in groups.items()]
+    return [*found, *_of_loss(loss), *_of_norm(norm)]
+
+
+def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
+    """The patterns that explain the most of what is wrong, each with what it explains."""
+    left = [o for o in observations if not o.right]
+    while left:
+        patterns = dict.fromkeys(pattern for o in left for pattern in o.readings)
+        fit = {p: [o for o in left if p in o.readings] for p in patterns}
+        best = max(patterns, key=lambda p: (
+            len(fit[p]), " to " not in _factor(observations, fit[p], p), p == FACTOR))
+        yield best, fit[best]
+        left = [o for o in left if best not in o.readings]
+
+
+def _of_tensors(key: tuple[str, str, str], members: dict[str, list[Observation]],
+                by_name: dict[str, list[Observation]], experts: set[str]) -> AuditFinding:
+    pattern, factor, only = key
+    kinds = {name in experts for name in members}
+    scope = (ALL if set(members) == set(by_name) or len(kinds) > 1 else
+             EXPERTS if kinds == {True} else DENSE)
+    first = factor.split(" = ")[0]
+    cause = PATTERNS.get(pattern) or ONLY.get((only, first)) or CAUSES.get(
+        (scope, first)) or _PLAIN[scope]
+    return _finding(tuple(members), key, cause, [o for wrong in members.values() for o in wrong],
+                    [o for name in members for o in by_name[name]])
+
+
+def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
+             wrong: Sequence[Observation], every: Sequence[Observation]) -> AuditFinding:
+    pattern, factor, only = key
+    worst = max(wrong, key=lambda o: o.error if math.isfinite(o.error) else math.inf)
+    which = "" if worst.expert is None else f" of expert {worst.expert}"
+    value = worst.readings[pattern] if pattern in worst.readings else math.nan
+    times = "" if math.isnan(value) else f", {value:.4g} x"
+    example = (f"{worst.case}: {worst.what}{which} on rank {worst.rank}{times}, relative error "
+               f"{worst.error:.2g}")
+    return AuditFinding(names, pattern, factor, cause, only, len({o.case for o in wrong}),
+                   len({o.case for o in every}), example)
+
+
+def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
+    """The expressions that give the factor in all cases, else in those that have the pattern."""
+    if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
+        return ""
+    values = [(o.readings[pattern], o.case) for o in wrong if not math.isnan(o.readings[pattern])]
+    if not values or all(_near(value, 1) for value, _ in values):
+        return ""
+    right = [(1.0, o.case) for o in every if pattern == FACTOR and o.readings.get(RIGHT) == 1.0]
+    for among in ([*values, *right], values):
+        fits = [text for text, value in EXPRESSIONS.items()
+                if all(_near(found, value(case)) for found, case in among)]
+        if fits:
+            return " = ".join(fits[:2])
+    smallest, largest = min(v for v, _ in values), max(v for v, _ in values)
+    return (f"{largest:.4g}" if _near(smallest, largest) else f"{smallest:.4g} to {largest:.4g}")
+
+
+def _near(found: float, value: float) -> bool:
+    return abs(found - value) <= NEAR * abs(value)
+
+
+def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
+    """The feature that all cases with the fault have, and none without it of as many ranks."""
+    wrong = {o.case for o in observed}
+    fewest_ranks = min(case.ranks for case in wrong)
+    right = {o.case for o in every if o.case.ranks >= fewest_ranks} - wrong
+    features: dict[str, Callable[[Case], bool]] = {
+        "recompute": lambda c: c.scenario.recompute, "clipping": lambda c: c.scenario.clipped,
+        "accumulation": lambda c: c.micro_batches > 1, "skewed load": lambda c: c.scenario.skewed,
+        "a rank without tokens": lambda c: c.scenario.empty,
+        "numbers of tokens that differ": lambda c: c.scenario.uneven or c.scenario.empty}
+    return next((name for name, has in features.items()
+                 if right and all(map(has, wrong)) and not any(map(has, right))), "")
+
+
+def _of_loss(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
+    for pattern, wrong in fewest(observations):
+        factor = _factor(observations, wrong, pattern)
+        cause = PATTERNS[MEANS] if pattern == MEANS else CAUSES.get(
+            (ALL, factor.split(" = ")[0]), "the loss that the step returns is neither the mean "
+            "over all tokens nor over the rank's own")
+        yield _finding(("loss",), (pattern, factor, _only(observations, wrong)), cause, wrong,
+                       observations)
+
+
+def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
+    wrong = [o for o in observations if not o.right]
+    if not wrong:
+        return
+    common = [reading for reading in wrong[0].readings if all(
+        reading in o.readings for o in wrong)]
+    always = [reading for reading in common if all(reading in o.readings for o in observations)]
+    reading = next(iter([*always, *common]), OTHER)
+    cause = NORMS.get(reading, "the norm is not that of the gradients that the step leaves")
+    if all(math.isnan(o.error) for o in wrong):
+        reading, cause = MISSING, "the step was given `clip` and returned no `norm`"
+    yield _finding(("norm",), (reading, "", ""), cause, wrong, observations)
+
+
+def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
+    """Why a world did not come to the end of a step. without_tokens: ranks that have none."""
+    errors = [step for step in steps if step.error is not None and not step.late]
+    if errors:
+        cause = f"rank {errors[0].rank}: {errors[0].error}"
+        return AuditFinding(("step",), ERROR, "", cause, "", 1, 1, str(case))
+    where: dict[str, list[int]] = {}
+    for step in steps:
+        said = f"in {step.stuck}" if step.stuck else "at the end of the step"
+        where.setdefault(said, []).append(step.rank)
+    odd = min(where, key=lambda said: (len(where[said]), said.startswith("in ")))
+    suspects = sorted(without_tokens) or where[odd]
+    told = "; ".join(f"{_ranks(ranks, without_tokens)} {said}" for said, ranks in where.items())
+    cause = (f"{_ranks(suspects, without_tokens)} left out a collective that others wait in: none "
+             "may stand behind a branch on what one rank holds" if len(where) > 1 else
+             "all ranks wait in the same call, for a process that is not there or in another order")
+    return AuditFinding(("step",), HANG, "", cause, "", 1, 1, f"{case}: {told}")
+
+
+def merged(findings: Sequence[AuditFinding]) -> list[AuditFinding]:
+    """Steps that stop in the same way as one finding."""
+    found: dict[tuple[str, str], AuditFinding] = {}
+    for finding in findings:
+        key = (finding.pattern, finding.cause.partition(": ")[2] or finding.cause)
+        known = found.get(key)
+        found[key] = finding if known is None else replace(known, cases=known.cases + 1)
+    return list(found.values())
+
+
+def _ranks(ranks: Sequence[int], without_tokens: set[int]) -> str:
+    words = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{words} (without tokens)" if set(ranks) <= without_tokens else words

@@ -1,0 +1,81 @@
+"""Training steps of frameworks, by name: each module has a class as a user would write it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from scripts.audit.contract import load
+from scripts.audit.run import Audit, audit
+from scripts.bench.peers.base import not_installed
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Where a target is.
+
+    Attributes:
+        package: whose version is shown.
+        needs: modules without which it is not installed.
+        imports: slow ones, once instead of in every rank.
+    """
+
+    where: str
+    package: str
+    needs: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+
+
+_MEGATRON = ("megatron-core", ("megatron.core",), (
+    "megatron.core.distributed", "megatron.core.optimizer",
+    "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.pipeline_parallel.schedules"))
+_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
+_TRANSFORMERS = ("transformers", ("transformers",), (
+    _MIXTRAL, "transformers.trainer",
+    "transformers.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"))
+TARGETS = {
+    "plain": Framework("scripts.audit.targets.plain:Plain", "moe-plugin"),
+    "transformers": Framework(
+        "scripts.audit.targets.transformers:Transformers", *_TRANSFORMERS),
+    "transformers-all-reduce": Framework(
+        "scripts.audit.targets.transformers:TransformersAllReduce", *_TRANSFORMERS),
+    "transformers-moe-plugin": Framework(
+        "scripts.audit.targets.transformers:TransformersOurs", *_TRANSFORMERS),
+    "megatron": Framework("scripts.audit.targets.megatron:Megatron", *_MEGATRON),
+    "megatron-allgather": Framework(
+        "scripts.audit.targets.megatron:MegatronAllGather", *_MEGATRON),
+    "megatron-per-token": Framework(
+        "scripts.audit.targets.megatron:MegatronPerToken", *_MEGATRON),
+    "deepspeed": Framework("scripts.audit.targets.deepspeed:DeepSpeed", "deepspeed",
+                           ("deepspeed",), ("deepspeed.moe.layer",)),
+    "deepspeed-autoep": Framework(
+        "scripts.audit.targets.deepspeed:AutoEP", "deepspeed",
+        ("deepspeed", "transformers"), ("deepspeed.moe.layer", _MIXTRAL)),
+    "torchtitan": Framework(
+        "scripts.audit.targets.torchtitan:TorchTitan", "torchtitan",
+        ("torchtitan", "spmd_types", "tyro"), ("torch.distributed.fsdp",)),
+}
+
+
+def audit_named(name: str, ranks: Sequence[int], *, timeout_s: float, tolerance: float) -> Audit:
+    """The audit of a framework of `TARGETS`, or of a user's file or module.
+
+    Raises:
+        ValueError: there is no such target, see `load`.
+    """
+    known = TARGETS.get(name)
+    if known is None:
+        return audit(load(name), ranks, timeout_s=timeout_s, tolerance=tolerance)
+    if (why := not_installed(*known.needs)) is not None:
+        return Audit(name, not_installed=why)
+    for module in known.imports:
+        importlib.import_module(module)
+    try:
+        version = f"{known.package} {metadata.version(known.package)}"
+    except metadata.PackageNotFoundError:
+        version = known.package
+    target = dataclasses.replace(load(known.where), name=name)
+    return audit(target, ranks, timeout_s=timeout_s, tolerance=tolerance, version=version)

@@ -1,0 +1,185 @@
+"""DeepSpeed's MoE layer, and its AutoEP in a Mixtral, under its engine without ZeRO."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scripts.audit.contract import Batch, HeldPart, Parts
+from scripts.audit.mixtral import DOWN, EXPERTS, GATE_UP, MIXTRAL, ROUTER
+from scripts.audit.reference import TINY
+from scripts.audit.targets.plain import TinyNetwork
+from scripts.audit.targets.transformers import mixtral_config, recompute
+
+
+def join_ranks() -> None:
+    """Its communication over gloo alone. What it would compile first has torch's own in its place:
+    all-reduce in shared memory, flat tensors.
+    """
+    import deepspeed
+    from deepspeed.runtime import engine
+    from torch import _utils
+
+    flat = SimpleNamespace(flatten=_utils._flatten_dense_tensors,
+                           unflatten=_utils._unflatten_dense_tensors)
+    # by its whole name: `deepspeed.comm` has torch itself under the last part
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    engine.UtilsBuilder = lambda: SimpleNamespace(load=lambda: flat)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+class GradientsKept(torch.optim.SGD):
+    """Keeps what its step is given: the engine zeroes gradients in the same call."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.kept: dict[int, Tensor | None] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Copy every gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.kept[id(p)] = None if p.grad is None else p.grad.clone()
+
+    def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> HeldPart:
+        """With the gradient that the last step was given."""
+        return HeldPart(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
+
+
+class Engine:
+    """An engine whose accumulation and clipping follow each batch, and the norm it clips by."""
+
+    def __init__(self, network: nn.Module, **config: Any) -> None:
+        import deepspeed
+        from deepspeed.runtime import engine
+
+        join_ranks()
+        original = engine.clip_grad_norm_
+
+        def clip(**arguments: Any) -> Any:
+            self.norm = float(original(**arguments))
+
+        engine.clip_grad_norm_ = clip  # it keeps no norm without ZeRO
+        self.norm = 0.0
+        self.engine, *_ = deepspeed.initialize(
+            model=network, optimizer=GradientsKept,
+            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+                    **config})
+        self.optimizer: GradientsKept = self.engine.optimizer
+
+    def step(self, batch: Batch, losses: Iterator[Tensor]) -> dict[str, float]:
+        """Backward of each micro-batch's mean loss, then its step."""
+        number = len(batch.micro_batches)
+        self.engine.set_train_batch_size(number * dist.get_world_size())
+        self.engine.micro_steps = 0  # it counts on where the number of micro-batches changes
+        self.engine._config.gradient_clipping = batch.clip or 0.0
+        total = torch.zeros(())
+        for loss in losses:
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach() / number
+        dist.all_reduce(total)
+        answer = {"loss": float(total) / dist.get_world_size()}
+        return answer if batch.clip is None else {**answer, "norm": self.norm}
+
+
+class _Expert(nn.Module):
+    """DeepSpeed takes a module for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(TINY.width, TINY.hidden, bias=False)
+        self.up = nn.Linear(TINY.width, TINY.hidden, bias=False)
+        self.down = nn.Linear(TINY.hidden, TINY.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class _Experts(nn.Module):
+    """Its layer on [T, D], without its balance loss."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)[0]
+        return y
+
+
+class DeepSpeed:
+    """`deepspeed.moe.layer.MoE` without dropped tokens."""
+
+    supports = ("accumulation", "clipping", "recompute")
+
+    def build(self, ranks: int, ep: int) -> Parts:
+        """A module for each expert of this rank."""
+        from deepspeed.moe.layer import MoE
+
+        join_ranks()
+        layer = MoE(TINY.width, _Expert(), TINY.num_experts, ep_size=ep, k=TINY.top_k,
+                    drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False)
+        network = TinyNetwork(_Experts(layer))
+        self.engine = Engine(network)
+        part = self.engine.optimizer.part
+        parts: dict[str, Any] = {
+            name: part(weight) for name, weight in network.dense_parts().items()}
+        parts |= {"router": part(layer.deepspeed_moe.gate.wg.weight), "gate": [], "up": [],
+                  "down": []}
+        first = dist.get_rank() % ep * (TINY.num_experts // ep)
+        for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts, first):
+            for name in ("gate", "up", "down"):
+                parts[name].append(part(getattr(expert, name).weight, number))
+        return parts
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Mean squared errors."""
+        return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
+                                        for x, y in batch.micro_batches))
+
+
+class AutoEP:
+    """A Mixtral of `transformers` whose block the engine replaces by experts over ranks."""
+
+    supports = ("accumulation", "clipping", "recompute")
+    model = MIXTRAL
+
+    def build(self, ranks: int, ep: int) -> Parts:
+        """w1, w3 and w2 are gate, up and down of this rank's experts."""
+        import transformers
+        from deepspeed.module_inject.auto_ep_presets import base
+
+        # its recorder of router logits, which is not used here, ends in an error with
+        # transformers 5.24: `get` of that registry takes no default any more
+        base._retarget_transformers_output_recorders_for_modules = lambda **_: 0
+        self.network = transformers.MixtralForCausalLM(mixtral_config()).train()
+        self.engine = Engine(self.network, expert_parallel={
+            "enabled": True, "autoep_size": ep, "preset_model": "mixtral",
+            "use_grouped_mm": False})
+        part = self.engine.optimizer.part
+        layer, count = self.network.get_submodule(EXPERTS), MIXTRAL.num_experts // ep
+        first = dist.get_rank() % ep * count
+        mine = slice(first, first + count)
+        return {
+            **{name: part(weight) for name, weight in self.network.named_parameters()
+               if not name.startswith(EXPERTS)},
+            ROUTER: part(layer.router.gate.weight),
+            GATE_UP: [part(layer.experts.w1, (mine, slice(0, MIXTRAL.hidden))),
+                      part(layer.experts.w3, (mine, slice(MIXTRAL.hidden, None)))],
+            DOWN: part(layer.experts.w2, mine)}
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Mean cross-entropies."""
+        recompute(self.network, batch.recompute)
+        return self.engine.step(batch, (
+            self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss
+            for x, y in batch.micro_batches))

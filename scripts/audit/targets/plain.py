@@ -1,0 +1,84 @@
+"""Our own layer in a plain PyTorch loop under `ddp_model`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_plugin.comm import TorchComm
+from moe_plugin.gradients.norm import clip_grad_norm_
+from moe_plugin.hosts.plain.sharding import ddp_model
+from moe_plugin.layer import MoELayer
+from scripts.audit.contract import Batch, HeldPart, Parts
+from scripts.audit.reference import TINY
+
+
+class TinyNetwork(nn.Module):
+    """`TINY` around a layer of experts: a module from x [T, D] to [T, D]."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.inp = nn.Linear(TINY.width, TINY.width, bias=False)
+        self.experts = experts
+        self.out = nn.Linear(TINY.width, TINY.width, bias=False)
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        """x [T, D] to [T, D]. recompute: the experts, in backward."""
+        h = self.inp(x)
+        y = checkpoint(self.experts, h, use_reentrant=False) if recompute else self.experts(h)
+        y_TD: Tensor = self.out(h + y)
+        return y_TD
+
+    def dense_parts(self) -> dict[str, Tensor]:
+        """The two linear layers by their names in `TINY`."""
+        return {"inp": self.inp.weight, "out": self.out.weight}
+
+
+class _Output(nn.Module):
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).output
+        return y
+
+
+class Plain:
+    """DDP around the dense part, `reduce_experts` for the experts, `clip_grad_norm_`."""
+
+    supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
+
+    def build(self, ranks: int, ep: int) -> Parts:
+        """Experts [L, D, F] of this rank are the whole ones transposed."""
+        self.ranks = ranks
+        comm = TorchComm()
+        self.layer = MoELayer(
+            TINY.width, comm=comm.contiguous_subgroup(ep) if ep < ranks else comm,
+            num_experts=TINY.num_experts, router={"name": "topk", "top_k": TINY.top_k},
+            experts={"kind": "gated_ffn", "hidden_dim": TINY.hidden, "activation": "silu",
+                     "bias": False})
+        self.network = TinyNetwork(_Output(self.layer))
+        self.model = ddp_model(self.network)
+        experts, first = self.layer.experts, comm.rank % ep * (TINY.num_experts // ep)
+        mine = slice(first, first + TINY.num_experts // ep)
+        return {**self.network.dense_parts(), "router": self.layer.router.weight_ED,
+                "gate": HeldPart(experts.w_gate_LDF, mine, transposed=True),
+                "up": HeldPart(experts.w_in_LDF, mine, transposed=True),
+                "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """DDP averages over ranks what each divides by the tokens of all."""
+        self.model.zero_grad()
+        total = torch.zeros(())
+        for x, y in batch.micro_batches:
+            out = self.model(x, batch.recompute)
+            loss = F.mse_loss(out, y, reduction="sum") / TINY.width * self.ranks / batch.tokens
+            loss.backward()
+            total += loss.detach()
+        answer = {"loss": float(TorchComm().all_reduce(total)) / self.ranks}
+        if batch.clip is not None:
+            answer["norm"] = float(clip_grad_norm_(self.model.parameters(), batch.clip))
+        return answer

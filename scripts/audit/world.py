@@ -1,0 +1,202 @@
+"""Ranks that make the steps of an audit one after the other, and say where they are stuck."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.audit.contract import Batch, Parts, Target, gradient, local, places
+from scripts.emulate.ranks import RankProcess, fork, stop
+
+GRACE_S = 2.0  # for other ranks, once one has failed
+_PYTHON = sysconfig.get_paths()["stdlib"]
+_TORCH = os.path.dirname(torch.__file__)
+
+
+@dataclass
+class RankStep:
+    """What one rank has after a step.
+
+    Attributes:
+        grads: by name, places in the flattened whole tensor and the gradient there, both [n];
+            the gradient is None if it has none.
+        error: last line of what was raised, with where.
+        stuck: the call that it is in after the time-out, with where.
+        late: another rank had failed before.
+    """
+
+    rank: int
+    loss: float | None = None
+    norm: float | None = None
+    grads: dict[str, list[tuple[Tensor, Tensor | None]]] = field(default_factory=dict)
+    error: str | None = None
+    stuck: str | None = None
+    late: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to the end of its step."""
+        return self.error is None and self.stuck is None
+
+
+class World:
+    """Forked processes in one gloo group, each with the target's model; a context manager.
+
+    Args:
+        ranks, ep: processes, and the size of expert-parallel groups.
+        timeout_s: of building, and of each step.
+    """
+
+    def __init__(self, target: Target, ranks: int, ep: int, timeout_s: float) -> None:
+        self.target, self.ranks, self.ep, self.timeout_s = target, ranks, ep, timeout_s
+        self.pipes: list[Connection] = []
+        self.processes: list[RankProcess] = []
+        self.alive = False
+
+    def __enter__(self) -> World:
+        self.folder = tempfile.TemporaryDirectory()
+        for rank in range(self.ranks):
+            ours, theirs = Pipe()
+            self.processes.append(fork(lambda r=rank, p=theirs: self._rank(r, p), None, rank))
+            theirs.close()
+            self.pipes.append(ours)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        stop(self.processes)
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+    def built(self) -> list[RankStep]:
+        """Wait until all ranks have built their models; those that did not say why."""
+        return self._answers()
+
+    def step(self, weights: dict[str, Tensor], batches: Sequence[Batch]) -> list[RankStep]:
+        """One step on every rank, in rank order; a batch for each. After a rank that did not end,
+        the world is no longer `alive`.
+        """
+        for pipe, batch in zip(self.pipes, batches, strict=True):
+            pipe.send_bytes(pickle.dumps((weights, batch)))
+        return self._answers()
+
+    def _answers(self) -> list[RankStep]:
+        found: dict[int, RankStep] = {}
+        deadline = time.monotonic() + self.timeout_s + GRACE_S
+        while len(found) < self.ranks and time.monotonic() < deadline:
+            waiting = [p for rank, p in enumerate(self.pipes) if rank not in found]
+            for pipe in wait(waiting, timeout=0.5):
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                late = any(step.error is not None for step in found.values())
+                found[rank] = replace(_received(rank, self.pipes[rank]), late=late)
+                if found[rank].error is not None:  # others wait for it in vain
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        for rank in range(self.ranks):
+            found.setdefault(rank, RankStep(rank, stuck="its step", late=True))
+        self.alive = all(answer.ended for answer in found.values())
+        return [found[rank] for rank in range(self.ranks)]
+
+    def _rank(self, rank: int, pipe: Connection) -> None:
+        import torch.distributed as dist
+
+        os.dup2(2, 1)  # what packages print belongs to the log
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.ranks),
+                          LOCAL_WORLD_SIZE=str(self.ranks), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT="29500")
+        dist.init_process_group("gloo", init_method=f"file://{self.folder.name}/store", rank=rank,
+                                world_size=self.ranks)
+        with _Reporting(rank, pipe, self.timeout_s) as answer:
+            parts = self.target.build(*[self.ranks, self.ep][: 1 + self.target.takes_ep])
+            answer(RankStep(rank))
+        while True:
+            weights, batch = pickle.loads(pipe.recv_bytes())
+            with _Reporting(rank, pipe, self.timeout_s) as answer:
+                answer(one_step(self.target, parts, weights, batch, rank))
+
+
+def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Batch,
+             rank: int = 0) -> RankStep:
+    """Set the weights, make a step in this process, read loss, norm and gradients."""
+    held = list(places(parts, {name: w.shape for name, w in weights.items()}))
+    with torch.no_grad():
+        for name, part, where in held:
+            part.tensor.grad = None
+            local(part).copy_(weights[name].flatten()[where])
+    said = target.step(batch)
+    answer = RankStep(rank, float(said["loss"]),
+                      float(said["norm"]) if said.get("norm") is not None else None)
+    for name, part, where in held:
+        found = gradient(part)
+        answer.grads.setdefault(name, []).append(
+            (where.flatten(), None if found is None else found.double().flatten().clone()))
+    return answer
+
+
+class _Reporting:
+    """Sends what a rank answers, what it raised, or after the time-out where it is."""
+
+    def __init__(self, rank: int, pipe: Connection, timeout_s: float) -> None:
+        self.rank, self.pipe, self.sent = rank, pipe, threading.Lock()
+        self.thread = threading.get_ident()
+        self.timer = threading.Timer(timeout_s, self._stuck)
+        self.timer.daemon = True
+
+    def __enter__(self) -> Any:
+        self.timer.start()
+        return self._send
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.timer.cancel()
+        if error is not None:
+            traceback.print_exception(error)
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+            self._send(RankStep(self.rank, error=f"{text} ({_place(traceback.extract_tb(trace))})"))
+
+    def _send(self, answer: RankStep) -> None:
+        if self.sent.acquire(blocking=False):  # the first one counts
+            self.pipe.send_bytes(pickle.dumps(answer))
+
+    def _stuck(self) -> None:
+        frames = traceback.extract_stack(sys._current_frames()[self.thread])
+        call = next((f.name for f in reversed(frames) if _is_collective(f)), None)
+        said = frames[-1].name if call is None else call
+        self._send(RankStep(self.rank, stuck=f"{said} ({_place(frames)})"))
+
+
+def _is_collective(frame: traceback.FrameSummary) -> bool:
+    return (f"{_TORCH}/distributed" in frame.filename
+            and not frame.name.startswith(("_", "wrapper")))
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """File and line of the innermost frame that is neither torch's nor the audit's."""
+    theirs = [f for f in frames if not f.filename.startswith((_TORCH, __file__, "<"))
+              and ("site-packages" in f.filename or not f.filename.startswith(_PYTHON))]
+    frame = (theirs or [*frames])[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.name}"
+
+
+def _received(rank: int, pipe: Connection) -> RankStep:
+    try:
+        answer: RankStep = pickle.loads(pipe.recv_bytes())
+        return answer
+    except (EOFError, ConnectionResetError):
+        return RankStep(rank, error="its process ended without an answer")

@@ -1,0 +1,219 @@
+"""What the planner predicts of published results. Nothing is fitted to a result.
+
+Constants: the estimates after data sheets that are installed (`configs/devices`,
+`configs/clusters`), and those named here with their source. Where a result's setting is not public,
+a prediction is a range over a stated one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from moe_plugin.planner.all_to_all_cost import predict
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.cluster import Cluster, Link, load_cluster
+from moe_plugin.planner.collectives import GroupShape, all_reduce_s
+from moe_plugin.planner.device import load_device
+from moe_plugin.planner.forest import plan
+from moe_plugin.planner.forest.baselines import baselines
+from moe_plugin.planner.forest.presets import preset
+from moe_plugin.planner.forest.simulate import program_of
+from moe_plugin.planner.layer_cost import LayerShape, layer_cost
+from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.pipeline.slices import cut
+from moe_plugin.planner.plan_cost import dense_layer_s, time_of
+from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
+from moe_plugin.planner.shared_token_schedules import ParmShape, schedule_s
+from moe_plugin.planner.static_layer import ScaleRow, scale_table, static_layer_s
+from moe_plugin.planner.vote_assignments import mols, repetition
+from scripts.bench.study import DATA, ROOT, read_numbers
+
+CONFIGS = ROOT / "configs"
+A100, V100 = (load_device(CONFIGS / "devices" / f"{name}.yaml") for name in (
+    "a100_80g", "v100_32g"))
+AZURE = load_cluster(CONFIGS / "clusters" / "a100_ib.yaml")
+# NVIDIA's data sheets of the V100 (NVLink, 150 GB/s a direction) and the DGX-1 (four cards of 100
+# Gbit/s); seconds of a message as in AZURE
+DGX1 = Cluster(nodes=8, ranks_per_node=8, nics=4, intra=Link(alpha_s=3e-6, beta_s=1 / 150e9),
+               inter=Link(alpha_s=5e-6, beta_s=1 / 12.5e9), copy_s=1 / V100.memory_bytes_s)
+# NVIDIA's data sheet of the H800: half of its 989 TFLOP/s in bf16, NVLink with 200 GB/s a direction
+H800_FLOPS, H800_BYTES_S, LAUNCH_S, MESSAGE_S = 989e12 / 2, 200e9, 1e-5, 3e-6
+# four nodes of eight GPUs: 12 of the 16 GB/s of PCIe 3, half of that a GPU between nodes
+PCIE = Cluster(nodes=4, ranks_per_node=8, nics=8, intra=Link(alpha_s=1e-5, beta_s=1 / 12e9),
+               inter=Link(alpha_s=2e-5, beta_s=1 / 6e9))
+# the layer of Tutel's blog: batch 32 of 1,024 tokens on each GPU, an expert each
+LAYER = LayerShape(tokens=32 * 1024, model_dim=2048, hidden_dim=2048, experts=8, top_k=2,
+                   capacity_factor=1.0)
+TOKENS = (4096, 8192, 16384, 32768)  # of a GPU, where they are not stated
+UNTUNED = 2.56  # times slower all-to-all: the least gain by tuning that Tutel's blog publishes
+MASK_BYTES = 50  # of all passes over an element of the branch's tokens x experts x slots masks
+Range = tuple[float, float]
+
+
+def spread(values: Sequence[float]) -> Range:
+    return min(values), max(values)
+
+
+def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
+    nodes = gpus // cluster.ranks_per_node
+    return scale_table(replace(LAYER, tokens=tokens), cluster, A100, [nodes])[0]
+
+
+def sparse_layer(gpus: int, slower: float = 1.0) -> float:
+    """One-hot dispatch over sparse dispatch in the same layout: what Tutel's blog compares."""
+    link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
+    row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
+    return row.static_s / row.plain_s
+
+
+def adaptive_layer(gpus: int) -> Range:
+    """One-hot dispatch in one layout over sparse dispatch in the best one, by tokens of a GPU."""
+    return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
+
+
+def adapted(of: str) -> float:
+    """The largest gain of adapting `r` or `d` alone, 16 to 2,048 GPUs, all `TOKENS`."""
+    return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
+        _scaled(2**n, tokens) for n in range(4, 12) for tokens in TOKENS))
+
+
+def two_dimensional() -> float:
+    """Linear over 2DH all-to-all on 2,048 GPUs, the largest of 64 KiB to 256 MiB a GPU."""
+    cluster = AZURE.with_ranks(2048)
+    return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
+               for n in range(16, 29))
+
+
+def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
+    """A step of the 1.1 T model of Tutel's table 1 with one-hot dispatch over one with sparse
+    dispatch: 24 sequences a GPU, an expert each.
+
+    mask_bytes: that are moved for each element of the masks, beyond what the products read.
+    """
+    cluster = AZURE.with_ranks(gpus)
+    model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
+                       sequence=1024, global_batch=24 * gpus, experts=gpus, capacity_factor=1.0)
+    placed = ModelPlan(tp=1, pp=1, dp=gpus, ep=gpus, etp=1, micro_batch=24,
+                       layout=LayoutChoice(r=1))
+    layer = model.layer(placed.tokens(model))
+    masks_s = mask_bytes * layer.top_k * layer.tokens**2 / A100.memory_bytes_s
+    seconds = (static_layer_s(layer, cluster, A100) + masks_s,
+               layer_cost(layer, cluster, A100, placed.layout).seconds)
+    one_hot, sparse = (sum(time_of(model, cluster, A100, placed, s).values()) for s in seconds)
+    return one_hot / sparse
+
+
+@cache
+def pipeline_moe() -> tuple[Range, Range, Range]:
+    """PPMoE on DGX-1: (gain over experts on all ranks of eight nodes, whose rows travel; the same
+    where every tensor-parallel rank sends all its rows; share of the backbone's throughput).
+
+    A dense layer and one of 64 experts, which makes a model 22 times its backbone, of GPT-3's 6.7B
+    width; 1 to 8 sequences of 2,048 tokens at a time, one or two experts per token.
+    """
+    node, found = DGX1.resized(1), []
+    for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
+        model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, sequence=2048, experts=64,
+                           top_k=k)
+        tokens = sequences * model.sequence
+        dense = dense_layer_s(model, node, V100, tokens, 8)
+        whole_s = sum(dense.values())
+        # one of its two all-reduces is the layer's own
+        rest_s = whole_s + dense["attention"] + dense["tensor parallel"] / 2
+        layer = model.layer(tokens // 8)
+        ours = layer_cost(layer, node, V100, LayoutChoice(r=1, gather_tokens=True)).seconds
+        theirs = layer_cost(layer, DGX1, V100, LayoutChoice(r=1))
+        sends = theirs.phases()["a2a_out"] + theirs.phases()["a2a_back"]
+        found.append(((rest_s + theirs.seconds) / (rest_s + ours),
+                      (rest_s + theirs.seconds + 7 * sends) / (rest_s + ours),
+                      2 * whole_s / (rest_s + ours)))
+    return tuple(spread(values) for values in zip(*found, strict=True))
+
+
+def trees(boxes: int = 2) -> float:
+    """The busiest wire of rings over that of planned trees, DGX A100, the largest of three
+    collectives.
+    """
+    network = preset(f"dgx-a100:{boxes}")
+    return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
+               for kind in ("all_gather", "reduce_scatter", "all_reduce")
+               for ring in baselines(network, kind) if ring.name == "ring")
+
+
+@cache
+def shared_tokens() -> Range:
+    """Exchanges of the plain schedule over the better of Parm's, over 1,296 layers."""
+    gains = []
+    for batch, length, width, k, f, replicas, shards in itertools.product(
+            (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096, 8192), (1, 2), (1.2, 2.4), (1, 2, 4),
+            (1, 2, 4)):
+        shape = ParmShape(tokens=batch * length, model_dim=width, rows_factor=k * f,
+                          replicas=replicas, shards=shards)
+        plain, *split = (schedule_s(shape, PCIE, name, True) for name in ("baseline", "s1", "s2"))
+        gains.append(plain / min(split))
+    return spread(gains)
+
+
+def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
+            active: float) -> Range:
+    """EPS: prefill in one piece over that in the best pieces, 1,024 to 16,384 tokens a GPU; all
+    products at the same rate, attention as large as its weights alone. active: parameters a token.
+    """
+    each = 3 * width * inner  # parameters of an expert
+    kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
+    found = []
+    for tokens in (1024, 4096, 16384):
+        load = PrefillLoad(experts=experts // gpus, rows=tokens * k * gpus / experts,
+                           row_s=2 * width * (1 - 1 / gpus) / H800_BYTES_S,
+                           exchange_s=MESSAGE_S * (gpus - 1))
+        options = [c for by in CUTS for c in choices(load, {"grouped": kernel}, by)]
+        one, best = (min(c.seconds for c in options if c.pieces <= most) for most in (1, 20))
+        rest = 2 * tokens * (active - layers * k * each) / H800_FLOPS
+        found.append((rest + layers * one) / (rest + layers * best))
+    return spread(found)
+
+
+def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
+    """TeraPipe: GPT-3 175B in 48 stages of eight V100, two layers each, whole sequences of 2,048
+    tokens over their best slices, by sequences of a step.
+    """
+    width, node = 12288, DGX1.resized(1)
+
+    def seconds(length: int, context: int) -> float:
+        flops = 24 * width**2 * length + 4 * width * length * (context + length / 2)
+        layer = V100.matmul_s(length, flops / 8, 24 * width**2 / 8) + 2 * all_reduce_s(
+            node, GroupShape(8), 2 * width * length)
+        return 2 * layer
+
+    whole = seconds(2048, 0)
+    return spread([(count + 47) * whole / (count * cut(
+        seconds, 2048, 1 + 47 / count, granularity=32, gap_s=whole / 200).seconds)
+        for count in batches])
+
+
+def streaming_peers() -> Range:
+    """ATOM: as `moe-plugin bench offload-plans` computes it, by the rate of the links."""
+    found = read_numbers(ROOT / "docs" / "benchmarks" / DATA / "offload_plans.json")
+    cells = found["models"]["24 layers of width 2,048"]["cells"]
+    return spread([cell["ratio"] for cell in cells
+                   if cell["every"] == 500 and 10 <= cell["mbit_s"] <= 300])
+
+
+def near_links() -> float:
+    """TA-MoE: even tokens over its shares on two nodes, by the busiest link alone."""
+    ranks, nodes = AZURE.ranks_per_node, 2
+    near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
+    return (ranks * near + (nodes - 1) * ranks * far) / (nodes * ranks) / far
+
+
+def spoiled_files() -> float:
+    """ByzShield: mean over 2 to 7 wrong ones of 15 workers, each file on three, of the share of
+    spoiled files that Latin squares spare of repetition's.
+    """
+    squares, groups = mols(5, 3), repetition(5, 3)
+    pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
+    return statistics.fmean(1 - a / squares.count / (b / groups.count) for a, b in pairs)

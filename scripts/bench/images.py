@@ -1,0 +1,74 @@
+"""Training runs of the vision example, one thread each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_plugin.hosts.timm.data import write_example
+from scripts.bench.study import ROOT, Option
+
+CIFAR = "cifar10"
+CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
+
+
+def run_options(name: str, data: str) -> dict[str, Option]:
+    """Return the options of a study that trains on images: what `folder_of_runs` reads.
+
+    Args:
+        name: of the study.
+        data: an example of digits, which is the default.
+    """
+    return {
+        "data": Option(data, f"images to train on; {CIFAR} takes hours, and needs its npm package",
+                       choices=(data, CIFAR)),
+        "images": Option(0, "images to train on and to validate with, at most; 0: all", quick=100),
+        "runs": Option(f"runs/{name}", "folder of the runs; a second start continues them"),
+        "fresh": Option(False, "remove it first")}
+
+
+def folder_of_runs(args: argparse.Namespace) -> Path:
+    """Return the folder of a study's runs, with its images in `images`.
+
+    Raises: ValueError: the images' package is missing.
+    """
+    place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
+    if args.fresh:
+        shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True, exist_ok=True)
+    write_example(args.data, place / "images", most=args.images)
+    return place
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Raises: ValueError: a number of images, epochs or seeds is out of bounds."""
+    for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
+        if (value := getattr(args, name)) < least:
+            raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}; leave it out")
+
+
+def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
+    """The log of a run into `out`, a record a line; a second start continues it."""
+    subprocess.run(
+        [sys.executable, "-m", "moe_plugin.hosts.timm.train", "--out", str(out), *options],
+        check=True, stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+    return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+
+
+def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",
+           digits: int = 2) -> str:
+    """Mean, and smallest to largest."""
+    shown = [factor * value for value in values]
+    mean, least, most = (f"{value:.{digits}f}"
+                         for value in (statistics.mean(shown), min(shown), max(shown)))
+    return f"{mean} ({least} to {most}) {unit}".strip()

@@ -1,0 +1,245 @@
+"""Records the Triton launches of a layer without a GPU: what is compiled for them, and their work.
+
+Tensors are on torch's `meta` device, which has shapes and no values, and which the layer takes for
+a GPU while it is recorded: a layer of any size runs in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
+from moe_plugin.dispatch.token_entry import TokenEntry
+from moe_plugin.kernels.gpu.tilings import Chip
+from moe_plugin.kernels.registry import Op
+from moe_plugin.kernels.weight_grads import WEIGHTS
+from moe_plugin.layer import MoELayer
+from scripts.bench.problem import Problem
+
+META = torch.device("meta")
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+         torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
+         torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas")
+ALIGNED = 16  # Triton compiles again for addresses and numbers that are multiples of it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a kernel is compiled for: equal launches run the same code.
+
+    Attributes:
+        module: below moe_plugin.kernels.gpu.
+        types: of the arguments at run time, in Triton's words.
+        constants: compile-time values; an argument that is 1 is one, too.
+        aligned: arguments that are multiples of 16.
+        options: warps, stages, a bound of the registers.
+    """
+
+    module: str
+    kernel: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def label(self) -> str:
+        """Its kernel and what sets it apart: dtype, flags, words and sizes."""
+        said = [next((t[1:] for _, t in self.types if t.startswith("*")), "")]
+        for name, value in self.constants:
+            if value is True or (isinstance(value, str) and value not in ("none", "ieee")):
+                said.append(name.lower() if value is True else value)
+        sizes = [f"{name}{value}" for name, value in self.constants
+                 if isinstance(value, int) and not isinstance(value, bool) and value > 1]
+        return f"{self.kernel.removesuffix('_kernel')} {' '.join([*said, *sizes])}"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows are looked up in the loop over them."""
+        return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
+
+    def option(self, name: str, default: int) -> int:
+        """One of `options`."""
+        return dict(self.options).get(name, default)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch with its arguments' sizes.
+
+    Attributes:
+        shapes: of the tensors by argument.
+        numbers: by argument.
+        bytes: each tensor once, whether read or written.
+        programs: of its grid.
+    """
+
+    launch: Launch
+    shapes: Mapping[str, tuple[int, ...]]
+    numbers: Mapping[str, int]
+    bytes: int
+    programs: int
+
+
+@dataclass
+class Recorded:
+    """What ran, in its order.
+
+    Attributes:
+        operations: torch's own that compute, (name, bytes) each; views and allocations are none.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    operations: list[tuple[str, int]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def recording(chip: Chip) -> Iterator[Recorded]:
+    """Notes what runs inside on `META` as if on a GPU of this kind. Nothing is computed."""
+    from triton.runtime import jit
+
+    from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8
+
+    found = Recorded()
+
+    def launched(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **options: found.calls.append(_call(kernel, grid, args, options))
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+                (jit.KernelInterface, "__getitem__", launched), (Op, "interpreted", True),
+                *((module, "chip_of", lambda _: chip) for module in (expert_matmul, fp8)),
+                (expert_ffn, "_traced", lambda _: False), (TokenEntry, "_check", lambda *_: None),
+                (torch, "is_autocast_enabled", lambda *_: False),
+                (torch, "autocast", lambda *_, **__: contextlib.nullcontext())):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(_Operations(found.operations))
+        yield found
+
+
+class _Operations(TorchDispatchMode):
+    """Notes operations of torch that write something new."""
+
+    def __init__(self, seen: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func.namespace == "aten" and not func.is_view and "empty" not in name:
+            tensors = [t for t in _tensors((args, kwargs, made))]
+            self.seen.append((name, _bytes(tensors)))
+        return made
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of all, what several share once."""
+    each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
+    return sum(t.numel() * t.element_size() for t in each.values())
+
+
+def _call(kernel: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Call:
+    bound = dict(zip(kernel.arg_names, args, strict=False))
+    bound |= {name: value for name, value in given.items() if name in kernel.arg_names}
+    fixed = {p.name for p in kernel.params if p.is_constexpr}
+    tensors = {name: getattr(value, "base", value) for name, value in bound.items()
+               if isinstance(getattr(value, "base", value), Tensor)}
+    types, constants, aligned = [], [], []
+    for name in kernel.arg_names:
+        value = bound[name]
+        if name in fixed or value is None or _is_one(value):
+            constants.append((name, value))
+            continue
+        types.append((name, _type(value)))
+        if _is_aligned(value):
+            aligned.append(name)
+    options = tuple((name, given[name]) for name in OPTIONS if name in given)
+    launch = Launch(kernel.fn.__module__.rpartition(".")[2], kernel.fn.__name__, tuple(types),
+                    tuple(constants), tuple(aligned), options)
+    programs = 1
+    for size in grid if isinstance(grid, tuple) else (grid,):
+        programs *= size
+    numbers = {name: value for name, value in bound.items()
+               if isinstance(value, int) and not isinstance(value, bool)}
+    return Call(launch, {name: tuple(t.shape) for name, t in tensors.items()}, numbers,
+                _bytes(tensors.values()), programs)
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value == 1
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"*{TYPES[value.dtype]}"
+    if hasattr(value, "block_shape"):
+        sizes = ", ".join(map(str, value.block_shape))
+        return f"tensordesc<{TYPES[value.base.dtype]}[{sizes}]>"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _is_aligned(value: Any) -> bool:
+    if isinstance(value, Tensor):  # allocations are aligned
+        return value.storage_offset() * value.element_size() % ALIGNED == 0
+    return isinstance(value, int) and value % ALIGNED == 0
+
+
+def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
+    """Forward and backward of one layer, to be recorded.
+
+    Args:
+        adds: weight gradients go to a float32 `main_grad`.
+        sections: of the settings, over those of the benchmark's layer.
+    """
+    p = problem
+    experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
+               **({"kind": "gated_ffn", "activation": "silu"} if p.gated else {})}
+    tree = {"model_dim": p.model_dim, "num_experts": p.experts, "router": {"top_k": p.top_k},
+            "experts": experts}
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    layer = MoELayer(from_dict(tree), LocalComm(), dtype=p.torch_dtype, device=META).to(META)
+    if adds:
+        layer.experts.adds_to_main_grad = True
+        for name in WEIGHTS:
+            if (parameter := getattr(layer.experts, name)) is not None:
+                parameter.main_grad = torch.empty(parameter.shape, device=META)
+                parameter.grad_added_to_main_grad = False
+
+    def run() -> None:
+        x_TD = torch.empty(p.tokens, p.model_dim, dtype=p.torch_dtype, device=META)
+        out = layer(x_TD.requires_grad_())
+        torch.autograd.backward([out.output, *out.losses.values()],
+                                [torch.empty_like(x_TD), *[None] * len(out.losses)])
+
+    return run
+
+
+def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
+    """What `run` launches on a GPU of this kind."""
+    with recording(chip) as found:
+        run()
+    return found

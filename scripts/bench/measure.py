@@ -1,0 +1,158 @@
+"""Time and memory of several candidates, measured alternately, on CPU and GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from moe_plugin.machine import device_name
+from moe_plugin.messages import tracked
+from scripts.bench.memory_limit import reset_peak, status_bytes
+
+MIB = 1 << 20
+HELD_UP = 40_000_000  # cycles of a GPU, about 20 ms
+# whose versions a page names, where they are installed
+PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-engine",
+            "scattermoe", "sonic-moe", "deepspeed", "transformers", "torchtitan", "ai2-olmo-core")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each round, in order."""
+
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Median of the rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """The fastest round."""
+        return min(self.seconds)
+
+
+def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15,
+                warmup: int = 3, slow: float = math.inf) -> list[Times]:
+    """Time each candidate once per round, so that a slow phase of the machine affects all of them.
+
+    slow: candidates slower than this multiple of the first one run in every fourth round only,
+    which leaves more rounds for candidates whose times are close to each other.
+    """
+    clock = _cuda_seconds if device.type == "cuda" else cpu_seconds
+    first = [
+        min(mine) for mine in zip(
+            *([clock(candidate) for candidate in candidates]
+              for _ in range(max(1, warmup))), strict=True)
+    ]
+    every = [4 if mine > slow * first[0] else 1 for mine in first]
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for number in tracked(range(rounds), "measure", "round"):
+        for mine, candidate, stride in zip(seconds, candidates, every, strict=True):
+            if number % stride == 0:
+                mine.append(clock(candidate))
+    return [Times(mine) for mine in seconds]
+
+
+def cpu_seconds(fn: Callable[[], object]) -> float:
+    """Of one call, on the host's clock."""
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(fn: Callable[[], object]) -> float:
+    """Time on the GPU. As in training, the host is ahead: it launches while the GPU is held up, and
+    what it does is in the time only where it waits for the GPU.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HELD_UP)
+    begin.record()
+    fn()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
+    """Peak memory of `calls` calls above the level before them, in MiB; None if unknown.
+
+    CPU: resident memory of the process (tensors, reused workspaces, the allocator's cache). GPU:
+    allocated bytes.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(calls):
+            fn()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    _trim()
+    if not reset_peak():
+        return None
+    before = status_bytes("VmRSS")
+    for _ in range(calls):
+        fn()
+    return max(0.0, (status_bytes("VmHWM") - before) / MIB)
+
+
+def _trim() -> None:
+    """Return freed heap to the system; else a candidate could reuse it unnoticed."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
+                  parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
+    """One step to measure: clear gradients, forward, backward through output and losses.
+
+    x, grad: [T, D], the input and the gradient of the output.
+    """
+
+    def run() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        y, losses = forward(x)
+        torch.autograd.backward([y, *losses], [grad, *([None] * len(losses))])
+
+    return run
+
+
+def versions(device: str) -> dict[str, str]:
+    """What a number was measured with: versions, device and date."""
+    threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
+    found = {
+        "python": platform.python_version(), "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(torch.device(device)) + threads
+    }
+    if device == "cuda":
+        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def said(found: Mapping[str, str]) -> str:
+    """Versions in words."""
+    return ", ".join(f"{name} {value}" for name, value in found.items())

@@ -1,0 +1,119 @@
+"""Our layer, and the two peers that are written here: the dense one-hot form and a dense FFN."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.config import from_dict
+from moe_plugin.layer import MoELayer
+from scripts.bench.peers.base import Candidate, activation, copy, expert_group, peers, route
+from scripts.bench.peers.fairseq_branch import exchange
+from scripts.bench.problem import Data, Problem
+
+
+def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
+    """`MoELayer` with the default config of this package, over the ranks of `expert_group`."""
+    kind = {"kind": "gated_ffn", "activation": "silu"} if problem.gated else {}
+    config = from_dict({
+        "model_dim": problem.model_dim,
+        "num_experts": problem.experts,
+        "router": {"top_k": problem.top_k},
+        # no bias, as the peers
+        "experts": {"hidden_dim": problem.hidden_dim, "compute": compute, "bias": False, **kind}
+    })
+    group = expert_group()
+    layer = MoELayer(config, group, dtype=problem.torch_dtype, device=problem.device)
+    weights = data.local(group.rank, group.size).weights()
+    copy(layer.router.weight_ED, weights.pop("router_ED"))
+    for name, value in weights.items():
+        copy(getattr(layer.experts, name), value)
+
+    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out = layer(x)
+        return out.output, list(out.losses.values())
+
+    return Candidate(forward, list(layer.parameters()))
+
+
+@peers.register("einsum")
+@contextlib.contextmanager
+def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """GShard's dense form, as in fairseq's moe branch: a T x E x C one-hot mask and two einsums.
+
+    C is the largest load of any expert from any rank, so that no token is dropped.
+    """
+    group, act = expert_group(), activation(problem)
+    own = data.local(group.rank, group.size).weights()
+    p = {name: nn.Parameter(value.clone()) for name, value in own.items()}
+
+    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        weights_TK, ids_TK, loss = route(x, p["router_ED"], problem.top_k)
+        combine_TEC = _one_hot(ids_TK, weights_TK, problem.experts, group)
+        rows_ECD = torch.einsum("tec,td->ecd", (combine_TEC != 0).to(x.dtype), x)
+        sent = rows_ECD.shape
+        if group.size > 1:
+            rows_ECD = _to_experts(exchange(rows_ECD.flatten(0, 1), group), group.size, sent[1])
+        inner_ECF = torch.bmm(rows_ECD, p["w_in_LDF"])
+        if problem.gated:
+            inner_ECF = act(torch.bmm(rows_ECD, p["w_gate_LDF"])) * inner_ECF
+        else:
+            inner_ECF = act(inner_ECF)
+        rows_ECD = torch.bmm(inner_ECF, p["w_out_LFD"])
+        if group.size > 1:
+            rows_ECD = exchange(_to_ranks(rows_ECD, group.size), group).view(sent)
+        return torch.einsum("tec,ecd->td", combine_TEC.to(x.dtype), rows_ECD), [loss]
+
+    yield Candidate(forward, list(p.values()), "memory grows with T x E x C")
+
+
+def _to_experts(rows_ND: Tensor, ranks: int, slots: int) -> Tensor:
+    """Rows by (rank, local expert, slot) as [L, W*C, D]."""
+    rows_WLCD = rows_ND.view(ranks, -1, slots, rows_ND.shape[1])
+    return rows_WLCD.transpose(0, 1).flatten(1, 2)
+
+
+def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
+    """The inverse of `_to_experts`, [N, D]."""
+    local, _, width = rows_LRD.shape
+    return rows_LRD.view(local, ranks, -1, width).transpose(0, 1).reshape(-1, width)
+
+
+def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
+    """combine_TEC: the weight of each token's row in its expert's slot."""
+    chosen_KTE = F.one_hot(ids_TK.t(), experts)
+    slot_KTE = (chosen_KTE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_KTE)
+    most = (slot_KTE * chosen_KTE).max()
+    slots = int(most if group.size == 1 else group.all_reduce(most, "max")) + 1
+    slot_TK = (slot_KTE * chosen_KTE).sum(-1).t()
+    chosen_TKE1 = chosen_KTE.transpose(0, 1)[..., None]
+    slot_TK1C = F.one_hot(slot_TK, slots)[:, :, None, :]
+    return (weights_TK[..., None, None] * chosen_TKE1 * slot_TK1C).sum(1)
+
+
+@peers.register("dense")
+@contextlib.contextmanager
+def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """A dense FFN of the same active FLOPs: inner width K * F, no router.
+
+    It computes another function, so its output is not compared.
+    """
+    wide, k = problem.top_k * problem.hidden_dim, problem.top_k
+    first = [
+        nn.Parameter(w[:k].transpose(0, 1).reshape(problem.model_dim, wide).contiguous())
+        for w in (data.w_in_LDF, data.w_gate_LDF) if w is not None
+    ]
+    second = nn.Parameter(data.w_out_LFD[:k].reshape(wide, problem.model_dim).contiguous())
+    act = activation(problem)
+
+    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        inner = act(x @ first[-1])
+        return (inner * (x @ first[0]) if problem.gated else inner) @ second, []
+
+    yield Candidate(forward, [*first, second], "dense: no routing, other function",
+                    compared=False)

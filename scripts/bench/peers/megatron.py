@@ -1,0 +1,153 @@
+"""Megatron-core's own MoE layer as two candidates, by the experts that it is built with.
+
+`megatron` is what its layer specs give without `moe_grouped_gemm`: one matmul per expert. The other
+is what its users run on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scripts.bench.peers.base import (
+    Candidate,
+    UnsupportedProblem,
+    copy,
+    expert_group,
+    one_rank,
+    register_peer,
+)
+from scripts.bench.problem import Data, Problem
+
+
+def why_not_engine(problem: Problem) -> str | None:
+    """Why `TEGroupedMLP` cannot run this problem; None where it can."""
+    return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
+
+
+@register_peer("megatron", "megatron.core")
+def sequential(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """Megatron-core's layer with SequentialMLP: all-to-all dispatcher, one matmul per expert."""
+    yield from _candidate(problem, data, "SequentialMLP")
+
+
+@register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
+def engine(problem: Problem, data: Data) -> Iterator[Candidate]:
+    """Megatron-core's layer with moe_grouped_gemm and Transformer Engine's GroupedLinear."""
+    yield from _candidate(problem, data, "TEGroupedMLP")
+
+
+def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[Candidate]:
+    with _groups(problem.device):
+        group = expert_group()
+        with _building(problem.device):
+            layer = _layer(problem, experts, group.size)
+        # what the layer spec gives decides, not what was asked of it
+        if type(layer.experts).__name__ != experts:
+            raise UnsupportedProblem(
+                f"this Megatron-core builds {type(layer.experts).__name__}, not {experts}")
+        load(layer, data.local(group.rank, group.size))
+
+        def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            return layer(x[:, None, :])[0][:, 0, :], []
+
+        yield Candidate(forward, list(layer.parameters()), experts)
+
+
+def _building(device: str) -> contextlib.AbstractContextManager[None]:
+    from moe_plugin.hosts.megatron.compat import cpu
+
+    return cpu.building() if device == "cpu" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _groups(device: str) -> Iterator[None]:
+    """Megatron's groups for the time of the block; candidates of one run share them."""
+    from megatron.core import parallel_state
+
+    from moe_plugin.hosts.megatron.compat import core
+
+    if parallel_state.model_parallel_is_initialized():
+        yield
+        return
+    with one_rank(device):
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        with _building(device):
+            parallel_state.initialize_model_parallel(
+                expert_model_parallel_size=expert_group().size)
+            model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            core.destroy_groups()
+
+
+def _layer(problem: Problem, experts: str, ranks: int) -> Any:
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig
+
+    on_gpu, with_engine = problem.device == "cuda", experts == "TEGroupedMLP"
+    values: dict[str, Any] = {
+        "num_layers": 1, "hidden_size": problem.model_dim, "num_attention_heads": 1,
+        "num_moe_experts": problem.experts, "moe_ffn_hidden_size": problem.hidden_dim,
+        "moe_router_topk": problem.top_k, "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
+        "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+        "moe_router_pre_softmax": problem.top_k == 1, "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01, "params_dtype": problem.torch_dtype,
+        "bf16": problem.dtype == "bfloat16", "gated_linear_unit": problem.gated,
+        "moe_grouped_gemm": experts != "SequentialMLP",
+        # its fastest settings: fused SwiGLU, and Transformer Engine's permutation and router
+        "bias_activation_fusion": on_gpu and problem.gated,
+        "moe_permute_fusion": with_engine, "moe_router_fusion": with_engine,
+        "expert_model_parallel_size": ranks,
+    }
+    if problem.gated:
+        values["activation_func"] = F.silu
+    return native_layer(TransformerConfig(**values), with_engine,
+                        experts != "SequentialMLP").to(problem.device)
+
+
+def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
+    """Megatron-core's own MoE layer, as its GPT layer specs build it.
+
+    grouped: with `moe_grouped_gemm`.
+    """
+    from moe_plugin.hosts.megatron.compat import core
+
+    spec = core.gpt_moe_layer_spec(with_engine, grouped=grouped)
+    # megatron-core gives a ModuleSpec or, from 0.18 on, a functools.partial
+    submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    layer = (submodules.mlp(config=config) if isinstance(submodules.mlp, partial) else
+             core.build_module(submodules.mlp, config=config))
+    layer.set_layer_number(1)
+    return layer
+
+
+def load(layer: Any, data: Data) -> None:
+    """Copy the weights into a layer with either experts; gate before the other half."""
+    copy(layer.router.weight, data.router_ED)
+    first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
+    _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)
+
+
+def _load_sequential(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
+    for expert, module in enumerate(experts.local_experts):
+        copy(module.linear_fc1.weight, first_LDF[expert].t())
+        copy(module.linear_fc2.weight, second_LFD[expert].t())
+
+
+def _load_engine(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
+    for linear, w in ((experts.linear_fc1, first_LDF), (experts.linear_fc2, second_LFD)):
+        named = dict[str, nn.Parameter](linear.named_parameters())
+        for expert in range(len(w)):
+            copy(named[f"weight{expert}"], w[expert].t())
+
+
+_LOADERS = {"SequentialMLP": _load_sequential, "TEGroupedMLP": _load_engine}

@@ -1,0 +1,85 @@
+"""The experts of transformers' Mixtral as candidates, by what computes them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.planner.units import show_size
+from scripts.bench.peers.base import (
+    Build,
+    Candidate,
+    copy,
+    expert_group,
+    not_installed,
+    register_peer,
+    route,
+)
+from scripts.bench.problem import Data, Problem
+
+COPIES = 4 << 30  # bytes of weights that `batched_mm` may copy here
+
+
+def _why_not(problem: Problem, implementation: str) -> str | None:
+    if not problem.gated:
+        return "Mixtral's experts are gated: --gated"
+    if expert_group().size > 1 and not_installed("transformers.distributed.expert_parallel"):
+        return "this transformers has no expert parallelism"
+    copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
+              * problem.torch_dtype.itemsize)
+    if implementation == "batched_mm" and copied > COPIES:
+        return f"it copies the weights for each row, {show_size(copied)} here"
+    return None
+
+
+def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Candidate]:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    group = expert_group()
+    data = data.local(group.rank, group.size)
+    config = MixtralConfig(
+        hidden_size=problem.model_dim, intermediate_size=problem.hidden_dim, hidden_act="silu",
+        num_local_experts=problem.experts // group.size, num_experts_per_tok=problem.top_k)
+    config._experts_implementation = implementation  # what `from_pretrained` sets
+    experts = MixtralExperts(config).to(problem.device, problem.torch_dtype)
+    assert data.w_gate_LDF is not None
+    copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
+    copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
+    router_ED, compute = nn.Parameter(data.router_ED.clone()), _over(group, experts, problem.device)
+
+    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        weights_TK, ids_TK, loss = route(x, router_ED, problem.top_k)
+        return compute(x, ids_TK, weights_TK.to(x.dtype)), [loss]
+
+    yield Candidate(forward, [router_ED, *experts.parameters()],
+                    "MixtralExperts behind a plain float32 router")
+
+
+def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
+    """The experts, or those of all ranks by transformers' all-to-alls."""
+    if group.size == 1:
+        return experts
+    from torch.distributed import init_device_mesh
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    mesh = init_device_mesh(device, (group.size, 1), mesh_dim_names=("experts", "batch"))
+    exchanged: Callable[..., Tensor] = AllToAllEP(experts, mesh["experts"], mesh["batch"])
+    return exchanged
+
+
+def _register(implementation: str) -> Build:
+    @register_peer(f"transformers_{implementation}", "transformers",
+                   refuses=partial(_why_not, implementation=implementation))
+    def build(problem: Problem, data: Data) -> Iterator[Candidate]:
+        """MixtralExperts, computed by one of transformers' implementations."""
+        yield from _candidate(problem, data, implementation)
+
+    return build
+
+
+builds = {way: _register(way) for way in ("grouped_mm", "batched_mm", "eager")}

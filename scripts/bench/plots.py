@@ -1,0 +1,92 @@
+"""Plots of benchmarks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moe_plugin.cli.figures import log_scale, log_ticks, pyplot, save_figure
+from moe_plugin.planner.units import show_size, show_time
+
+if TYPE_CHECKING:
+    from scripts.bench.layer import LayerReport
+
+OURS, OTHERS, BOUND = "#0969da", "#8c959f", "#1f2328"
+NAMES = {"dense": "dense, no routing", "einsum": "one-hot einsum"}
+TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token (k)"}
+
+
+def layer_plot(report: LayerReport, path: str) -> None:
+    """Time next to its bound and peak memory: a bar per candidate, ours first and in color."""
+    ours, *others = report.results
+    results = [ours, *sorted(others, key=lambda r: r.median_ms)]
+    figure, (time, memory) = pyplot().subplots(
+        1, 2, figsize=(10, 0.45 * len(results) + 1.6), sharey=True, layout="constrained")
+    names = [NAMES.get(r.name, r.name) for r in results]
+    _bars(time, names, [r.median_ms for r in results],
+          [f"{show_time(r.median_ms / 1e3)}, {r.ratio_to_bound:.2f}x" for r in results])
+    time.axvline(report.bound_ms, color=BOUND, linestyle="--",
+                 label=f"1x: matmuls alone, {show_time(report.bound_ms / 1e3)}")
+    time.set_xlabel("forward + backward, ms")
+    figure.legend(loc="outside upper right", frameon=False)
+    _bars(memory, names, [r.peak_extra_mib or 0.0 for r in results], [
+        "?" if r.peak_extra_mib is None else show_size(r.peak_extra_mib * 2**20) for r in results])
+    memory.set_xlabel("peak extra memory, MiB")
+    time.invert_yaxis()
+    time.get_yticklabels()[0].set_fontweight("bold")
+    p = report.problem
+    gated = "gated " * p.gated
+    figure.suptitle(
+        f"{p.tokens:,} tokens, width {p.model_dim:,}, inner width {p.hidden_dim:,}, {p.experts} "
+        f"{gated}experts, k = {p.top_k}, {p.dtype}", x=0.01, ha="left", fontsize="medium")
+    save_figure(figure, path)
+
+
+def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
+    """Horizontal bars with their texts, the first one ours. Those that are much longer than most
+    end at the edge, and their texts say so.
+    """
+    usual = [value for value in values if value <= 2.5 * statistics.median(values)]
+    end = min(max(values), 1.6 * max(usual)) if len(usual) < len(values) else max(values)
+    axis.barh(names, [min(value, end) for value in values],
+              color=[OURS] + [OTHERS] * (len(values) - 1))
+    for row, (value, text) in enumerate(zip(values, texts, strict=True)):
+        axis.annotate(text if value <= end else f"{text} (cut)", (min(value, end), row),
+                      (6, 0), textcoords="offset points", va="center",
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    axis.set_xlim(0, 1.85 * end)
+    _tidy(axis)
+
+
+def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
+    """Time, its bound and memory along each axis, log-log: linear growth has slope one."""
+    names = list(dict.fromkeys(axis for axis, _ in found))
+    figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,
+                                     sharex="col", layout="constrained")
+    for column, name in enumerate(names):
+        mine = [(getattr(r.problem, name), r) for axis, r in found if axis == name]
+        at, (time, memory) = [value for value, _ in mine], (grid[0][column], grid[1][column])
+        time.plot(at, [r.results[0].median_ms for _, r in mine], "o-", color=OURS,
+                  label="moe-plugin")
+        time.plot(at, [r.bound_ms for _, r in mine], "--", color=BOUND, label="matmuls alone")
+        memory.plot(at, [max(0.1, r.results[0].peak_extra_mib or 0.1) for _, r in mine], "o-",
+                    color=OURS)
+        memory.set_xlabel(TITLES[name])
+        for axis in (time, memory):
+            log_ticks(axis, at)
+            log_scale(axis)
+            _tidy(axis)
+    grid[0][0].set_ylabel("forward + backward, ms")
+    grid[1][0].set_ylabel("peak extra memory, MiB")
+    grid[0][0].legend(frameon=False)
+    save_figure(figure, path)
+
+
+def size_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Sizes in bytes along x: "16 KiB", "1 MiB"."""
+    log_ticks(axis, values, show_size)
+
+
+def _tidy(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,44 @@
+"""The quick start's model, which the checkout's script trains in both hosts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from moe_plugin.cli.corpus import build_corpus
+from scripts.bench.study import ROOT
+
+HOSTS = ("fairseq", "megatron")
+
+
+@cache
+def quickstart() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(steps: int) -> dict[str, Any]:
+    return quickstart().settings(ROOT / "configs" / "quickstart.yaml", steps)
+
+
+def begin(args: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
+    """(folder of the runs, corpus in it, what a study's numbers say of them)."""
+    place = Path(args.runs).resolve()
+    if args.fresh:
+        shutil.rmtree(place, ignore_errors=True)
+    info = build_corpus(place / "corpus", size=settings(args.steps)["corpus_bytes"])
+    return place, place / "corpus", {"python": platform.python_version(),
+                                     "torch": torch.__version__,
+                                     "unigram_entropy": info.unigram_entropy}

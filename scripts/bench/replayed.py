@@ -1,0 +1,282 @@
+"""A routing trace through the layer itself, on emulated nodes: each policy for overloaded experts,
+with the same layer under forced balance and the planner's prediction.
+
+Every call of the trace runs once on every side, one side after the other in the same processes,
+with the choices that the trace has (`routing.rollouts`) or those of `router.force: balance`.
+
+Shapes: T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.cli.planning.launch import moe_settings
+from moe_plugin.config import from_dict
+from moe_plugin.messages import aligned
+from moe_plugin.observe.traces import Key
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.cluster import load_cluster
+from moe_plugin.planner.device import load_device
+from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.routing_replay import (
+    PARTS,
+    CallTime,
+    PolicyTimes,
+    as_dict,
+    best,
+    calls_of,
+    check_fits,
+    replay,
+    resplit,
+    what_to_use,
+)
+from moe_plugin.planner.spill import POLICIES
+from moe_plugin.planner.units import show_time
+from moe_plugin.routing.rollouts import replay_choices
+from scripts.bench.layouts import slowest, timed_end, timed_step
+from scripts.bench.report import paragraph
+from scripts.emulate import EmulatedCluster
+
+BALANCE, STANDING = "balance", "standing"
+SIDES = (BALANCE, *POLICIES)
+STEPS = 12  # of a trace, unless told
+Trace = Mapping[Key, list[list[Tensor]]]  # of a rank, see `observe.traces.read_trace`
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Where and how a trace is replayed.
+
+    Attributes:
+        grid: nodes and ranks per node.
+        links: keyword arguments of `EmulatedCluster`.
+        model: whose layer runs, dropless and in float32.
+        cluster, device: files by which calls spill and times are predicted.
+        guests: experts that a rank may borrow.
+        replan: steps of a placement that stands.
+    """
+
+    grid: tuple[int, int]
+    links: Mapping[str, float]
+    model: ModelShape
+    cluster: str
+    device: str
+    guests: int = 2
+    replan: int = 10
+
+    @property
+    def ranks(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model as it runs."""
+        return replace(self.model, element_bytes=4, capacity_factor=None)
+
+
+def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
+            tokens: int | None = None) -> list[Trace]:
+    """Traces of `ranks` ranks: steps in a row from the beginning, the middle and the end.
+
+    Args:
+        traces: of each rank.
+        steps: about so many, a third from each place; of fewer: all.
+        tokens: of a rank in a call, on average: its own are repeated or left out evenly; None: as
+            many as it has. Tokens without an expert (padding) are left out, and so are empty calls.
+    Raises: ValueError: ranks that do not fit, or tokens of which a choice was dropped.
+    """
+    check_fits(traces, experts, ranks)
+    made: list[dict[Key, list[list[Tensor]]]] = [{} for _ in range(ranks)]
+    for key in traces[0]:
+        total = min(len(trace[key]) for trace in traces)
+        for number in picked(total, steps):
+            calls = [_scaled([torch.cat([_real(ids_TK) for ids_TK in part])
+                              for part in resplit(call, ranks)], tokens)
+                     for call in zip(*(trace[key][number] for trace in traces), strict=False)]
+            for rank, mine in enumerate(made):
+                mine.setdefault(key, []).append([call[rank] for call in calls
+                                                 if any(map(len, call))])
+    return made
+
+
+def picked(total: int, steps: int) -> list[int]:
+    """Numbers of the steps that `excerpt` takes."""
+    if steps >= total:
+        return list(range(total))
+    each = -(-steps // len(PARTS))
+    starts = (0, (total - each) // 2, total - each)
+    return sorted({start + i for start in starts for i in range(each)})
+
+
+def _real(ids_TK: Tensor) -> Tensor:
+    none_T = (ids_TK < 0).any(1)
+    if bool((none_T & (ids_TK >= 0).any(1)).any()):
+        raise ValueError("the trace has tokens of which one choice was dropped (-1): must have all "
+                         "choices of a token or none; leave out --emulate, or give a trace of a "
+                         "run that drops none")
+    return ids_TK[~none_T]
+
+
+def _scaled(of_ranks: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
+    have = sum(map(len, of_ranks))
+    if tokens is None or not have:
+        return list(of_ranks)
+    wanted = [round(len(ids_TK) * tokens * len(of_ranks) / have) for ids_TK in of_ranks]
+    return [ids_TK[torch.arange(count) * len(ids_TK) // max(1, count)]
+            for ids_TK, count in zip(of_ranks, wanted, strict=True)]
+
+
+def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
+    """The layer of a side, on every rank; all but the balanced one route as `replay_choices` says.
+    """
+    parallel: dict[str, Any] = {}
+    if side not in (BALANCE, POLICIES[0]):
+        parallel = {"spill": side, "guests": where.guests}
+    if side == STANDING:
+        parallel["replan"] = where.replan
+    plan = ModelPlan(tp=1, pp=1, dp=where.ranks, ep=where.ranks, etp=1, micro_batch=1,
+                     layout=LayoutChoice(r=1))
+    tree = moe_settings(where.shape, plan, auto=False)
+    for section, more in {"comm": {"cluster": where.cluster}, "tuner": {"device": where.device},
+                          "parallel": parallel,
+                          "router": {"force": "balance"} if side == BALANCE else {}}.items():
+        tree[section] = {**tree.get(section, {}), **more}
+    return MoELayer(from_dict({"model_dim": where.model.model_dim, **tree}), comm)
+
+
+class Replayed:
+    """A layer of each side on a rank."""
+
+    def __init__(self, where: Emulation) -> None:
+        self.where, self.comm = where, TorchComm()
+        self.layers = {side: make_layer(where, side, self.comm) for side in SIDES}
+
+    def tokens(self, count: int) -> Tensor:
+        """Of this rank, the same for every call and side, [T, D]."""
+        draw = torch.Generator().manual_seed(self.comm.rank)
+        return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
+
+    def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
+        """While open, a side's layer has these choices; the balanced one keeps its own."""
+        if side == BALANCE:
+            return nullcontext()
+        return replay_choices([self.layers[side].router], ids_TK[:, None])
+
+    def step(self, side: str, ids_TK: Tensor) -> tuple[float, int]:
+        """Seconds of forward and backward, which all ranks begin together; rows computed here."""
+        layer, x_TD = self.layers[side], self.tokens(len(ids_TK))
+        with self.routed(side, ids_TK):
+            seconds, stats = timed_step(layer, x_TD, None)
+        layer.zero_grad(set_to_none=True)
+        return seconds, int(stats.rows)
+
+    def begin(self, first_TK: Tensor) -> None:
+        """Before a layer of the trace: no replica stands yet. Warms up, which does not count."""
+        self.layers[STANDING] = make_layer(self.where, STANDING, self.comm)
+        for side, layer in self.layers.items():
+            layer.eval()  # no load is counted
+            self.step(side, first_TK)
+            layer.train()
+
+
+def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, list[float]]]:
+    """One rank: by side `seconds` and `rows` of every call, layer after layer. The time of a
+    placement is part of the last call before it.
+    """
+    replayed = Replayed(where)
+    found: dict[str, dict[str, list[float]]] = {
+        what: {side: [] for side in SIDES} for what in ("seconds", "rows")}
+    for steps in traces[replayed.comm.rank].values():
+        replayed.begin(next(ids_TK for step in steps for ids_TK in step))
+        for step in steps:
+            for ids_TK in step:
+                turn = len(found["rows"][BALANCE]) % len(SIDES)
+                for side in (*SIDES[turn:], *SIDES[:turn]):
+                    seconds, rows = replayed.step(side, ids_TK)
+                    found["seconds"][side].append(seconds)
+                    found["rows"][side].append(rows)
+            placing = timed_end(replayed.layers[STANDING])  # where that is due
+            if step:
+                found["seconds"][STANDING][-1] += placing
+    return found
+
+
+def emulate(traces: Sequence[Trace], where: Emulation) -> dict[str, Any]:
+    """Predicted and measured seconds of every call in traces of `excerpt`, plain values: by policy,
+    under forced balance, and of what part of the trace; see `times_of`.
+    """
+    predicted = replay(traces, where.shape, load_cluster(where.cluster).resized(*where.grid),
+                       load_device(where.device), where.guests, where.replan, where.ranks)
+    calls = len(predicted[0].calls)
+    with EmulatedCluster(*where.grid, **where.links) as cluster:
+        ranks = cluster.run(run_rank, where, traces, timeout_s=120 + 10.0 * calls)
+    plain = predicted[0].calls
+    return {
+        "third": [call.third for call in plain],
+        "mean_rows": [sum(map(sum, counts_WV)) / where.ranks for steps in calls_of(
+            traces, where.model.experts, where.ranks).values() for step in steps
+            for counts_WV in step],
+        "balanced": {"predicted": _rounded([call.balanced for call in plain]),
+                     "measured": _rounded(slowest(ranks, BALANCE))},
+        "policies": {one.policy: {
+            "lent": [call.lent for call in one.calls],
+            "rows": [int(max(rows)) for rows in zip(*(rank["rows"][one.policy] for rank in ranks),
+                                                    strict=True)],
+            "predicted": _rounded([call.seconds for call in one.calls]),
+            "measured": _rounded(slowest(ranks, one.policy))} for one in predicted}}
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(one, 6) for one in seconds]
+
+
+def times_of(found: Mapping[str, Any], what: str) -> list[PolicyTimes]:
+    """What `emulate` found, `predicted` or `measured`."""
+    return [PolicyTimes(policy, [CallTime(*call) for call in zip(
+        one[what], found["balanced"][what], one["lent"], found["third"], strict=True)])
+        for policy, one in found["policies"].items()]
+
+
+HEADER = ("parallel.spill", "a call", "share", "predicted", *PARTS, "gain", "predicted",
+          "busiest rank", "lent")
+MEANING = ("Share: throughput over that of the same calls under forced balance; early, middle, "
+           "late: of a third of the steps. Gain: over `never`. Busiest rank: its rows over the "
+           "mean. Lent: experts in a call.")
+
+
+def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
+    """A row for each policy, see `HEADER`."""
+    predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
+    rows = []
+    for before, after in zip(predicted, measured, strict=True):
+        thirds = [after.share(third) for third in range(len(PARTS))]
+        busiest = sum(found["policies"][after.policy]["rows"]) / sum(found["mean_rows"])
+        rows.append([
+            after.policy, show_time(after.mean), f"{after.share():.1%}", f"{before.share():.1%}",
+            *("-" if share is None else f"{share:.1%}" for share in thirds),
+            f"{measured[0].mean / after.mean:.2f}", f"{predicted[0].mean / before.mean:.2f}",
+            f"{busiest:.2f}", f"{after.lent:.1f}"])
+    return rows
+
+
+def explain(found: Mapping[str, Any], grid: str) -> str:
+    """A line for each policy, and what to use."""
+    predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
+    about = (f"{len(measured[0].calls):,} calls of layers, forward and backward, on {grid} "
+             "emulated nodes; times of the slowest rank, all policies alternately. " + MEANING)
+    return "\n".join([paragraph(about), "", aligned([HEADER, *rows_of(found)]), "",
+                      paragraph(f"As measured: {what_to_use(measured)} By the prediction: "
+                                f"{best(predicted).policy}.")])
+
+
+def as_json(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {what: as_dict(times_of(found, what)) for what in ("predicted", "measured")}

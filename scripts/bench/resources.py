@@ -1,0 +1,162 @@
+"""Registers, shared memory, spills and instructions of a recorded launch, compiled without a GPU,
+and the rules that its machine code keeps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.chips import GPU, GPUS
+from scripts.bench.launches import Launch
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel needs.
+
+    Attributes:
+        registers, spilled: registers and bytes spilled per thread.
+        shared: bytes of shared memory per block.
+        blocks: that a multiprocessor runs at once.
+        occupancy: their warps over the most that it can.
+        matrix: instructions of the matrix units in its assembly, "" for none.
+        copies: it has the instruction that copies a tile.
+        stages, buffers: of its pipeline: asked for, and tiles in shared memory of one operand;
+            0: no operand waits there in several.
+        through_registers: wgmma that take their left operand from registers, of all.
+        gathers: an operand's rows are looked up in the loop that is pipelined.
+        turns: an operand may have to be turned on its way: tf32, of which wgmma reads only
+            operands whose sum's axis lies in memory.
+    """
+
+    label: str
+    registers: int
+    spilled: int
+    shared: int
+    blocks: int
+    occupancy: float
+    matrix: str
+    copies: bool
+    stages: int = 0
+    buffers: int = 0
+    through_registers: tuple[int, int] = (0, 0)
+    gathers: bool = False
+    turns: bool = False
+
+    def failed(self, gpu: GPU) -> Iterator[str]:
+        """The rules that it breaks, in words."""
+        if self.registers > gpu.most_registers:
+            yield f"{self.registers} registers: at most {gpu.most_registers}"
+        if self.shared > gpu.shared_block:
+            yield f"{self.shared} bytes of shared memory: at most {gpu.shared_block}"
+        if self.spilled:
+            yield f"{self.spilled} bytes spilled"
+        if self.through_registers[0]:
+            yield "left operand through registers in {} of {} wgmma".format(*self.through_registers)
+        # a row that is looked up takes two stages: its number, and its values
+        wanted = (self.stages + 1) // 2 if self.gathers else self.stages
+        # wgmma and tcgen05 read a tile in its buffer; others have it in registers by then
+        wanted -= self.turns or self.matrix not in ("wgmma", "tcgen05.mma")
+        if self.matrix and 0 < self.buffers < wanted:
+            yield f"{self.buffers} of {self.stages} stages have a buffer"
+
+
+def compile_for(launch: Launch, target: str) -> Resources:
+    """Compile one launch for one target and read what it needs."""
+    made, gpu = compiled(launch, target), GPUS[target]
+    registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
+                                          _amd(made))
+    warps, shared = launch.option("num_warps", 4), made.metadata.shared
+    blocks = gpu.blocks(registers, shared, warps)
+    ptx = made.asm.get("ptx", "")
+    return Resources(launch.label, registers, spilled, shared, blocks, blocks * warps / gpu.warps,
+                     matrix, copies, launch.option("num_stages", 0) if matrix else 0,
+                     _buffers(made.asm["ttgir"]), _through_registers(ptx), launch.gathers,
+                     ("PRECISION", "tf32") in launch.constants)
+
+
+def compiled(launch: Launch, target: str) -> Any:
+    """What Triton's compiler makes of one launch for one target."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    gpu = GPUS[target]
+    kernel = getattr(importlib.import_module(f"moe_plugin.kernels.gpu.{launch.module}"),
+                     launch.kernel)
+    names, types, constants = kernel.arg_names, dict(launch.types), dict(launch.constants)
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        source = ASTSource(
+            fn=kernel, signature={name: types.get(name, "constexpr") for name in names},
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned})
+    else:  # before Triton 3.3
+        from triton.backends.compiler import AttrsDescriptor
+
+        hints = {names.index(name): 16 for name in launch.aligned}
+        source = ASTSource(fn=kernel, signature=types, constants=constants,
+                           attrs=AttrsDescriptor.from_hints(hints))
+    options = {name: value for name, value in launch.options
+               if name != "maxnreg" or gpu.backend == "cuda"}
+    return triton.compile(source, target=GPUTarget(gpu.backend, gpu.arch, gpu.warp),
+                          options=options)
+
+
+def _buffers(ttgir: str) -> int:
+    """Tiles of the operand with fewest, among those whose buffers a pipeline made; 0: none."""
+    found = [int(count) for count in re.findall(
+        r"local_alloc : \(\) -> !(?:ttg|triton_gpu|tt)\.memdesc<(\d+)x\d+x\d+x[\dx]*[a-z]",
+        ttgir)]
+    return min(found, default=0)
+
+
+def _through_registers(ptx: str) -> tuple[int, int]:
+    """(wgmma that take the left operand from registers, all)."""
+    left = re.findall(r"wgmma\.mma_async\.[\w.]+\s*\{[^}]*\}\s*,\s*(\{|%)", ptx)
+    return left.count("{"), len(left)
+
+
+def _nvidia(gpu: GPU, made: Any) -> tuple[int, int, str, bool]:
+    ptx = made.asm["ptx"]
+    arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx, encoding="utf-8")
+        said = subprocess.run([
+            _ptxas(gpu.arch), "-v", "--gpu-name", arch, str(path), "-o", f"{folder}/kernel.cubin"
+        ], capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", said).group(1))
+    spilled = sum(
+        map(int,
+            re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups()))
+    matrix = next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), "")
+    return registers, spilled, matrix, "cp.async.bulk.tensor" in ptx
+
+
+def _ptxas(capability: int) -> str:
+    """The assembler that Triton uses: from 3.5 on it ships two, and only one reads its PTX."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        return compiler.get_ptxas(capability).path
+    except (AttributeError, TypeError):  # before 3.5
+        return str(Path(compiler.__file__).parent / "bin/ptxas")
+
+
+def _amd(made: Any) -> tuple[int, int, str, bool]:
+    text = made.asm["amdgcn"]
+
+    def field(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))
+
+    # accumulation registers are counted among the vector registers of this architecture
+    return (field("vgpr_count"), 4 * field("vgpr_spill_count"), "mfma" if "mfma" in text else "",
+            False)

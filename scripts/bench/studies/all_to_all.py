@@ -1,0 +1,56 @@
+"""Time of each all-to-all algorithm by message size. On your own ranks: start it with torchrun (or
+Slurm), on each node. With --emulate: on a cluster of network namespaces on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from moe_plugin.cli import figures
+from moe_plugin.cli.links import add_exchange_sizes
+from moe_plugin.cli.measure.all_to_all import (
+    NAMES,
+    ExchangeRow,
+    Plan,
+    measure_rows,
+)
+from moe_plugin.comm import algorithms
+from moe_plugin.config import CommConfig
+from moe_plugin.planner.units import parse_size
+from scripts.bench.all_to_all import as_dicts
+from scripts.bench.all_to_all_report import parts, plot
+from scripts.bench.measure import said
+
+TITLE = "All-to-all by size"
+SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    add_exchange_sizes(p, SIZES)
+    p.add_argument("--algorithms", default=NAMES, metavar="LIST",
+                   help="by registered name (default: %(default)s)")
+    p.add_argument("--topology", default="detect",
+                   help="detect, a number of ranks per node, or a YAML file (default: %(default)s)")
+    p.add_argument("--cluster", metavar="FILE",
+                   help="cluster file by which auto chooses; without, it measures")
+    p.add_argument("--plot", metavar="FILE", help="also draw time by size into FILE (.png or .svg)")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.plot:
+        figures.check_figure(args.plot)
+    names = tuple(args.algorithms.split(","))
+    for name in names:
+        algorithms.get(name)
+    plan = Plan(names, tuple(map(parse_size, args.sizes.split(","))), args.repeats,
+                CommConfig(topology=args.topology, cluster=args.cluster))
+    rows, about = measure_rows(args, plan)
+    if rows and args.plot:
+        plot(rows, args.plot)
+    return {**about, "rows": as_dicts(rows)} if rows else None
+
+
+def body(found: dict[str, Any]) -> list[str]:
+    about = {name: str(value) for name, value in found.items() if name not in ("rows", "load")}
+    return [said(about), *parts([ExchangeRow(**row) for row in found["rows"]])]

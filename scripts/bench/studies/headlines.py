@@ -1,0 +1,277 @@
+"""Published results next to what the planner predicts for them, and what was measured here.
+
+Takes some seconds: predictions are computed, measurements read from the committed numbers of the
+other studies. With `--measure` also what no other study has, in about three minutes on an idle
+machine: needs Linux, root and timm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.cli.figures import table
+from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
+from moe_plugin.hosts.plain.blocks import blocks_in
+from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
+from moe_plugin.kernels.choices import running_count
+from moe_plugin.planner.choice import LayoutChoice
+from scripts.bench import layer
+from scripts.bench.layouts import one_step, slowest
+from scripts.bench.measure import interleaved, said
+from scripts.bench.peers.fairseq_branch import BranchMoE
+from scripts.bench.problem import Problem
+from scripts.bench.studies.vision import forward_of, step_of
+from scripts.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
+from scripts.emulate import EmulatedCluster
+
+TITLE = "Published results, predicted and measured"
+QUARTER = 0.25
+NUMBERS = ROOT / "docs" / "benchmarks" / DATA
+OPTIONS = {
+    "measure": Option(False, "also what no other study measures"),
+    "rounds": Option(15, "of what is measured", quick=2),
+}
+CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: bit/s of a node's link
+FIVE_BLOCKS = replace(PRESETS["swin_s"], depths=(1, 1, 2, 1), moe_blocks=((), (), (1,), (0,)))
+SWITCH = {"router.name": "topk", "router.top_k": 1, "router.normalize": "none",
+          "dispatch.capacity_factor": 1.0, "losses": {"switch": 0.01}}
+PARM = {"plain": {}, "s1": {"replicas": 2, "schedule": "s1"},
+        "s2": {"replicas": 2, "schedule": "s2"}}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from scripts.bench.headline_rows import rows  # reads configs of a checkout
+
+    here, committed = None, NUMBERS / "headlines.json"
+    if args.measure:
+        here = measured_here(args.rounds, PRESETS["tiny"] if args.quick else FIVE_BLOCKS)
+    elif committed.exists():
+        here = read_numbers(committed)["here"]
+    return {"rows": [plain(row, here) for row in rows()], "here": here}
+
+
+# -- rows
+
+def plain(row: Any, here: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A row as plain values. here: what this study has measured."""
+    found = {key: getattr(row, key) for key in (
+        "system", "result", "said", "value", "percent", "hardware", "source", "model", "why")}
+    found["predicted"] = None if row.predict is None else _range(row.predict())
+    found |= {"measured": None, "page": "", "what": row.needs}
+    if row.measured is not None:
+        name, numbers, what = row.measured
+        of = read_numbers(NUMBERS / f"{name}.json") if name else here
+        found |= {"what": what, "page": name, "measured": _range(numbers(of))} if of else {
+            "what": "`--measure`"}
+    return checked(found)
+
+
+def _range(values: Any) -> list[float]:
+    several = [values] if isinstance(values, float | int) else list(values)
+    return [float(f"{value:.4g}") for value in (min(several), max(several))]
+
+
+def ratios(row: Mapping[str, Any]) -> list[float] | None:
+    """Predicted over published, least and most; None: one of them is not there.
+
+    Of a factor, what counts is the gain: 1.05 x predicted of 1.32 x published is 0.16. A share
+    (`percent`) is taken as it is.
+    """
+    if row["predicted"] is None or row["value"] is None:
+        return None
+    base = 0 if row["percent"] else 1
+    return [(value - base) / (row["value"] - base) for value in row["predicted"]]
+
+
+def misses(row: Mapping[str, Any]) -> bool:
+    """Whether some of the prediction is off by more than a quarter."""
+    return any(abs(ratio - 1) > QUARTER for ratio in ratios(row) or ())
+
+
+def checked(row: dict[str, Any]) -> dict[str, Any]:
+    """The row. `ValueError`: it lacks what a reader needs to judge it."""
+    wanted = {key: True for key in ("source", "hardware", "model")}
+    wanted |= {"why": misses(row), "what": True, "value": row["predicted"] is not None}
+    for key in (key for key, needed in wanted.items() if needed and not row[key]):
+        raise ValueError(f"headline {row['system']}, {row['result']}: {key} is missing; a row "
+                         "names source, hardware, model, what was measured or takes measuring, "
+                         "and why it is off by more than a quarter")
+    if (row["predicted"] is None) != row["model"].startswith("not modelled: "):
+        raise ValueError(f"headline {row['system']}, {row['result']}: model must begin with 'not "
+                         "modelled: ' where there is no prediction, and only there")
+    return row
+
+
+# -- what no other study measures
+
+class BranchBlock(nn.Module):
+    """The layer of fairseq's branch in the place of a `MoEBlock`. loss: of its last call."""
+
+    def __init__(self, width: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.branch = BranchMoE(width, inner, experts, 1, LocalComm(), F.gelu)
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_SD, self.loss = self.branch(x.flatten(0, -2))
+        return y_SD.view_as(x)
+
+
+def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
+    check_needs("--measure, which may be left out,", ("nodes", "timm"))
+    return with_machine(lambda: {
+        "counts": counts(4 * rounds), "switch": switch(rounds), "parm": parm(rounds),
+        "swin": swin_steps(swin, 1 + rounds // 3)})
+
+
+def counts(rounds: int) -> list[dict[str, float]]:
+    """fairseq's `cumsum(mask, 0) - 1`, its mask given, over our count from the choices."""
+    found = []
+    for experts in (8, 64, 256):
+        ids_N = torch.randint(experts, (CHOICES,), generator=torch.Generator().manual_seed(0))
+        mask_NE = F.one_hot(ids_N, experts)
+        theirs, ours = interleaved([
+            lambda mask_NE=mask_NE: mask_NE.cumsum(0) - 1,
+            lambda ids_N=ids_N, experts=experts: running_count(ids_N, experts)],
+            torch.device("cpu"), rounds)
+        found.append({"experts": experts, "ratio": theirs.best / ours.best})
+    return found
+
+
+def switch(rounds: int) -> dict[str, float]:
+    """Peers over our layer with a switch gate, 32 sequences of 128 tokens."""
+    report = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
+                               top_k=1), ["einsum"], rounds)
+    return {one.name: one.min_ms / report.results[0].min_ms for one in report.results}
+
+
+def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
+    """SwinV2-MoE with the branch's layers over the same with ours, a plain top-1 gate in both."""
+    drawn = torch.Generator().manual_seed(1)
+    ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
+    branches = []
+    for name, block in list(blocks_in(theirs)):
+        config, (place, _, child) = block.moe.config, name.rpartition(".")
+        branches.append(BranchBlock(config.model_dim, config.experts.hidden_dim, size.experts))
+        setattr(theirs.get_submodule(place), child, branches[-1])
+    x_BCSS = torch.randn(IMAGES, 3, size.image, size.image, generator=drawn)
+    y_B = torch.randint(CLASSES, (IMAGES,), generator=drawn)
+
+    def branch_step() -> None:
+        theirs.train().zero_grad()
+        loss = F.cross_entropy(theirs(x_BCSS), y_B)
+        (loss + 0.01 * sum(branch.loss for branch in branches)).backward()
+
+    times = interleaved([branch_step, step_of(ours, x_BCSS, y_B), forward_of(theirs, x_BCSS),
+                         forward_of(ours, x_BCSS)], torch.device("cpu"), rounds, warmup=1)
+    return {kind: times[2 * i].best / times[2 * i + 1].best
+            for i, kind in enumerate(("training", "inference"))}
+
+
+def parm(rounds: int) -> dict[str, float]:
+    """Seconds of each schedule's fastest round, slowest rank, forward and backward."""
+    with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
+        ranks = cluster.run(parm_rank, rounds, timeout_s=300)
+    return {name: min(slowest(ranks, name)[1:]) for name in PARM}
+
+
+def parm_rank(rounds: int) -> dict[str, Any]:
+    """One rank; the two of a node have equal tokens, and half of each expert."""
+    comm, layers = TorchComm(), {}
+    for name, schedule in PARM.items():
+        layers[name] = MoELayer(from_dict({
+            "model_dim": 256, "num_experts": 2, "router": {"top_k": 2},
+            "experts": {"hidden_dim": 256}, "comm": {"all_to_all": "linear"},
+            "dispatch": {"name": "padded", "capacity_factor": 1.2},
+            "parallel": {"shards": 2, **schedule}}), comm)
+    torch.manual_seed(1 + comm.rank // 2)
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    for _ in range(1 + rounds):
+        for name, one in layers.items():
+            seconds[name].append(one_step(one, 512, LayoutChoice(r=2))[0])
+    return {"seconds": seconds}
+
+
+# -- the page
+
+def body(found: dict[str, Any]) -> Iterator[str]:
+    every = [checked(row) for row in found["rows"]]
+    modelled = [row for row in every if ratios(row)]
+    near = sum(not misses(row) for row in modelled)
+    seen = sum(row["measured"] is not None for row in every)
+    yield (
+        f"{len(every)} results of the systems that this project builds on. Our model predicts "
+        f"{len(modelled)} of them, {near} within a quarter; {len(modelled) - near} are off, with "
+        f"what is known of why; {len(every) - len(modelled)} are not modelled. {seen} have a "
+        "measurement of ours, on processors and emulated networks: it shows the same mechanism, "
+        "never the same hardware, and its number is not comparable with theirs.")
+    yield (
+        "*Published* is a factor, or as it is said. *Predicted*: constants are estimates after "
+        "data sheets (`configs/devices`, `configs/clusters`, by name below) and those that a note "
+        "names; none is fitted to a result. A range is over what the abstract, or what else is "
+        "public, leaves open (*not stated*). "
+        "*Ratio*: the predicted gain over the published one, where a factor of 1.3 is a gain of "
+        "0.3; of a share, the share. Sources, models and reasons are below the table; "
+        "measured numbers are those of the pages named there.")
+    if found["here"]:
+        here = found["here"]
+        yield ("*This page*: measured by `moe-plugin bench headlines --measure`, fastest rounds, "
+               f"{said(here['versions'])}, load average {here['load'][0]} before and "
+               f"{here['load'][1]} after.")
+    yield table(["", "system", "result", "published", "hardware", "predicted", "ratio", "measured"],
+                [_cells(number, row) for number, row in enumerate(every, 1)])
+    yield "## Sources, models, reasons"
+    yield "By number of the row. What a note leaves out is as in the one before."
+    yield "\n".join(_notes(every))
+
+
+def _cells(number: int, row: Mapping[str, Any]) -> list[str]:
+    found = ratios(row)
+    return [str(number), row["system"], row["result"], row["said"], row["hardware"],
+            _shown(row["predicted"], row["percent"]) or "not modelled",
+            "" if found is None else _span([f"{ratio:.2f}" for ratio in found]),
+            _shown(row["measured"], row["percent"]) or "not measured"]
+
+
+def _shown(values: Sequence[float] | None, percent: bool) -> str:
+    if values is None:
+        return ""
+    return _span([f"{100 * v:.0f}" if percent else f"{v:.2f}" for v in values]) + (
+        " %" if percent else " x")
+
+
+def _span(ends: Sequence[str]) -> str:
+    return ends[0] if ends[0] == ends[-1] else " to ".join(ends)
+
+
+def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A bullet for each row, or several that say the same: source, model, why it is off, what was
+    measured; each only where it is another one than in the row before.
+    """
+    made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
+    before: list[str] = [""] * 3
+    for number, row in enumerate(every, 1):
+        page = f"[{row['page']}]({row['page']}.md)" if row["page"] else "this page"
+        now = [f"{row['source']}.", row["model"][:1].upper() + row["model"][1:], (
+            f"Measured: {row['what']} ({page})." if row["measured"] else
+            f"Not measured: needs {row['what']}.")]
+        source, model, how = ("" if a == b else a for a, b in zip(now, before, strict=True))
+        parts = [source, model, "Off: " * misses(row) + row["why"], how]
+        if any(parts) or not made:
+            made.append(([], parts))
+        made[-1][0].append(str(number))
+        before = now
+    for numbers, parts in made:
+        text = " ".join(filter(None, (f"* **{', '.join(numbers)}**", *parts)))
+        yield textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False,
+                            break_on_hyphens=False)

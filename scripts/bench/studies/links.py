@@ -1,0 +1,189 @@
+"""Steps whose tokens follow the costs of links (TA-MoE) against the plain router, on emulated nodes
+of one rank with unequal links: a layer alone, and whole steps in Megatron and fairseq.
+
+Needs Linux and root, and about 15 minutes on an idle machine with two processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.cli.figures import columns
+from moe_plugin.cli.measure import host_steps
+from moe_plugin.cli.measure.host_sides import Settings
+from moe_plugin.config import from_dict, to_dict, with_overrides
+from moe_plugin.planner.forest.network import Network, shortest_paths
+from moe_plugin.planner.link_shares import optimal_shares
+from scripts.bench.layouts import slowest, timed_step
+from scripts.bench.study import Option
+from scripts.bench.train import run as runs
+from scripts.bench.train.shapes import parse_shapes
+from scripts.emulate import EmulatedCluster
+from scripts.emulate.networks import SHAPES
+
+TITLE = "Tokens that follow the costs of links"
+PLAIN, FOLLOWS = "plain", "TA-MoE"
+HOSTS = ("megatron", "fairseq")
+
+
+def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
+    """The wires between each two ranks, by which emulated frames go."""
+    number = {name: i for i, name in enumerate(network.ranks)}
+    return {(i, number[path[-1]]): list(pairwise(path)) for source, i in number.items()
+            for path in shortest_paths(network, source).values()
+            if path[-1] in number and len(path) > 1}
+
+
+def costs_of(network: Network, own: float) -> np.ndarray:
+    """Cost of a byte from rank to rank [W, W] while all ranks send to all others.
+
+    own: of a byte that stays on its rank, over that of the cheapest link.
+    """
+    paths = flows(network)
+    shared = Counter(hop for path in paths.values() for hop in path)
+    rate = {wire.ends: 1e9 * float(wire.bandwidth) for wire in network.wires}
+    costs_WW = np.zeros((len(network.ranks),) * 2)
+    for (i, j), path in paths.items():
+        costs_WW[i, j] = max(shared[hop] / rate[hop] for hop in path)
+    np.fill_diagonal(costs_WW, own * costs_WW[costs_WW > 0].min())
+    return costs_WW
+
+
+def sides(costs: str) -> dict[str, Settings]:
+    """Settings of both sides; `costs`: file of the links' costs."""
+    fixed = {"parallel.mode": "fixed", "comm.all_to_all": "linear"}
+    return {PLAIN: {**fixed, "router.name": "topk"}, FOLLOWS: {
+        **fixed, "router.name": "ta_moe", "router.links.costs": costs,
+        "router.links.pair_capacity": 1.0, "router.links.overflow": "next"}}
+
+
+def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
+             rounds: int) -> dict[str, Any]:
+    """One rank: seconds of a step by side and round, of which the first does not count; the shares
+    of its choices by rank, and of those that found no room.
+    """
+    comm, seconds, shares, dropped = TorchComm(), {}, {}, {}
+    layers = {}
+    for name, settings in asked.items():
+        torch.manual_seed(0)
+        layers[name] = MoELayer(from_dict(to_dict(with_overrides(from_dict(tree), settings))), comm)
+    torch.manual_seed(1 + comm.rank)
+    x_TD = torch.randn(tokens, tree["model_dim"], requires_grad=True)
+    grad_TD = torch.randn_like(x_TD)
+    for _ in range(1 + rounds):
+        for name, layer in layers.items():
+            seconds.setdefault(name, []).append(timed_step(layer, x_TD, None, grad_TD)[0])
+            layer.zero_grad(set_to_none=True)
+            x_TD.grad = None  # or the next side would add to it
+    for name, layer in layers.items():
+        ids = layer.router(x_TD.detach()).ids_TK
+        load_E = torch.bincount(ids[ids >= 0], minlength=tree["num_experts"])
+        shares[name] = (load_E.view(comm.size, -1).sum(1) / ids.numel()).tolist()
+        dropped[name] = 1 - sum(shares[name])
+    return {"seconds": {name: found[1:] for name, found in seconds.items()}, "shares": shares,
+            "dropped": dropped}
+
+
+def measure_layer(name: str, args: argparse.Namespace, costs: Path,
+                  cluster: EmulatedCluster, beta_WW: np.ndarray) -> dict[str, Any]:
+    tree = {"model_dim": args.width, "num_experts": 2 * args.nodes, "router": {"top_k": 2},
+            "experts": {"hidden_dim": args.width}}
+    ranks = cluster.run(run_rank, tree, sides(str(costs)), args.tokens, args.rounds, timeout_s=900)
+    moved = {side: np.array([rank["shares"][side] for rank in ranks]) for side in (PLAIN, FOLLOWS)}
+    return {"network": name, "optimum": optimal_shares(beta_WW.tolist()).optimum,
+            "slowest": {side: float((beta_WW * c_WW).max()) for side, c_WW in moved.items()},
+            "stays": {side: float(c_WW.trace() / len(c_WW)) for side, c_WW in moved.items()},
+            "dropped": max(rank["dropped"][FOLLOWS] for rank in ranks),
+            "seconds": {side: statistics.median(slowest(ranks, side)) for side in moved}}
+
+
+def measure_steps(host: str, name: str, args: argparse.Namespace, costs: Path,
+                  cluster: EmulatedCluster, text: str) -> dict[str, Any]:
+    [shape] = parse_shapes(args.shape)
+    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
+    found = runs.sides_on_emulated(runs.TrainPlan(
+        host, shape, text, args.steps, args.warm_up,
+        {side: {**settings, **more} for side, settings in sides(str(costs)).items()},
+        others=False), cluster)
+    return {"network": name, "host": host, "shape": shape.label(),
+            "seconds": {side.name: statistics.median(side.seconds) for side in found},
+            "losses": {side.name: side.losses[-1] for side in found}}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    layers, steps = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        text = host_steps.write_text(Path(folder))
+        for name in args.networks:
+            network, costs = SHAPES[name](args.nodes, args.rate), Path(folder) / f"{name}.json"
+            beta_WW = costs_of(network, args.own)
+            costs.write_text(json.dumps(beta_WW.tolist()), encoding="utf-8")
+            with EmulatedCluster(args.nodes, 1, rate_bit_s=args.rate) as cluster:
+                cluster.set_network(network)
+                layers.append(measure_layer(name, args, costs, cluster, beta_WW))
+                steps += [measure_steps(host, name, args, costs, cluster, text)
+                          for host in args.hosts]
+    return {"rate": args.rate, "nodes": args.nodes, "own": args.own, "tokens": args.tokens,
+            "width": args.width, "layers": layers, "steps": steps}
+
+
+def _gain(row: dict[str, Any]) -> str:
+    return f"{row['seconds'][PLAIN] / row['seconds'][FOLLOWS]:.2f}"
+
+
+def body(found: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"`router.name: ta_moe` with `pair_capacity: 1` and `overflow: next` ({FOLLOWS}: each rank "
+        "sends its shares by the costs of links) against `router.name: topk`, alternately in the "
+        f"same processes. {found['nodes']} nodes of one rank; links of {found['rate'] / 1e6:.0f} "
+        "Mbit/s, some of which are slower. A byte that stays on its rank counts "
+        f"{found['own']:g} of the cheapest link's cost. The routers are not trained.")
+    yield "## A layer alone"
+    yield (f"Forward and backward, {found['tokens']} tokens of each rank, width {found['width']}, "
+           "k = 2, milliseconds of the slowest rank, medians. Slowest link: its cost times its "
+           "share, over the optimum of the linear program.")
+    of = (PLAIN, FOLLOWS)
+    yield columns(found["layers"], {
+        "network": "{network}",
+        **{f"slowest link, {s}": lambda r, s=s: f"{r['slowest'][s] / r['optimum']:.2f}"
+           for s in of},
+        **{f"choices that stay, {s}": lambda r, s=s: f"{r['stays'][s]:.0%}" for s in of},
+        f"dropped, {FOLLOWS}": "{dropped:.1%}",
+        **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
+        "gain": _gain})
+    yield "## Whole training steps"
+    yield ("Models of two layers with equal weights and data, whose steps alternate; the loss "
+           "is of the last step.")
+    yield columns(found["steps"], {
+        "network": "{network}", "host": "{host}", "shape": "{shape}",
+        **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
+        "gain": _gain, **{f"loss, {s}": lambda r, s=s: f"{r['losses'][s]:.3f}" for s in of}})
+
+
+OPTIONS = {
+    "networks": Option(tuple(SHAPES), "shapes of the network", quick=("slow-node",),
+                       choices=tuple(SHAPES)),
+    "hosts": Option(HOSTS, "trainers of whole steps", quick=("megatron",), choices=HOSTS),
+    "nodes": Option(4, "of one rank"),
+    "rate": Option(100e6, "bit/s of an ordinary link", quick=1e9),
+    "own": Option(0.25, "cost of a byte that stays, over the cheapest link's"),
+    "tokens": Option(1024, "of a rank, of the layer alone", quick=64),
+    "width": Option(256, "of the layer alone", quick=16),
+    "rounds": Option(9, "measurements of the layer alone", quick=1),
+    "shape": Option("128x512x8x2x1024", "of whole steps, as `bench train --shapes`",
+                    quick="16x16x8x2x128"),
+    "steps": Option(7, "timed steps of each side", quick=1),
+    "warm-up": Option(2, "steps before", quick=1),
+}

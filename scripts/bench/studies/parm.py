@@ -1,0 +1,147 @@
+"""Parm's schedules S1 and S2 against what `parallel.schedule: auto` takes, in 12 shapes of a layer
+whose ranks have the same tokens in pairs, on emulated nodes.
+
+Needs Linux and root, and about six minutes on an idle machine with two processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.cli.figures import columns
+from moe_plugin.config import from_dict
+from moe_plugin.planner.units import parse_grid
+from scripts.bench.layouts import slowest, timed_step
+from scripts.bench.studies.train import hardware
+from scripts.bench.study import Option
+from scripts.emulate import EmulatedCluster
+
+TITLE = "Schedules of ranks with the same tokens"
+AUTO, NAMES = "auto", ("s1", "s2")
+AIM = 1.05  # times the better schedule
+EXPERTS, REPLICAS = 8, 2
+
+
+class Shape(NamedTuple):
+    """A layer whose ranks have the same tokens in pairs.
+
+    Attributes:
+        grid: nodes x ranks.
+        k: experts of a token.
+        f: capacity factor.
+        d: pieces.
+        tokens: of a pair of ranks.
+    """
+
+    grid: str
+    k: int
+    f: float
+    d: int
+    tokens: int
+
+
+# a pair on one node gathers by its memory, a pair on two nodes by the slow links
+SHAPES = {
+    "a quarter, near": Shape("2x2", 1, 0.25, 1, 2048),
+    "a half, near": Shape("2x2", 1, 0.5, 1, 1024),
+    "one, near": Shape("2x2", 1, 1.0, 1, 1024), "four, near": Shape("2x2", 4, 1.0, 1, 512),
+    "two in pieces, near": Shape("2x2", 2, 1.0, 4, 1024),
+    "few tokens in pieces, near": Shape("2x2", 2, 1.0, 4, 16),
+    "a quarter, far": Shape("4x1", 1, 0.25, 1, 1024), "a half, far": Shape("4x1", 1, 0.5, 1, 1024),
+    "one, far": Shape("4x1", 1, 1.0, 1, 1024), "two, far": Shape("4x1", 2, 1.0, 1, 512),
+    "four, far": Shape("4x1", 4, 1.0, 1, 512),
+    "a half in pieces, far": Shape("4x1", 1, 0.5, 2, 1024),
+}
+
+
+def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> dict[str, Any]:
+    """Of a layer; links: `comm.cluster` for those that `auto` is to know."""
+    return {
+        "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},
+        "router": {"top_k": shape.k},
+        "dispatch": {"name": "padded", "capacity_factor": shape.f, "equal_tokens": True},
+        "comm": {"all_to_all": "linear", **links},
+        "parallel": {"mode": "fixed", "replicas": REPLICAS, "schedule": schedule, "d": shape.d}}
+
+
+def run_rank(shape: Shape, width: int, links: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """One rank: seconds of a step by schedule and round, of which the first does not count; what
+    `auto` took.
+    """
+    comm = TorchComm()
+    layers = {}
+    for name in (*NAMES, AUTO):
+        torch.manual_seed(0)
+        layers[name] = MoELayer(from_dict(settings(shape, name, width, links)), comm)
+    torch.manual_seed(1 + comm.rank // REPLICAS)  # a pair has the same tokens
+    x_TD = torch.randn(shape.tokens, width, requires_grad=True)
+    grad_TD = torch.randn_like(x_TD)
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    for _ in range(1 + rounds):
+        for name, layer in layers.items():
+            seconds[name].append(timed_step(layer, x_TD, None, grad_TD)[0])
+            layer.zero_grad(set_to_none=True)
+            x_TD.grad = None  # or the next one would add to it
+    return {"seconds": {name: found[1:] for name, found in seconds.items()},
+            "took": "s2" if layers[AUTO].config.dispatch.name == "parm_s2" else "s1"}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    return {"rate": args.rate, "width": args.width, "rounds": args.rounds,
+            "calibrated": args.calibrated, "cells": [_cell(name, args) for name in args.shapes]}
+
+
+def _cell(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder, EmulatedCluster(
+            *parse_grid(shape.grid), rate_bit_s=args.rate) as cluster:
+        known = {"cluster": hardware(cluster, Path(folder))["comm.cluster"]}
+        ranks = cluster.run(run_rank, shape, args.width, known if args.calibrated else {},
+                            args.rounds, timeout_s=600)
+    return {"shape": name, "took": ranks[0]["took"], "seconds": {
+        side: statistics.median(slowest(ranks, side)) for side in (*NAMES, AUTO)}}
+
+
+def over_best(cell: dict[str, Any]) -> float:
+    """The time of `auto` over that of the better schedule."""
+    return cell["seconds"][AUTO] / min(cell["seconds"][name] for name in NAMES)
+
+
+def body(found: dict[str, Any]) -> Iterator[str]:
+    cells = found["cells"]
+    good = sum(over_best(cell) <= AIM for cell in cells)
+    taken = sorted({cell["took"] for cell in cells})
+    yield (
+        "Milliseconds of a call of a layer and its backward pass, of the slowest rank, medians of "
+        f"{found['rounds']} rounds; the three layers run alternately in the same processes. Two "
+        "ranks each have the same tokens: of one node (near), or of two (far). Emulated links of "
+        f"{found['rate'] / 1e6:.0f} Mbit/s, of which `auto` knows "
+        + ("the times by a file (`comm.cluster`)" if found["calibrated"] else "nothing")
+        + f". {EXPERTS} experts, width {found['width']}, fp32. S1 gathers tokens, S2 k f times as "
+        "much, during the exchange of the next piece where there are several (d).")
+    yield (f"`auto` within {AIM:.2f} of the better schedule: {good} of {len(cells)} shapes; it "
+           f"took {' and '.join(taken)}.")
+    yield columns(cells, {
+        "shape": "{shape}", **{field: lambda cell, field=field: str(
+            getattr(SHAPES[cell["shape"]], field)) for field in Shape._fields},
+        **{name: lambda cell, name=name: f"{1e3 * cell['seconds'][name]:.0f}"
+           for name in (*NAMES, AUTO)},
+        "`auto` took": "{took}", "`auto` / better": lambda cell: f"{over_best(cell):.2f}"})
+
+
+OPTIONS = {
+    "shapes": Option(tuple(SHAPES), "of the layer", quick=("a half, near", "one, far"),
+                     choices=tuple(SHAPES)),
+    "rounds": Option(9, "measurements of each schedule", quick=1),
+    "rate": Option(50e6, "bit/s of a node's link", quick=1e9),
+    "width": Option(256, "of a token", quick=16),
+    "calibrated": Option(False, "auto knows the links' times from a cluster file"),
+}

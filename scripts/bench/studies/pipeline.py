@@ -1,0 +1,259 @@
+"""Pipeline schedules on emulated stages with slow links: measured steps against simulated ones.
+
+Takes about 4 minutes. A pass waits for its time in place of computing, so that the stages need no
+processors of their own; transfers are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_plugin.cli.figures import columns
+from moe_plugin.planner.pipeline.schedules import Pipeline
+from moe_plugin.planner.pipeline.slices import cut, slice_seconds
+from moe_plugin.planner.units import show_time
+from scripts.bench.study import Option
+from scripts.emulate import EmulatedCluster
+from scripts.emulate.networks import chain
+
+TITLE = "Pipeline schedules over slow links"
+STAGES, FORWARD_S, SMALL = 4, 0.1, 64  # SMALL: tokens of a transfer
+OVERLAPPED = "1f1b, transfers behind compute"
+# the planner's mode of what is measured
+MODES = {"1f1b": "paired", OVERLAPPED: "overlapped", "eager-1f1b": "eager"}
+
+
+def slice_s(length: int, context: int) -> float:
+    """Seconds of a slice's forward pass; backward takes twice as long."""
+    return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
+
+
+class Load(NamedTuple):
+    """Micro-batches of a step.
+
+    Attributes:
+        length, width: of a sequence's activations, 1.25 MiB.
+        forward_s: seconds of a slice's forward pass, by its tokens and those before it.
+    """
+
+    batches: int
+    length: int
+    width: int
+    forward_s: Callable[[int, int], float]
+
+
+LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
+         "slices": Load(2, 2048, 160, slice_s)}
+
+
+class WaitFunction(torch.autograd.Function):
+    """Waits as long as a stage would compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = 2 * seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class WaitingStage(nn.Module):
+    """What Megatron's schedules need of a stage."""
+
+    position_embedding_type, model_type = "none", None
+
+    def __init__(self, load: Load, config: Any) -> None:
+        super().__init__()
+        self.load, self.config, self.weight = load, config, nn.Parameter(torch.ones(1))
+        self.taken: Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        [self.taken] = tensors
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Output [l, 1, D] of input_ids and position_ids [1, l]; on the last stage [1, l]."""
+        length, start = input_ids.shape[1], int(position_ids[0, 0])
+        x = torch.zeros(length, 1, self.load.width) if dist.get_rank() == 0 else self.taken
+        y = WaitFunction.apply(x + self.weight, self.load.forward_s(length, start))
+        return y.mean(-1).t() if dist.get_rank() == STAGES - 1 else y
+
+
+def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    positions = torch.arange(model.load.length)[None]
+    return (model(positions, positions),
+            lambda output: (output.mean(), {"loss": output.detach().mean()}))
+
+
+def one_way_s(length: int, width: int) -> float:
+    """Seconds of a transfer between neighbours: clocks of one machine are one clock."""
+    rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
+    sent = torch.zeros(tries, dtype=torch.float64)
+    got = torch.zeros(tries, dtype=torch.float64)
+    for number in range(tries):
+        dist.barrier()
+        if rank == 1:
+            work = dist.irecv(sizes, 0)
+            time.sleep(0.1)
+            work.wait()
+            got[number] = time.monotonic()
+        elif rank == 0:
+            time.sleep(0.3)
+            sent[number] = time.monotonic()
+            dist.send(sizes, 1)
+    for moments in (sent, got):
+        dist.all_reduce(moments)
+    return float((got - sent).median())
+
+
+def measure_stages(part: str, schedules: Mapping[str, dict[str, str] | None],
+                   rounds: int) -> dict[str, Any]:
+    """On each rank: seconds of transfers of all tokens and of few; when steps began and ended."""
+    from megatron.core import parallel_state as ps
+
+    from moe_plugin.config import PipelineConfig
+    from moe_plugin.hosts.megatron.compat import cpu
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig, get_forward_backward_func
+    from moe_plugin.hosts.megatron.pipeline import forward_backward_func
+
+    cpu.enable(force=True)
+    ps.initialize_model_parallel(1, STAGES)
+    load, native = LOADS[part], get_forward_backward_func()
+    stage = WaitingStage(load, TransformerConfig(
+        num_layers=STAGES, hidden_size=load.width, num_attention_heads=1,
+        use_cpu_initialization=True, pipeline_model_parallel_size=STAGES,
+        pipeline_dtype=torch.float32))
+    steps = {name: forward_backward_func(PipelineConfig(**settings), native) if settings else
+             _overlapped if name == OVERLAPPED else native for name, settings in schedules.items()}
+    passes = {"forward_step_func": forward_step, "data_iterator": None, "model": stage,
+              "num_microbatches": load.batches, "seq_length": load.length, "micro_batch_size": 1}
+    send_s = [one_way_s(length, load.width) for length in (load.length, SMALL)]
+    moments: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, run in steps.items():
+            dist.barrier()
+            start = time.monotonic()
+            run(**passes)
+            moments[name].append((start, time.monotonic()))
+    return {"send_s": send_s, "moments": moments}
+
+
+def _overlapped(**passes: Any) -> None:
+    # the order of 1F1B, by our transfers: what eager's order adds to them
+    from megatron.core import parallel_state as ps
+
+    from moe_plugin.hosts.megatron.pipeline.executor import Step
+
+    group = ps.get_pipeline_model_parallel_group()
+    Step(passes, passes["model"].config, group, group).run()
+
+
+def slices_of(part: str) -> dict[str, tuple[int, ...]]:
+    """Of a long sequence: the best ones, and as many equal ones."""
+    if part == "schedules":
+        return {}
+    load = LOADS[part]
+    best = cut(slice_s, load.length, 1 + (STAGES - 1) / load.batches, granularity=SMALL).slices
+    return {"terapipe": best, "terapipe, four equal slices": (load.length // 4,) * 4}
+
+
+def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
+    """All schedules over links of one rate, measured and predicted."""
+    load, slices = LOADS[part], slices_of(part)
+    names = ["1f1b", *slices] if slices else list(MODES)
+    settings = {name: {"schedule": "terapipe", "slices": ",".join(map(str, slices[name]))}
+                if name in slices else {"schedule": name} if name == "eager-1f1b" else None
+                for name in names}
+    with EmulatedCluster(STAGES, 1) as cluster:
+        cluster.set_network(chain(STAGES, 1e6 * rate_mbit_s))
+        ranks = cluster.run(measure_stages, part, settings, rounds, timeout_s=600,
+                            group_timeout_s=300)
+    whole_s, small_s = ranks[0]["send_s"]
+    token_s = max(0.0, whole_s - small_s) / (load.length - SMALL)
+    forward_s = load.forward_s(load.length, 0)
+    line = Pipeline(stages=STAGES, micro_batches=load.batches, forward_s=forward_s,
+                    backward_s=2 * forward_s, send_s=whole_s)
+    found: dict[str, Any] = {"rate_mbit_s": rate_mbit_s, "send_s": whole_s, "slices": slices,
+                             "ideal_s": line.ideal_s}
+    for name in names:
+        if name in slices:
+            seconds = slice_seconds(slice_s, slices[name])
+            outcome = Pipeline(
+                stages=STAGES, micro_batches=load.batches, slices=len(seconds), forward_s=seconds,
+                backward_s=tuple(2 * s for s in seconds),
+                send_s=tuple(small_s + token_s * (n - SMALL) for n in slices[name])).simulate()
+        else:
+            outcome = line.simulate(MODES[name])
+        every = zip(*(rank["moments"][name] for rank in ranks), strict=True)
+        steps = [max(end for _, end in step) - min(start for start, _ in step) for step in every]
+        found[name] = {"measured_s": statistics.median(steps), "steps_s": steps,
+                       "predicted_s": outcome.seconds}
+    return found
+
+
+def table_of(rows: list[dict[str, Any]], names: list[str]) -> str:
+    """A row per rate and schedule."""
+    cells = [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
+             for rates in rows for name in names]
+    return columns(cells, {
+        "Mbit/s": "{rate_mbit_s:g}", "transfer ms": lambda c: f"{1e3 * c['send_s']:.0f}",
+        "schedule": "{name}", "step s": "{measured_s:.2f}", "predicted s": "{predicted_s:.2f}",
+        "difference": lambda c: f"{c['measured_s'] / c['predicted_s'] - 1:+.1%}",
+        **{head: lambda c, of=of: f"{c['base'][of] / c[of]:.2f}" for head, of in (
+            ("1f1b / this", "measured_s"), ("predicted", "predicted_s"))}})
+
+
+def schedules_part(seen: dict[str, Any]) -> list[str]:
+    load = LOADS["schedules"]
+    return [
+        f"{STAGES} stages on emulated nodes in a chain, {load.batches} micro-batches a step, "
+        f"activations of {4 * load.length * load.width / 2**20:.2f} MiB. The schedules are "
+        "Megatron's own function and ours, transfers are real (gloo over the emulated links); a "
+        f"pass waits in place of computing ({show_time(FORWARD_S)} forward, "
+        f"{show_time(2 * FORWARD_S)} backward), because four stages do not compute at a time on "
+        f"{seen['cores']} cores. Predicted: the event simulator (`moe_plugin/planner/pipeline`) "
+        "with the measured time of one transfer; of Megatron's 1F1B it knows that both stages wait "
+        "for a transfer, and that what crosses between two stages goes in turn over gloo (over "
+        "NCCL it need not: `transport` in a file of `moe-plugin plan --pipeline`). The second "
+        "schedule is 1F1B's order with the transfers of eager 1F1B. Median of "
+        f"{seen['rounds']} steps. Without transfers a step takes "
+        f"{seen['rows'][0]['ideal_s']:.2f} s.",
+        table_of(seen["rows"], list(MODES))]
+
+
+def slices_part(seen: dict[str, Any]) -> list[str]:
+    load, slices = LOADS["slices"], seen["rows"][0]["slices"]
+    best = ", ".join(map(str, slices["terapipe"]))
+    return [
+        "## Slices of a long sequence",
+        f"The same stages and links, with {load.batches} micro-batches a step of one sequence of "
+        f"{load.length} tokens each. A forward pass of a slice of l tokens after c others waits "
+        "4 ms + 0.12 ms max(l, 64) + 80 ns l (c + l / 2), a backward pass twice as long. TeraPipe "
+        f"runs slices of {best} tokens, which its dynamic program finds best. Predicted: the "
+        "event simulator, with the measured times of a transfer of all tokens and of 64. "
+        f"Median of {seen['rounds']} steps.",
+        table_of(seen["rows"], ["1f1b", *slices])]
+
+
+def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    return {"rows": [row(part, rate, args.rounds) for rate in args.rates], "rounds": args.rounds}
+
+
+PARTS = {"schedules": (partial(measure_part, "schedules"), schedules_part),
+         "slices": (partial(measure_part, "slices"), slices_part)}
+OPTIONS = {
+    "rates": Option((200.0, 100.0), "of the links, Mbit/s", quick=(200.0,)),
+    "rounds": Option(3, "steps of each schedule", quick=1),
+}

@@ -1,0 +1,208 @@
+"""Overloaded experts on an emulated cluster: rows spilled to other ranks against the plain layer.
+
+Needs Linux and root, and about 8 minutes on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moe_plugin import MoELayer, TorchComm
+from moe_plugin.cli.figures import columns
+from moe_plugin.config import from_dict
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
+from scripts.bench.layouts import timed_end, timed_step
+from scripts.bench.memory_limit import reset_peak, status_bytes
+from scripts.bench.study import ROOT, Option
+from scripts.emulate import EmulatedCluster
+
+TITLE = "Overloaded experts on an emulated cluster"
+NODES, EXPERTS, WIDTH, HIDDEN = 4, 8, 256, 256
+# what decides whether a call spills
+CLUSTER, DEVICE = "configs/clusters/emulated.yaml", "configs/devices/cpu_core.yaml"
+# tokens of a rank, and the part of them that goes to the first expert; the others share the rest
+LOADS: dict[str, tuple[int, float]] = {
+    "half of the tokens to one expert": (2048, 0.5), "a quarter to one expert": (2048, 0.25),
+    "even": (2048, 1 / EXPERTS), "few tokens, half to one expert": (64, 0.5),
+}
+HOT = next(iter(LOADS))
+STANDING = "standing"  # has a memory of earlier calls, and so a layer of its own for each load
+POLICIES = tuple(policy for policy in ALL_POLICIES if policy != STANDING)
+BESIDE = ("never", "least_loaded")  # `standing` is measured next to these
+WARM_UP = REPLAN = 2  # rounds that do not count; steps from one placement to the next
+
+
+def make_layer(**parallel: Any) -> MoELayer:
+    """A layer whose router sends a token to the expert that its first elements name. parallel:
+    settings of this section.
+    """
+    layer = MoELayer(from_dict({
+        "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
+        "experts": {"hidden_dim": HIDDEN}, "comm": {"cluster": str(ROOT / CLUSTER)},
+        "parallel": {"mode": "fixed", **parallel}, "tuner": {"device": str(ROOT / DEVICE)}
+    }), TorchComm())
+    with torch.no_grad():
+        layer.router.weight_ED.copy_(torch.eye(EXPERTS, WIDTH) * 30)
+    return layer
+
+
+def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
+    """Tokens [T, D] of a rank for one round; the same for every policy."""
+    tokens, share = LOADS[load]
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    parts = torch.full((EXPERTS,), (1 - share) / (EXPERTS - 1))
+    parts[0] = share
+    ids_T = torch.multinomial(parts, tokens, replacement=True, generator=generator)
+    x_TD = torch.randn(tokens, WIDTH, generator=generator)
+    x_TD[:, :EXPERTS] = torch.nn.functional.one_hot(ids_T, EXPERTS).float()
+    return x_TD.requires_grad_()
+
+
+def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
+    """Seconds of forward and backward, which all ranks begin together; rows computed here."""
+    seconds, stats = timed_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
+    layer.zero_grad(set_to_none=True)
+    x_TD.grad = None  # or the next policy would add to it
+    return seconds, stats.rows
+
+
+def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
+    """One rank: policies alternately in every round, by load; (seconds, rows) of each step, and as
+    "place" (seconds, experts with replicas) of each placement of replicas that stand.
+    """
+    plain, stands = make_layer(), STANDING in policies
+    stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
+    found: dict[str, dict[str, list[tuple[float, int]]]] = {
+        load: {policy: [] for policy in (*policies, *["place"] * stands)} for load in LOADS}
+    for round_ in range(WARM_UP + rounds):
+        for load, by_policy in found.items():
+            x_TD = make_tokens(plain.comm.rank, round_, load)
+            # each policy comes first, second and last equally often
+            turn = round_ % len(policies)
+            for policy in (*policies[turn:], *policies[:turn]):
+                one = step(stand[load] if policy == STANDING else plain, x_TD, policy)
+                if round_ >= WARM_UP:
+                    by_policy[policy].append(one)
+            if stands:
+                one = timed_end(stand[load]), len(
+                    stand[load].layouts.available.replicas.standing.shares)
+                if round_ >= WARM_UP and (round_ + 1) % REPLAN == 0:
+                    by_policy["place"].append(one)
+    return found
+
+
+def run_memory(policy: str, steps: int = 5) -> float:
+    """One rank: bytes by which its memory grows at most in a step under the hot load."""
+    layer = make_layer()
+    step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
+    inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
+    reset_peak()
+    before = status_bytes("VmRSS")
+    for x_TD in inputs:
+        step(layer, x_TD, policy)
+    return status_bytes("VmHWM") - before
+
+
+def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
+    """By policy: median seconds of the slowest rank, plain over it in the same rounds (median and
+    quartiles), and rows of the busiest rank. Of "place" seconds and experts.
+    """
+    def most(policy: str, part: int) -> list[float]:
+        return [max(one[part] for one in at)
+                for at in zip(*(rank[load][policy] for rank in ranks), strict=True)]
+
+    found, plain = {}, most("never", 0)
+    for policy in ranks[0][load]:
+        seconds = most(policy, 0)
+        found[policy] = {"seconds": statistics.median(seconds),
+                         "rows": statistics.median(most(policy, 1))}
+        if policy != "place":
+            ratios = [base / s for base, s in zip(plain, seconds, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            found[policy] |= {"speedup": middle, "lower_quartile": low, "upper_quartile": high}
+    return found
+
+
+def times_of(policies: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
+    with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
+        ranks = cluster.run(run_times, policies, args.rounds, timeout_s=60 + 30 * args.rounds)
+    return {"rate": args.rate, "rounds": args.rounds,
+            "times": {load: summary(ranks, load) for load in LOADS}}
+
+
+def measure_others(args: argparse.Namespace) -> dict[str, Any]:
+    """Of all policies but `standing`: times, and memory."""
+    found, peaks = times_of(POLICIES, args), {}
+    for policy in POLICIES:
+        with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
+            peaks[policy] = max(cluster.run(run_memory, policy, timeout_s=300))
+    return {**found, "memory": peaks}
+
+
+def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
+    return times_of((*BESIDE, STANDING), args)
+
+
+CELLS = {"ms": lambda c: f"{1e3 * c['seconds']:.1f}",
+         "plain / this (quartiles)": "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
+         "of the even load": "{share}",
+         "rows of the busiest rank": "{rows:.0f}"}
+
+
+def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """All cells, each with its throughput over that of the even load without a policy."""
+    even = found["times"]["even"]["never"]["seconds"]
+    return [{"load": load, "policy": policy, **one,
+             "share": f"{even / one['seconds']:.0%}" if LOADS[load][0] == LOADS["even"][0] else ""}
+            for load, by_policy in found["times"].items() for policy, one in by_policy.items()]
+
+
+def others_part(found: dict[str, Any]) -> Iterator[str]:
+    yield (
+        "One layer runs forward and backward with each value of `parallel.spill` alternately, in "
+        "the same processes and on the same tokens, so that all see the same machine; times are of "
+        "the slowest rank. See [overloaded experts](../overload.md) for what the values mean. "
+        f"{NODES} emulated nodes of one rank, {found['rate'] / 1e6:.0f} Mbit/s; {EXPERTS} "
+        f"experts, width {WIDTH}, inner width {HIDDEN}, k = 1, float32; median of "
+        f"{found['rounds']} rounds. Whether a call spills is decided from its own load by "
+        f"`{CLUSTER}` and `{DEVICE}`. `of the even load`: throughput over that of as many rows "
+        "that are spread evenly; above it where rows of the hot expert need not travel.")
+    for load in found["times"]:
+        yield f"## {load[0].upper()}{load[1:]}, {LOADS[load][0]} tokens on each rank"
+        yield columns([row for row in _rows(found) if row["load"] == load],
+                      {"spill": "`{policy}`", **CELLS})
+    yield "## Memory"
+    yield ("What a step under the first load adds to the memory of the busiest rank, at most. An "
+           f"expert's weights are {2 * WIDTH * HIDDEN * 4 / 2**20:.1f} MiB here.")
+    yield columns(found["memory"].items(), {
+        "spill": "`{0[0]}`", "MiB": lambda item: f"{item[1] / 2**20:.1f}"})
+
+
+def standing_part(found: dict[str, Any]) -> Iterator[str]:
+    rows = _rows(found)
+    yield "## Replicas that stand"
+    yield (
+        f"`standing` places replicas every {REPLAN} steps here, by the loads of these steps. "
+        "Measured by itself (`--parts standing`), alternately with two of the others: "
+        f"{found['rounds']} rounds. Times of different parts of this page are of other runs.")
+    yield columns([row for row in rows if row["policy"] != "place"],
+                  {"load": "{load}", "spill": "`{policy}`", **CELLS})
+    yield ("A placement, at the end of a step: how long it takes, and how many experts then "
+           "have replicas. It moves no weights: they are lent in the next call, whose time "
+           "is part of the table above.")
+    yield columns([row for row in rows if row["policy"] == "place"], {
+        "load": "{load}", "ms": lambda c: f"{1e3 * c['seconds']:.2f}",
+        "experts with replicas": "{rows:.0f}"})
+
+
+PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}
+OPTIONS = {
+    "rounds": Option(40, "measured steps of each cell", quick=2),
+    "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
+}

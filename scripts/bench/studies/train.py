@@ -1,0 +1,126 @@
+"""Whole training steps (forward, backward, optimizer) of models with our layer, with the
+framework's own and with dense layers of equal active width: equal weights and data, the same ranks
+and processes, steps alternately; or forward passes of an evaluation, with our pieces by load and
+without. Starts its ranks itself, or runs on those that torchrun started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_plugin.cli.links import add_links, links_of, refuse_links
+from moe_plugin.cli.measure import host_steps
+from moe_plugin.cli.measure.host_sides import Settings
+from moe_plugin.planner.cluster import dump_cluster, load_cluster
+from moe_plugin.planner.units import parse_grid
+from scripts.bench.train import curves
+from scripts.bench.train import run as runs
+from scripts.bench.train.results import (  # noqa: F401
+    MADE_BY,
+    main_parts,
+    merged,
+    reports,
+    side_pages,
+)
+from scripts.bench.train.shapes import SHAPES, for_host, parse_shapes
+from scripts.bench.train.sides import evaluated_settings, our_settings
+from scripts.emulate import EmulatedCluster
+
+FITTED_BIT_S = 200e6  # rate of the links that configs/clusters/emulated.yaml describes
+TITLE = "Whole training steps"
+PLOTS = {curves.FILE: curves.draw}
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
+                   help="the framework; native with fairseq is the layer of its moe branch, "
+                        "written after its code")
+    p.add_argument("--shapes", default="all", metavar="LIST",
+                   help=f"all, names with commas ({', '.join(SHAPES)}), or "
+                        "width x inner x experts x k x tokens, e.g. 128x128x8x2x4096, measured on "
+                        "one launch of the ranks (default: %(default)s); fairseq: k is at most 2, "
+                        "and none is gated")
+    p.add_argument("--evaluate", action="store_true",
+                   help="forward passes of an evaluation in place of training steps, with our "
+                        "pieces by load and without")
+    p.add_argument("--emulate", metavar="NxP",
+                   help="nodes x ranks per node of an emulated cluster, e.g. 2x2")
+    add_links(p)
+    p.add_argument("--ranks", type=int, metavar="N",
+                   help="processes on this machine, without --emulate (default: 2)")
+    p.add_argument("--steps", type=int, default=15,
+                   help="timed steps of each model (default: %(default)s)")
+    p.add_argument("--warm-up", type=int, default=4,
+                   help="steps before; tuners that have not chosen get more (default: %(default)s)")
+
+
+def check(args: argparse.Namespace) -> None:
+    if args.quick:
+        args.steps, args.warm_up = 2, 1
+    if args.emulate and args.ranks is not None:
+        raise ValueError(f"--emulate {args.emulate} says how many ranks there are, and so does "
+                         f"--ranks {args.ranks}: must be one of them; leave --ranks out")
+    args.ranks = 2 if args.ranks is None else args.ranks
+    for name in ("steps", "warm_up", "ranks"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1; "
+                             "e.g. 4")
+    if not args.emulate:
+        refuse_links(args)
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """A report of each shape. On ranks of a launcher rank 0 alone returns them."""
+    grid = parse_grid(args.emulate) if args.emulate else None
+    shapes = for_host(parse_shapes(args.shapes), args.host)
+    if "RANK" not in os.environ:
+        for shape in shapes:  # before any process or node is started
+            shape.sentences(grid[0] * grid[1] if grid else args.ranks)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        text = host_steps.write_text(folder)
+        cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
+        ours = evaluated_settings(hardware(cluster, folder)) if args.evaluate else our_settings(
+            several_nodes=grid is not None and grid[0] > 1)
+        plans = [runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up, ours,
+                                evaluate=args.evaluate) for shape in shapes]
+        if cluster:
+            found = runs.on_emulated(plans, cluster)
+        elif "RANK" in os.environ:
+            found = runs.on_own_ranks(plans)
+        else:
+            found = runs.on_this_machine(plans, args.ranks)
+    return [one.as_dict() for one in found] or None
+
+
+def hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
+    """What is known of links and processors where pieces are chosen: of an emulated cluster the
+    fitted links, at its rate; of one machine nothing.
+    """
+    if cluster is None:
+        return {}
+    fitted = load_cluster("configs/clusters/emulated.yaml")
+    link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / cluster.rate_bit_s)
+    path = folder / "cluster.yaml"
+    path.write_text(dump_cluster(replace(fitted, inter=link)), encoding="utf-8")
+    return {"comm.cluster": str(path), "tuner.device": "configs/devices/cpu_core.yaml"}
+
+
+def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the same host, place and shape are replaced."""
+    return [one.as_dict() for one in merged(reports(old), reports(new))]
+
+
+def body(found: list[dict[str, Any]]) -> Iterator[str]:
+    yield from main_parts(reports(found))
+
+
+def pages(found: list[dict[str, Any]]) -> dict[str, str]:
+    return side_pages(reports(found))

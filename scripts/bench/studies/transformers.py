@@ -1,0 +1,307 @@
+"""Training steps of models of `transformers`, whose experts are computed, and reached over ranks,
+by its own implementations and by ours. Models with equal weights train in the same processes, one
+step of each alternately.
+
+The part of emulated nodes needs Linux and root. About ten minutes on an idle machine with two
+processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_plugin.cli.figures import columns
+from moe_plugin.machine import wait_for_device
+from moe_plugin.planner.units import parse_grid
+from scripts.bench.layouts import slowest
+from scripts.bench.measure import versions
+from scripts.bench.ranks import on_processes
+from scripts.bench.study import Option
+from scripts.emulate import EmulatedCluster
+
+TITLE = "Models of transformers: its experts and exchanges, and ours"
+OURS, TUNED = "moe_plugin", "moe_plugin, auto"
+EXPERTS = (OURS, "grouped_mm", "batched_mm", "eager")
+# by the mesh: each rank has its own tokens, or all have the same, as `all_reduce` needs it
+EXCHANGES = {"fsdp_size": (OURS, TUNED, "all_to_all"),
+             "tp_size": (OURS, TUNED, "all_to_all", "all_reduce")}
+VOCABULARY, LAYERS, HEADS = 1024, 2, 4
+SLOW = 5
+LONGEST_WARM_UP = 30  # steps in which a tuner may settle
+# class of the config, and what it is given: width, inner width, experts, experts of a token
+SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    "Mixtral, 8 wide experts": ("Mixtral", {
+        "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8,
+        "num_experts_per_tok": 2}),
+    "Qwen3, 64 fine experts": ("Qwen3Moe", {
+        "hidden_size": 256, "moe_intermediate_size": 96, "num_experts": 64,
+        "num_experts_per_tok": 8}),
+    "OLMoE, 32 experts": ("Olmoe", {
+        "hidden_size": 256, "intermediate_size": 128, "num_experts": 32,
+        "num_experts_per_tok": 4}),
+    "DeepSeek-V3, 16 experts and a shared one": ("DeepseekV3", {
+        "hidden_size": 256, "moe_intermediate_size": 192, "n_routed_experts": 16,
+        "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+        "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+        "v_head_dim": 64}),
+}
+
+
+# widths and experts of published models, for a GPU
+LARGE: dict[str, tuple[str, dict[str, int]]] = {
+    "Mixtral 8x7B": ("Mixtral", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8}),
+    "Qwen3-30B-A3B": ("Qwen3Moe", {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4}),
+    "OLMoE-1B-7B": ("Olmoe", {
+        "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+        "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 16}),
+}
+
+
+def build(shape: str, **more: Any) -> Any:
+    """The model of a shape, with random weights."""
+    import transformers
+
+    kind, sizes = (SHAPES | LARGE)[shape]
+    config = getattr(transformers, f"{kind}Config")(**{
+        "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS, "max_position_embeddings": 8192, **sizes})
+    return transformers.AutoModelForCausalLM.from_config(config, **more)
+
+
+def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
+    """One training step by SGD, whose rate of 0 leaves losses comparable; its loss."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def step() -> float:
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait_for_device(tokens.device)
+        return float(loss.detach())
+
+    return step
+
+
+def data(sequences: int, length: int, part: int = 0) -> Tensor:
+    """Token ids [B, S] of a rank."""
+    return torch.randint(VOCABULARY, (sequences, length),
+                         generator=torch.Generator().manual_seed(part))
+
+
+def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
+    """Seconds of steps of each side, alternately, and its last loss. All ranks begin a step
+    together; what takes `SLOW` times as long as ours is timed once.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    losses = {}
+    for number in range(1 + steps):
+        for name, step in sides.items():
+            if number > 1 and seconds[name][0] > SLOW * seconds[OURS][0] and not (
+                    dist.is_initialized()):
+                continue
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            losses[name] = step()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return {"seconds": seconds, "losses": losses}
+
+
+# -- one process
+
+
+def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS,
+                device: str = "cpu") -> dict[str, Any]:
+    import moe_plugin.hosts.transformers  # noqa: F401 - registers the name
+
+    torch.set_num_threads(1)
+    cells = []
+    for shape in args.shapes:
+        sides = {}
+        for name in names:
+            torch.manual_seed(0)
+            with torch.device(device):
+                model = build(shape, experts_implementation=name).to(_dtype(args))
+            sides[name] = stepper(model, data(args.sequences, args.length).to(model.device))
+        found = timed(sides, args.steps)
+        cells.append({"shape": shape, "losses": found["losses"], "seconds": {
+            name: statistics.median(some) for name, some in found["seconds"].items()}})
+    return _with_sizes(cells, args, 1)
+
+
+def _dtype(args: argparse.Namespace) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    return dtype
+
+
+class OnGPU:
+    """Training steps of models of `transformers` on one GPU, in bfloat16, with the widths and the
+    experts of published models and two layers; experts by its implementations and by ours. Models
+    with equal weights train in one process, one step of each alternately.
+    """
+
+    TITLE = "Models of transformers on one GPU"
+    OPTIONS = {
+        "shapes": Option(tuple(LARGE), "models", choices=(*LARGE, *SHAPES),
+                         quick=tuple(SHAPES)[:1]),
+        "sequences": Option(4, "of a step", quick=1),
+        "length": Option(4096, "tokens of a sequence", quick=16),
+        "steps": Option(10, "timed steps of each side", quick=1),
+        "device": Option("cuda", "where", quick="cpu", choices=("cuda", "cpu")),
+    }
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> dict[str, Any]:
+        args.dtype = "bfloat16"
+        found = measure_one(args, EXPERTS[:2] + EXPERTS[3:], args.device)
+        return {**found, "versions": versions(args.device) | found["versions"]}
+
+    @staticmethod
+    def body(found: dict[str, Any]) -> list[str]:
+        return [*part("Steps", "`experts_implementation`: who computes the experts.", found)][1:]
+
+
+# -- several ranks
+
+
+def run_rank(folder: str, mesh: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One rank: seconds and losses by shape."""
+    return [_shape_on_rank(Path(folder, str(number)), mesh, args)
+            for number in range(len(args.shapes))]
+
+
+def _shape_on_rank(folder: Path, mesh: str, args: argparse.Namespace) -> dict[str, Any]:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    from moe_plugin.hosts.transformers import use
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    use({"parallel.mode": "auto", "comm.all_to_all": "auto", "dispatch.send": "auto"}, TUNED)
+    ranks = dist.get_world_size()
+    tokens = data(args.sequences, args.length, dist.get_rank() if mesh == "fsdp_size" else 0)
+    sides = {}
+    for name in EXCHANGES[mesh]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_dtype(args), distributed_config=DistributedConfig(
+                **{mesh: ranks}, ep_size=ranks, ep_implementation=name))
+        sides[name] = stepper(model, tokens)
+    for _ in range(LONGEST_WARM_UP):
+        sides[TUNED]()
+    return timed(sides, args.steps)
+
+
+def measure_ranks(grid: str, mesh: str, args: argparse.Namespace) -> dict[str, Any]:
+    nodes, per_node = parse_grid(grid)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, shape in enumerate(args.shapes):
+            torch.manual_seed(0)
+            build(shape).save_pretrained(Path(folder, str(number)))
+        if nodes == 1:
+            ranks = on_processes(per_node, gathered, folder, mesh, args)
+        else:
+            with EmulatedCluster(nodes, per_node, rate_bit_s=args.rate) as cluster:
+                ranks = cluster.run(run_rank, folder, mesh, args, timeout_s=1800)
+    cells = [{"shape": shape, "losses": by_rank[0]["losses"], "seconds": {
+        name: statistics.median(slowest(list(by_rank), name)) for name in EXCHANGES[mesh]}}
+        for shape, by_rank in zip(args.shapes, zip(*ranks, strict=True), strict=True)]
+    parts = nodes * per_node if mesh == "fsdp_size" else 1
+    return _with_sizes(cells, args, parts, rate=args.rate if nodes > 1 else None)
+
+
+def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
+    """What `run_rank` returns on every rank."""
+    mine = run_rank(folder, mesh, args)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
+                rate: float | None = None) -> dict[str, Any]:
+    """parts: batches of a step."""
+    return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
+            "steps": args.steps, "rate": rate, "dtype": args.dtype,
+            "versions": {name: version(name) for name in ("torch", "transformers")}}
+
+
+# -- the page
+
+
+def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"## {title}"
+    tokens = found["parts"] * found["sequences"] * found["length"]
+    network = f", links of {found['rate'] / 1e6:.0f} Mbit/s" if found["rate"] else ""
+    yield (f"{about} Thousand tokens a second of a training step (forward, backward, SGD) of a "
+           f"model of {LAYERS} layers, {found['dtype']}, {found['sequences']} sequences of "
+           f"{found['length']} tokens{network}, {_where(found)}, medians of "
+           f"{found['steps']} steps of the slowest rank. In brackets: ours over it.")
+    cells, names = found["cells"], list(found["cells"][0]["seconds"])
+
+    def speed(name: str) -> Callable[[dict[str, Any]], str]:
+        def text(cell: dict[str, Any]) -> str:
+            seconds = cell["seconds"]
+            ratio = "" if name == OURS else f" ({seconds[name] / seconds[OURS]:.2f})"
+            return f"{tokens / seconds[name] / 1e3:.2f}{ratio}"
+
+        return text
+
+    yield columns(cells, {
+        "model": "{shape}", **{f"`{name}`": speed(name) for name in names},
+        "largest difference of losses": lambda cell: f"{_spread(cell['losses']):.1e}"})
+
+
+def _where(found: dict[str, Any]) -> str:
+    return "one GPU" if "device" in found["versions"] else "one thread a rank"
+
+
+def _spread(losses: dict[str, float]) -> float:
+    """Of the last step, relative."""
+    return (max(losses.values()) - min(losses.values())) / min(losses.values())
+
+
+CHOSEN = (
+    f"`{OURS}`: its defaults; `{TUNED}`: layout, all-to-all and what travels are chosen while "
+    f"training, in {LONGEST_WARM_UP} steps before. The others are of transformers, which then "
+    "computes experts by `grouped_mm`.")
+OWN_TOKENS = ("`ep_implementation`, with FSDP2 and EP over all ranks, each of which has sequences "
+              f"of its own. {CHOSEN}")
+SAME_TOKENS = f"With TP and EP over both ranks, which have the same sequences. {CHOSEN}"
+PARTS = {
+    "one": (measure_one, partial(
+        part, "One process", "`experts_implementation`: who computes the experts.")),
+    **{name: (partial(measure_ranks, grid, mesh), partial(part, title, about))
+       for name, grid, mesh, title, about in (
+           ("1x2", "1x2", "fsdp_size", "Two ranks", OWN_TOKENS),
+           ("1x2-tp", "1x2", "tp_size", "Two ranks with the same tokens", SAME_TOKENS),
+           ("2x2", "2x2", "fsdp_size", "2x2 emulated nodes", OWN_TOKENS))},
+}
+OPTIONS = {
+    "shapes": Option(tuple(SHAPES), "models", choices=tuple(SHAPES),
+                     quick=tuple(SHAPES)[:1]),
+    "sequences": Option(4, "of a rank", quick=1),
+    "length": Option(128, "tokens of a sequence", quick=16),
+    "steps": Option(12, "timed steps of each side", quick=1),
+    "dtype": Option("float32", "of weights and activations", choices=("float32", "bfloat16")),
+    "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
+}

@@ -1,0 +1,305 @@
+"""One way to measure: what a study is, and what runs one.
+
+A study's module has `measure(args)`, which returns its numbers as plain values, and `body(found)`,
+the parts of its page (`report.document`) below the `TITLE`; or `PARTS`, both functions by the name
+of a part, of which a run may measure some and keep the others; with `--out` each is written as soon
+as it is measured, and `--resume` leaves out those that are there. It may have
+
+* `OPTIONS`, by name; or `add_arguments(parser)` for others, and `check(args)` of their values;
+* `MADE_BY`, the command, where it is another one;
+* `PLOTS`, by file name: a function of (numbers, path);
+* `pages(found)`, further pages by file name;
+* `merge(old, new)`, which adds a run to the numbers of earlier ones in the same folder;
+* `failures(found)`, what a run did not reach: then the command ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import moe_plugin
+from moe_plugin.messages import short, tracked
+from moe_plugin.regular_files import output_folder, write_regular
+from scripts.bench.report import NOT_PROSE, document
+
+ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # of a checkout
+DATA = "data"  # the folder of the numbers, below that of the pages
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of a study.
+
+    Attributes:
+        default: says its type, too; of a tuple: several of its elements' type.
+        help: a line.
+        quick: its value with `--quick`; None: the same.
+        choices: what is allowed; None: all.
+    """
+
+    default: Any
+    help: str
+    quick: Any = None
+    choices: Sequence[Any] | None = None
+
+    def add(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add `--name`. What is not given is None, until `fill`."""
+        several = isinstance(self.default, tuple)
+        kind = type(self.default[0] if several else self.default)
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_true", default=None, help=self.help)
+            return
+        shown = " ".join(map(str, self.default)) if several else self.default
+        parser.add_argument(
+            f"--{name}", type=kind, nargs="+" if several else None, choices=self.choices,
+            help=f"{self.help} (default: {shown})".replace("%", "%%"))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Something that is measured.
+
+    Attributes:
+        name: as in `moe-plugin bench NAME`.
+        about: what it measures, a line.
+        needs: what it runs with, each a key of `NEEDS`.
+        module: in `scripts.bench.studies`, with a class where it holds several; by default
+            the name's.
+        stem: of its files; by default the name's.
+    """
+
+    name: str
+    about: str
+    needs: tuple[str, ...] = ()
+    module: str = ""
+    stem: str = ""
+
+    @property
+    def code(self) -> Any:
+        """The module or class, imported when it is needed."""
+        name, _, group = (self.module or self.name.replace("-", "_")).partition(".")
+        module = importlib.import_module(f"scripts.bench.studies.{name}")
+        return getattr(module, group) if group else module
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        own, parts = getattr(self.code, "OPTIONS", {}), tuple(self.parts)
+        several = {
+            "parts": Option(parts, "of the page; the others stay", choices=parts),
+            "resume": Option(False, "leave out the parts that --out has")}
+        return {**several, **own} if parts else own
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Any, Any]]:
+        """(what measures, what writes) by the name of a part; {}: there are none."""
+        return getattr(self.code, "PARTS", {})
+
+    @property
+    def page_name(self) -> str:
+        return f"{self.stem or self.name.replace('-', '_')}.md"
+
+    @property
+    def numbers_name(self) -> str:
+        """The numbers' file, below the folder of the pages."""
+        return f"{DATA}/{Path(self.page_name).stem}.json"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        code = self.code
+        needs = f" Needs {', '.join(map(NEEDS_SAID.__getitem__, self.needs))}." * bool(self.needs)
+        parser.description = " ".join((code.__doc__ or "").split()).replace("%", "%%") + needs
+        parser.add_argument("--out", type=Path, metavar="FOLDER",
+                            help=f"write {self.page_name}, {self.numbers_name} and plots there")
+        parser.add_argument("--json", action="store_true",
+                            help="print the numbers instead of the page")
+        parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
+        parser.add_argument("--redraw", action="store_true",
+                            help="measure nothing: write page and plots from the numbers in --out")
+        for name, option in self.options.items():
+            option.add(parser, name)
+        if hasattr(code, "add_arguments"):
+            code.add_arguments(parser)
+
+    def fill(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Give values to the options that were left out."""
+        for name, option in self.options.items():
+            if getattr(args, name.replace("-", "_")) is None:
+                quick = args.quick and option.quick is not None
+                setattr(args, name.replace("-", "_"), option.quick if quick else option.default)
+        return args
+
+    def measure(self, args: argparse.Namespace) -> Any:
+        """Its numbers, plain values; see `with_machine`.
+
+        Raises: ValueError: what it needs is not here.
+        """
+        check_needs(f"bench {self.name}", self.needs)
+        found = ({name: with_machine(self.parts[name][0], args) for name in args.parts}
+                 if self.parts else with_machine(self.code.measure, args))
+        return json.loads(json.dumps(found))  # as read from the file
+
+    def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
+        """Its numbers with those of earlier runs in the folder, written there, part after part."""
+        path = None if folder is None else folder / self.numbers_name
+        merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
+        found = self._earlier(folder) if merge and path is not None and path.exists() else None
+        left = [part for part in args.parts if not (args.resume and found and part in found)
+                ] if self.parts else [None]
+        for part in tracked(left, f"bench {self.name}", "part"):
+            one = args if part is None else argparse.Namespace(**{**vars(args), "parts": [part]})
+            new = self.measure(one)
+            if new is None:  # a rank that is not the first
+                return None
+            found = new if found is None else merge(found, new)
+            if path is not None:
+                write_numbers(path, found)
+                self.write(folder, found)
+        return found
+
+    def page(self, found: Any) -> str:
+        """Its numbers as Markdown."""
+        code = self.code
+        sections = [(found[name], write) for name, (_, write) in self.parts.items()
+                    if name in found] or [(found, code.body)]
+        computed = "(computed)" in self.about
+        lines = [line for one, write in sections
+                 for line in _say_machine(write(one), {} if computed else one)]
+        made_by = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
+        first = next(i for i, line in enumerate(lines) if not line.startswith(NOT_PROSE))
+        lines[first] = f"Made by `{made_by}`. {lines[first]}"
+        return document(f"# {code.TITLE}", *lines)
+
+    def write(self, folder: Path, found: Any) -> None:
+        write_regular(folder / self.page_name, self.page(found))
+        for name, text in getattr(self.code, "pages", lambda _: {})(found).items():
+            write_regular(folder / name, text)
+        for name, draw in getattr(self.code, "PLOTS", {}).items():
+            draw(found, folder / name)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """The command: measure, print, write; its exit status."""
+        code, args = self.code, self.fill(args)
+        if hasattr(code, "check"):
+            code.check(args)
+        folder = self._folder(args.out)
+        if args.redraw:
+            self.write(folder, self._earlier(folder))
+            return 0
+        found = self._measured(args, folder)
+        if found is None:
+            return 0
+        if args.json:
+            sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        else:
+            sys.stdout.write(self.page(found))
+            sys.stdout.writelines(getattr(code, "pages", lambda _: {})(found).values())
+        failed = getattr(code, "failures", lambda _: [])(found)
+        sys.stderr.write("".join(f"{one}\n" for one in failed))
+        return int(bool(failed))
+
+    def _folder(self, out: Path | None) -> Path | None:
+        """`--out`, able to take all files: before hours of measuring."""
+        if out is None:
+            return None
+        output_folder(out / DATA, [Path(self.numbers_name).name])
+        return output_folder(out, [self.page_name, *getattr(self.code, "PLOTS", {})])
+
+    def _earlier(self, folder: Path | None) -> Any:
+        if folder is None:
+            raise ValueError("--redraw needs --out FOLDER; e.g. --out docs/benchmarks")
+        return read_numbers(folder / self.numbers_name)
+
+
+def check_needs(who: str, needs: Sequence[str]) -> None:
+    """Raises: ValueError: what it needs, keys of `NEEDS`, is not here."""
+    for need in needs:
+        if (reason := NEEDS[need]()) is not None:
+            raise ValueError(f"{who} needs {NEEDS_SAID[need]}: {reason}")
+
+
+def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
+    """What `measure(*args)` returns, where it is a mapping with the machine: versions, device and
+    date, load before and after, cores.
+    """
+    from scripts.bench.measure import versions  # imports torch
+
+    before = os.getloadavg()[0]
+    found = measure(*args)
+    if isinstance(found, dict):
+        if "versions" not in found:
+            device = getattr(args[0], "device", None) if args else None
+            found["versions"] = versions(device or "cpu")
+        found.setdefault("load", [round(before, 1), round(os.getloadavg()[0], 1)])
+        found.setdefault("cores", os.cpu_count())
+    return found
+
+
+def _say_machine(lines: Sequence[str], found: Any) -> Iterator[str]:
+    """What `with_machine` added, after the first paragraph."""
+    said, found = "", found if isinstance(found, dict) else {}
+    if "versions" in found:
+        said = f" {', '.join(f'{name} {value}' for name, value in found['versions'].items())}."
+    if "load" in found:
+        said += f" Load average {', '.join(f'{x:.1f}' for x in found['load'])}" + (
+            f" on {found['cores']} cores." if "cores" in found else ".")
+    for line in lines:
+        yield line if line.startswith(NOT_PROSE) else line + said
+        said = said if line.startswith(NOT_PROSE) else ""
+
+
+def write_numbers(path: Path, value: Any) -> None:
+    """Write numbers, compact: a line for each entry of the outermost list or mapping."""
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {_compact(one)}" for key, one in value.items()]
+    else:
+        lines = [_compact(one) for one in value]
+    ends = "{}" if isinstance(value, dict) else "[]"
+    write_regular(path, "\n".join([ends[0], ",\n".join(lines), ends[1], ""]))
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def read_numbers(path: Path) -> Any:
+    """The numbers of an earlier run.
+
+    Raises: ValueError: there are none.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no numbers of a study ({short(str(error))}); measure "
+                         "first, without --redraw, or give another --out") from error
+
+
+def _asked(question: str) -> Any:
+    module, _, name = question.partition(":")
+    return lambda: getattr(importlib.import_module(module), name)()
+
+
+def _package(name: str) -> Any:
+    return lambda: None if importlib.util.find_spec(name) else f"package {name} is not installed"
+
+
+# what a study may need: why it is not here, or None
+NEEDS = {
+    "nodes": _asked("scripts.emulate:why_not"),
+    "memory limit": _asked("scripts.bench.memory_limit:why_not"),
+    **{name: _package(name)
+       for name in ("fairseq", "megatron", "transformers", "torchft", "timm", "igraph", "triton",
+                    "matplotlib", "mlxtend")},
+}
+NEEDS_SAID = {
+    **{name: name for name in NEEDS}, "nodes": "an emulated cluster (Linux, root)",
+    "memory limit": "a cgroup with a memory limit (root)", "megatron": "megatron-core",
+    "mlxtend": "mlxtend (pip install --no-deps mlxtend==0.23.4)",
+}

@@ -1,0 +1,180 @@
+"""Commands that run a training program: `emulate NxP -- COMMAND` on a cluster of network namespaces
+on this machine, `fault KIND -- COMMAND` with something that goes wrong at a stated moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from moe_plugin.messages import short
+
+if TYPE_CHECKING:
+    from scripts.emulate.faults import Fault
+
+EMULATIONS = """examples:
+  moe-plugin emulate 2x2 -- fairseq-train DATA --user-dir moe_plugin --cpu --moe-all-to-all 2dh ...
+  moe-plugin emulate 2x2 --rate 100mbit --delay 2ms -- \\
+      -m moe_plugin.hosts.megatron.launch SCRIPT ...
+  moe-plugin emulate 4x2 --max-restarts 1 -- train.py ...
+  moe-plugin emulate 2x1 --plain -- sh -c 'hostname; echo $NODE_RANK of $NNODES'
+"""
+_REMEDIES = {
+    "exchange": "; ranks exchange rows where they share the experts (in Megatron: "
+                "--expert-model-parallel-size above 1)",
+    "save": "; let the program save more often",
+}
+FAULTS = """examples:
+  torchrun --nproc-per-node 2 --no-python moe-plugin fault kill --ranks 1 --step 5 -- \\
+      fairseq-train DATA --user-dir moe_plugin --cpu ...
+  torchrun --max-restarts 1 ... --no-python moe-plugin fault stall --seconds 3 --once -- \\
+      -m moe_plugin.hosts.megatron.launch SCRIPT ...
+  torchrun ... --no-python moe-plugin fault nan-gradient --step 4 -- train.py ...
+"""
+
+
+def emulate_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin emulate`."""
+    from moe_plugin.cli.links import add_links
+
+    p.usage, p.epilog = "moe-plugin emulate NxP [options] -- COMMAND ...", EMULATIONS
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.description = ("Starts torchrun on every node of a cluster of network namespaces on this "
+                     "machine, and removes it afterwards.\n"
+                     "Linux; root, or inside `unshare --user --map-root-user --net`.")
+    p.add_argument("grid", metavar="NxP", help="nodes x ranks per node, e.g. 2x2")
+    add_links(p)
+    p.add_argument("--max-restarts", type=int, default=0, metavar="N",
+                   help="torchrun's: all ranks start again after one failed (default: %(default)s)")
+    p.add_argument("--plain", action="store_true",
+                   help="run COMMAND itself once per node, without torchrun, with MASTER_ADDR, "
+                        "MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE in its environment")
+    p.add_argument(
+        "program", nargs="+", metavar="COMMAND",
+        help="after `--`: script.py, -m module, or an installed command, with its arguments")
+
+
+def emulate(args: argparse.Namespace) -> int:
+    """Run it; the exit status of the first node that fails, else 0."""
+    from moe_plugin.cli.links import links_of
+    from moe_plugin.planner.units import parse_grid
+    from scripts.emulate import EmulatedCluster
+    from scripts.emulate.launch import start_plain, start_torchrun, wait
+
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts {args.max_restarts} must be >= 0; e.g. 1")
+    signal.signal(signal.SIGTERM, _terminated)
+    with EmulatedCluster(*parse_grid(args.grid), **links_of(args)) as cluster:
+        if args.plain:
+            return wait(start_plain(cluster, args.program))
+        return wait(start_torchrun(cluster, args.program, args.max_restarts))
+
+
+def _terminated(*_: object) -> NoReturn:
+    sys.exit(128 + signal.SIGTERM)  # an exception, so that the cluster is removed in order
+
+
+def fault_options(p: argparse.ArgumentParser) -> None:
+    """`moe-plugin fault`."""
+    from scripts.emulate.faults import KINDS, PLACES, Fault
+
+    p.usage = "moe-plugin fault KIND [options] -- COMMAND ..."
+    p.epilog = FAULTS
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.description = (
+        "Runs a training program in this process; on the ranks given, something goes wrong in the\n"
+        "step and at the place given. Start it on every rank, by torchrun --no-python.\n\n"
+        + "\n".join(f"  {name:<13} {text}" for name, text in KINDS.items()))
+    p.add_argument("kind", metavar="KIND", choices=list(KINDS), help="see above")
+    p.add_argument("--ranks", type=_ranks, default=(0,), metavar="A,B",
+                   help="on which it happens; those of a node: the node (default: 0)")
+    p.add_argument("--step", type=int, default=1, metavar="N",
+                   help="the optimizer's step in which it happens, counted from each start of "
+                        "the program (default: %(default)s)")
+    p.add_argument("--place", default="", choices=list(PLACES),
+                   help="; ".join(f"{name}: {text}" for name, text in PLACES.items())
+                        + " (default: forward)")
+    p.add_argument("--once", action="store_true",
+                   help="only in torchrun's first start, not where it starts the ranks again")
+    p.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of stall and slow")
+    p.add_argument("--bytes", type=int, default=Fault.bytes, metavar="N",
+                   help="of disk-full (default: %(default)s)")
+    p.add_argument("--bit", type=int, default=Fault.bit, metavar="N",
+                   help="of bit-flip and wrong-product (default: %(default)s)")
+    p.add_argument("program", nargs="+", metavar="COMMAND",
+                   help="after `--`: script.py, -m module, or an installed Python command, with "
+                        "its arguments")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def fault(args: argparse.Namespace) -> int:
+    """Run the program; its exit status."""
+    from scripts.emulate.faults import Fault
+
+    program = _program(args.program)
+    fault = Fault(args.kind, args.ranks, args.step, args.place, args.seconds, args.bytes, args.bit)
+    rank, world = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"),
+                                                                       ("WORLD_SIZE", "1")))
+    if rank == 0 and min(fault.ranks) >= world:
+        _say(f"{fault.kind} happens on no rank: it is for {', '.join(map(str, fault.ranks))}, the "
+             f"program has {world} (RANK 0 to {world - 1})")
+    again = args.once and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    armed = None if again else fault.arm(rank)
+    try:
+        _become(program)
+    except Exception:
+        traceback.print_exc()  # the program's own error, as without this command
+        return 1
+    finally:
+        if armed is not None and not armed.happened_in:
+            _say(f"{fault.kind} did not happen on rank {rank}: {_why(fault, armed.step - 1)}")
+    return 0
+
+
+def _why(fault: Fault, made: int) -> str:
+    """Why it did not happen in a program that made so many steps."""
+    from scripts.emulate.faults import PLACES
+
+    if made < fault.step:
+        return (f"step {fault.step}, place {fault.place}, was not reached; the program made {made} "
+                "steps")
+    return (f"place {fault.place} ({PLACES[fault.place]}) did not come in steps {fault.step} to "
+            f"{made}{_REMEDIES.get(fault.place, '')}")
+
+
+def _say(what: str) -> None:
+    print(f"moe-plugin fault: {what}", file=sys.stderr, flush=True)
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    """The words, with the path of an installed command; `ValueError` if there is none."""
+    name, *rest = words
+    if name == "-m" and rest or name.endswith(".py"):
+        return [name, *rest]
+    found = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if found is None:
+        raise ValueError(
+            f"program {short(name)} is not installed: give a script (train.py), a module (-m "
+            "package.module) or a Python command (fairseq-train)")
+    return [found, *rest]
+
+
+def _become(program: list[str]) -> None:
+    sys.modules.pop("scripts", None)  # the program may have one of its own
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        runpy.run_path(program[0], run_name="__main__")

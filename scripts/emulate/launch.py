@@ -1,0 +1,107 @@
+"""Runs a training command on an emulated cluster: torchrun on every node, as on a real one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_plugin.messages import short
+from scripts.emulate.cluster import EmulatedCluster
+
+TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
+PORT = 29400  # of the rendezvous; the nodes' networks are their own, so it is free
+GRACE_S = 15.0
+
+
+def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0,
+                   **popen: object) -> list[subprocess.Popen]:
+    """Start torchrun on every node with `ranks_per_node` ranks each.
+
+    Args:
+        program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
+            `fairseq-train ARGS`.
+        max_restarts: how often torchrun starts all ranks again after one failed.
+        popen: options of `EmulatedCluster.command`, e.g. `stdout`.
+    Raises: ValueError: no such program.
+    """
+    program = _python_or_command(program)
+    first = cluster.nodes[0].address
+    started = []
+    for node in cluster.nodes:
+        # emulated host names have no DNS entries, so addresses are given
+        rendezvous = [
+            "--rdzv-backend", "c10d", "--rdzv-id", "emulated", "--rdzv-endpoint", f"{first}:{PORT}",
+            "--rdzv-conf", f"is_host={int(node.index == 0)}", "--local-addr", node.address
+        ]
+        argv = [
+            sys.executable, TORCHRUN, "--nnodes",
+            str(len(cluster.nodes)), "--nproc-per-node",
+            str(cluster.ranks_per_node), "--max-restarts",
+            str(max_restarts), *rendezvous, *program
+        ]
+        started.append(cluster.command(node.index, argv, env=_environment(), **popen))
+    return started
+
+
+def start_plain(cluster: EmulatedCluster, program: Sequence[str],
+                **popen: object) -> list[subprocess.Popen]:
+    """Start a launch script on every node, with the usual variables.
+
+    MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE are in its environment.
+    """
+    env = {
+        **_quiet(), "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
+        "NNODES": str(len(cluster.nodes)), "NPROC_PER_NODE": str(cluster.ranks_per_node)
+    }
+    return [
+        cluster.command(node.index, list(program), env={**env, "NODE_RANK": str(node.index)},
+                        **popen) for node in cluster.nodes
+    ]
+
+
+def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
+    """Wait for all; returns the first exit status that is not 0.
+
+    After a failure the others have `grace_s` seconds to end.
+    """
+    deadline = None
+    while any(process.poll() is None for process in started):
+        failed = [process.returncode for process in started if process.returncode]
+        if failed and deadline is None:
+            deadline = time.monotonic() + grace_s
+        if deadline is not None and time.monotonic() > deadline:
+            return failed[0]
+        time.sleep(0.1)
+    return next((process.returncode for process in started if process.returncode), 0)
+
+
+def _environment() -> dict[str, str]:
+    # torchrun's c10d rendezvous keeps one store for all restarts, in which new ranks find the
+    # addresses of dead ones and fail to connect (torch 2.13, gloo; pytorch/pytorch 135712). With
+    # this variable each start has its own store.
+    return {**_quiet(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def _quiet() -> dict[str, str]:
+    # torch's C++ warns on every rank that emulated hosts have no DNS entries, and with a stack that
+    # the first node's torchrun ends before another's. Its errors are shown; errors of a program are
+    # Python's.
+    return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+
+
+def _python_or_command(program: Sequence[str]) -> list[str]:
+    name, *rest = program
+    if name == "-m" or name.endswith(".py"):
+        return [name, *rest]
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise ValueError(
+            f"program {short(name)} is not installed: give a script (train.py), a module (-m "
+            "package.module) or a command (fairseq-train)")
+    return ["--no-python", found, *rest]

@@ -1,0 +1,98 @@
+"""Linux namespaces without a name or file: they end with their last descriptor and process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_plugin.machine import call_libc
+from scripts.emulate.build import compiler
+
+_NEWUTS, _NEWNET = 0x04000000, 0x40000000
+_SYSCTL = {
+    # an exchange after a pause must not start with a small window, or with an earlier run's losses
+    "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
+    "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
+    # equal on every machine; BBR, the default of some, paces itself to 80 % of a shared link
+    "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
+    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, at
+    # four times the CPU time
+    "/proc/sys/net/ipv4/tcp_min_tso_segs": "32",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node's network and host name, as two descriptors of namespaces."""
+
+    index: int
+    net: int
+    uts: int
+
+    @property
+    def address(self) -> str:
+        """Its address on the emulated network."""
+        return f"10.77.0.{self.index + 1}"
+
+    @property
+    def hostname(self) -> str:
+        """Its host name."""
+        return f"node{self.index}"
+
+    def enter(self) -> None:
+        """Move the calling thread (in a fresh child: the process) to this node."""
+        call_libc("setns", self.net, _NEWNET)
+        call_libc("setns", self.uts, _NEWUTS)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.net)
+        os.close(self.uts)
+
+
+def make_node(index: int) -> Node:
+    """A new node. A helper thread makes it, so that the calling thread stays where it is."""
+    found: list[Node | BaseException] = []
+
+    def work() -> None:
+        try:
+            call_libc("unshare", _NEWNET | _NEWUTS)
+            socket.sethostname(f"node{index}")
+            for path, value in _SYSCTL.items():
+                Path(path).write_text(value)
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            found.append(
+                Node(index, os.open("/proc/thread-self/ns/net", flags),
+                     os.open("/proc/thread-self/ns/uts", flags)))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def why_not() -> str | None:
+    """Why an emulated cluster cannot run here; None if it can."""
+    if sys.platform != "linux":
+        return f"an emulated cluster needs Linux namespaces; this is {sys.platform}"
+    if compiler() is None:
+        return ("an emulated cluster needs a C compiler for its switch; on Debian or Ubuntu: sudo "
+                "apt-get install gcc")
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return ("an emulated cluster needs /dev/net/tun; in a container, start it with --device "
+                "/dev/net/tun --cap-add NET_ADMIN --cap-add SYS_ADMIN")
+    try:
+        make_node(0).close()
+    except OSError as error:
+        return ("an emulated cluster needs CAP_SYS_ADMIN and CAP_NET_ADMIN "
+                f"({error.strerror or error}); run as root, or in a user namespace: unshare --user "
+                "--map-root-user --net COMMAND")
+    return None

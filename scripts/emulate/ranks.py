@@ -1,0 +1,201 @@
+"""Ranks of an emulated cluster: forked from this process, after it has imported torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from moe_plugin.machine import die_with_parent
+from scripts.emulate.namespaces import Node
+
+LOG_SHOWN = 32000
+TRACE_S = 0.5  # for ranks to write their traces before they are killed
+
+
+@dataclass
+class RankEnd:
+    """How a rank ended: with a value, or with an error (text with its trace).
+
+    Attributes:
+        seconds: from its start to its end.
+        exit: exit status, negative for a signal, None if it was killed after the timeout.
+    """
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exit: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it returned."""
+        return self.error is None
+
+
+@dataclass
+class RankProcess:
+    """A running rank. log: its standard error, shown if it fails."""
+
+    rank: int
+    pid: int
+    pipe: Connection
+    log: IO[bytes]
+    started: float = field(default_factory=time.monotonic)
+
+
+def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
+         ) -> RankProcess:
+    """Run `work` in a forked process; it ends with this process.
+
+    Args:
+        node: on which; None: this machine.
+        close: descriptors that it must not keep.
+    """
+    ours, theirs = Pipe(duplex=False)
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return RankProcess(rank, pid, ours, log)
+    status = 1
+    # garbage of this process stays: ending a group here would join threads that a fork lacks
+    gc.freeze()
+    try:
+        die_with_parent(parent)
+        os.dup2(log.fileno(), 2)
+        faulthandler.register(signal.SIGUSR2, 2)
+        ours.close()
+        if node is not None:
+            node.enter()
+        for descriptor in close:
+            os.close(descriptor)
+        answer = _answer(work)
+        theirs.send_bytes(answer)
+        theirs.close()
+        status = 0
+    finally:
+        os._exit(status)  # never run the parent's exit handlers, test runners included
+    raise AssertionError("unreachable")
+
+
+def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
+    """Wait for all; ranks without an answer after `timeout_s` are killed.
+
+    Their errors contain the stacks of all threads.
+    """
+    ends: dict[int, RankEnd] = {}
+    waiting = {process.pipe: process for process in ranks}
+    deadline = time.monotonic() + timeout_s
+    while waiting and time.monotonic() < deadline:
+        for pipe in wait(list(waiting), timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            process = waiting.pop(pipe)
+            ends[process.rank] = _read(process)
+    for process in waiting.values():
+        _kill(process.pid, signal.SIGUSR2)  # every thread's trace goes to the log
+    time.sleep(TRACE_S if waiting else 0)
+    for process in waiting.values():
+        _kill(process.pid)
+        os.waitpid(process.pid, 0)
+        error = f"rank {process.rank} gave no answer within {timeout_s} s{_close(process)}"
+        ends[process.rank] = RankEnd(process.rank, error=error,
+                                     seconds=time.monotonic() - process.started)
+    return [ends[process.rank] for process in ranks]
+
+
+def stop(processes: Sequence[RankProcess]) -> None:
+    """Kill those that still run."""
+    for process in processes:
+        try:
+            if os.waitpid(process.pid, os.WNOHANG)[0] == 0:
+                _kill(process.pid)
+                os.waitpid(process.pid, 0)
+        except ChildProcessError:
+            continue
+        _close(process)
+
+
+def initialise(address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
+    """Join the gloo world over the store at `address`, which is a process of its own."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(address, port, is_master=False,
+                          timeout=timedelta(seconds=max(timeout_s, 30)))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(seconds=timeout_s))
+
+
+def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
+    """Start a process on `node` with the ranks' store, so that any rank may die.
+
+    Returns the process and the port.
+    """
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        import torch.distributed as dist
+
+        store = dist.TCPStore(node.address, 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        while True:
+            time.sleep(60)
+
+    process = fork(work, node, -1, close)
+    os.close(writer)
+    port = os.read(reader, 16)
+    os.close(reader)
+    if not port:
+        raise RuntimeError(
+            f"the store on {node.hostname} did not start: {collect([process], 5)[0].error}")
+    return process, int(port)
+
+
+def _answer(work: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps((work(), None))
+    except BaseException:  # noqa: BLE001 - sent to the parent
+        return pickle.dumps((None, traceback.format_exc()))
+
+
+def _read(process: RankProcess) -> RankEnd:
+    end = RankEnd(process.rank, seconds=time.monotonic() - process.started)
+    try:
+        end.value, end.error = pickle.loads(process.pipe.recv_bytes())
+    except EOFError:
+        end.error = f"rank {process.rank} ended without an answer"
+    log = _close(process)
+    end.error = end.error and end.error + log
+    end.exit = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+    return end
+
+
+def _close(process: RankProcess) -> str:
+    """Close a rank's pipe and log; returns the end of the log as text to add to an error."""
+    process.pipe.close()
+    with process.log as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_SHOWN))
+        text = log.read().decode(errors="replace").strip()
+    return f"\nstandard error of rank {process.rank}:\n{text}" if text else ""
+
+
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,159 @@
+"""Studies: listed, run and written by one mechanism; pages come from committed numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_plugin.cli.main import main, parse
+from moe_plugin.planner.choice import LayoutChoice
+from scripts.bench.studies import STUDIES, predicted
+from scripts.bench.study import NEEDS, NEEDS_SAID, Option, Study, read_numbers, write_numbers
+
+ROOT = Path(__file__).resolve().parents[3]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+COMMITTED = [study for study in STUDIES.values() if (BENCHMARKS / study.numbers_name).exists()]
+QUICK = ("offload-plans", "layers", "operations", "scaling", "predicted", "headlines")
+
+
+def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert len(STUDIES) >= 30
+    for study in STUDIES.values():
+        assert f"{study.name} {study.about}" in said
+
+
+def test_all_committed_numbers_have_a_page() -> None:
+    assert {study.numbers_name for study in COMMITTED} == {
+        f"data/{path.name}" for path in (BENCHMARKS / "data").glob("*.json")}
+
+
+@pytest.mark.parametrize("study", COMMITTED, ids=lambda study: study.name)
+def test_a_page_is_made_from_its_numbers(study: Study) -> None:
+    found = read_numbers(BENCHMARKS / study.numbers_name)
+    made = {study.page_name: study.page(found), **getattr(study.code, "pages", lambda _: {})(found)}
+    for name, text in made.items():
+        assert text == (BENCHMARKS / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_options_have_quick_values_of_their_kind(study: Study) -> None:
+    assert set(study.needs) <= set(NEEDS) == set(NEEDS_SAID)
+    for name, option in study.options.items():
+        quick = study.fill(parse(["bench", study.name, "--quick"]))
+        given = getattr(quick, name.replace("-", "_"))
+        assert type(given) is type(option.default), name
+        if option.choices is not None:
+            assert set(given if isinstance(given, tuple) else [given]) <= set(option.choices)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_they_replace_regular_files_only_and_say_so_before_they_measure(
+        study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Study, "measure", lambda *_: pytest.fail("measured"))
+    pipe = tmp_path / study.page_name
+    pipe.parent.mkdir(exist_ok=True)
+    os.mkfifo(pipe)
+    words = ["--host", "megatron"] if study.name in ("losses", "train") else []
+    assert main(["bench", study.name, *words, "--out", str(tmp_path)]) == 2
+    assert f"{pipe} cannot be written (it is a pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_it_runs_and_writes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = STUDIES[name]
+    assert main(["bench", name, "--quick", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / study.page_name).read_text(encoding="utf-8")
+    assert capsys.readouterr().out.rstrip() == page.rstrip() and page.startswith("# ")
+    found = read_numbers(tmp_path / study.numbers_name)
+    (tmp_path / study.page_name).unlink()
+    assert main(["bench", name, "--redraw", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / study.page_name).read_text(encoding="utf-8") == page
+    assert read_numbers(tmp_path / study.numbers_name) == found
+
+
+def test_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(NEEDS, "nodes", lambda: "no root here")
+    assert main(["bench", "overlap"]) == 2
+    said = capsys.readouterr().err
+    assert "bench overlap needs an emulated cluster (Linux, root): no root here" in said
+
+
+def test_numbers_that_are_not_there_are_named(tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "forest", "--redraw", "--out", str(tmp_path)]) == 2
+    assert "holds no numbers of a study" in capsys.readouterr().err
+    assert main(["bench", "forest", "--redraw"]) == 2
+    assert "--redraw needs --out" in capsys.readouterr().err
+
+
+class OfTests:
+    """A study of two parts, of which one is measured."""
+
+    TITLE = "Of tests"
+    OPTIONS = {"size": Option(8, "rows", quick=2), "names": Option(("a", "b"), "of rows"),
+               "fast": Option(False, "skip"), "part": Option("one", "of the page")}
+
+    @staticmethod
+    def measure(args: argparse.Namespace) -> dict[str, Any]:
+        return {args.part: args.size}
+
+    @staticmethod
+    def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        return {**old, **new}
+
+    @staticmethod
+    def body(found: dict[str, Any]) -> list[str]:
+        return [f"{sorted(set(found) - {'load', 'cores', 'versions'})}"]
+
+    @staticmethod
+    def failures(found: dict[str, Any]) -> list[str]:
+        return ["too many"] if found.get("two", 0) > 8 else []
+
+
+def test_parts_stay_and_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    study = Study("of-tests", "parts")
+    monkeypatch.setattr(Study, "code", OfTests)
+
+    def run(*words: str) -> int:
+        parser = argparse.ArgumentParser()
+        study.add_arguments(parser)
+        return study.run(parser.parse_args([*words, "--out", str(tmp_path)]))
+
+    assert run("--quick") == 0
+    assert run("--part", "two", "--size", "9") == 1
+    assert capsys.readouterr().err == "too many\n"
+    page = (tmp_path / "of_tests.md").read_text()
+    assert page.startswith("# Of tests\n\nMade by `moe-plugin bench of-tests`. ['one', 'two'] pyt")
+    assert "Load average" in page
+    found = json.loads((tmp_path / "data" / "of_tests.json").read_text())
+    assert (found["one"], found["two"]) == (2, 9)
+    assert len(found["load"]) == 2 and "torch" in found["versions"]
+
+
+@pytest.mark.parametrize("value", [{}, [], {"a": [1, {"b": 2}], "c": None}, [[1], {"x": "y"}]])
+def test_numbers_are_written_a_line_for_each_entry(value: Any, tmp_path: Path) -> None:
+    write_numbers(tmp_path / "n.json", value)
+    assert read_numbers(tmp_path / "n.json") == value
+    assert len((tmp_path / "n.json").read_text().splitlines()) == len(value) + 2 + (not value)
+
+
+def test_a_predicted_layout_fails_only_where_it_is_certainly_behind() -> None:
+    cell = {"host": "fairseq", "shape": "few", "behind": 0.05}
+    found = [predicted.failures({"cells": [{**cell, "certain": list(ends)}]})
+             for ends in ((0.02, 0.08), (-0.01, 0.11), (0.04, 0.06))]
+    assert found == [[], [], ["fairseq, few: 5.0% behind, certainly more than 4.0%"]]
+    fast, slow = LayoutChoice(r=1), LayoutChoice(r=0)
+    seconds = {fast: [1.0, 1.1, 0.9], slow: [1.1, 1.2, 1.03]}
+    one = predicted.ShapeCell("fairseq", "few", None, {fast: 0.0, slow: 0.1}, {}, seconds, 1.0, 1)
+    low, high = one.certain(slow)
+    assert 0.03 < low < 0.11 < high and one.certain(fast) == (0, 0)

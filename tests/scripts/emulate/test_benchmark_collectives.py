@@ -1,0 +1,57 @@
+"""The benchmark of collectives: what its page says of its numbers, and that it runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_plugin.comm.forest import plan_few
+from scripts.bench.collectives import CollectiveCell, ring_bound_s
+from scripts.bench.studies import STUDIES
+from scripts.emulate import networks, why_not
+
+COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "collectives"]
+
+
+@pytest.mark.parametrize(("shape", "ratio"), [
+    ("equal", 1.0), ("slow-node", 1.0), ("ring", 2.0), ("two-clusters", 7 / 4)])
+def test_the_links_predict_how_much_slower_a_ring_is(shape: str, ratio: float) -> None:
+    """Eight nodes: a ring uses one direction; over a thin link it takes 7 shards where 4 suffice.
+    """
+    network = networks.SHAPES[shape](8, 40e6)
+    found = ring_bound_s(network, 1e6) / plan_few(network, "all_gather").seconds(1e6)
+    assert found == pytest.approx(ratio, rel=1e-6)
+
+
+def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
+    cells = [CollectiveCell("ring of nodes", 8, kind, size, 2.2, 2.1, 2.2, forest_s, name, 1.0,
+                            2.0).as_dict()
+             for kind, size, forest_s, name in (
+                 ("all_gather", 1 << 20, 1.1, "forest"), ("all_gather", 1 << 22, 1.0, "forest"),
+                 ("all_reduce", 1 << 22, 3.0, "forest"))]
+    page = STUDIES["collectives"].page({"cells": cells, "hosts": [{
+        "host": "fairseq", "native_s": 0.5, "forest_s": 0.4, "predicted_saved_s": 0.11,
+        "losses": [1.0], "apart": 0.001}], "cpus": 2, "load": [0, 0]})
+    said = " ".join(page.split())
+    assert "| 2.00 | 1.91 | forest |" in said and "| 2.00 | 2.10 | forest |" in said
+    assert "Of the 2 cells of the largest size, 1 are within 15% of the predicted ratio." in said
+    assert "In 2 of 3 cells `auto` took" in said
+    assert "| fairseq | 500 | 400 | 110 | 100 | 0.001 |" in said
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+def test_it_runs(tmp_path: Path) -> None:
+    sizes = "--networks ring --sizes 65536 --repeats 1 --steps 5"
+    subprocess.run([*COMMAND, "--out", str(tmp_path), *sizes.split()],
+                   check=True, timeout=500)
+    report = json.loads((tmp_path / "data" / "collectives.json").read_text())
+    assert [cell["kind"] for cell in report["cells"]] == ["all_gather", "reduce_scatter",
+                                                         "all_reduce"]
+    assert [host["host"] for host in report["hosts"]] == ["fairseq", "megatron"]
+    assert all(host["apart"] < 0.01 for host in report["hosts"])
