@@ -66,6 +66,7 @@ class MoELayer(LayerState):
                                    **where)
         self.experts = build_experts(config, place, host, own.experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
+        self.layouts.self_balanced = balances_by_itself(self.router)
         self.capacity = CapacityLimit(config, self.layouts.load_comm, self.layouts.fixed_slots,
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
@@ -116,8 +117,7 @@ class MoELayer(LayerState):
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)
         result = self.tokens.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
-        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic,
-                                                     balances_by_itself(self.router)))
+        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
         """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""

@@ -43,7 +43,10 @@ class LayoutSelector:
         fixed_slots: whether slots are made, empty ones too, which need a capacity.
         load_comm: the ranks whose loads differ: those that must agree on a capacity.
         tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
+        self_balanced: see `LayerStats`; the layer says so.
     """
+
+    self_balanced = False
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts,
                  host: HostContext) -> None:
@@ -107,14 +110,13 @@ class LayoutSelector:
         return self.available.fixed if self.tuner is None else self.tuner.current
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
-              traffic: TrafficMeter | None, self_balanced: bool) -> LayerStats:
+              traffic: TrafficMeter | None) -> LayerStats:
         """What happened in a call.
 
         Args:
             layout, kept: of the call.
             rows: see `DispatchPlan`.
             traffic: what this rank sent; None: it is alone.
-            self_balanced: see `LayerStats`.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         load_KE = known_load(routing)[0]
@@ -141,7 +143,7 @@ class LayoutSelector:
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},
             collectives=None if comm.size == 1 or traced else comm.collectives.active(comm),
-            self_balanced=self_balanced)
+            self_balanced=self.self_balanced)
 
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks."""

@@ -37,7 +37,6 @@ from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.messages import short
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.run import refuse_unfit
 from moe_plugin.tuning.layouts import LayerLayout
 
@@ -144,8 +143,7 @@ class Stages:
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)
         y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
-        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic,
-                                  balances_by_itself(moe.router))
+        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
         self._observe(MoEOutput(y, {}, stats))
         return y if shared_expert_output is None else y + shared_expert_output
 
