@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback
 
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.folder_lock import hold_folder
+from moe_plugin.hosts.transformers.compat import TrainerCallback
 
 
 class FolderOfOneRun(TrainerCallback):
