@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import refused_together
-from moe_plugin.folder_lock import hold_folder
+from moe_plugin.folder_lock import FolderLock, hold_folder
 from moe_plugin.hosts.transformers.compat import TrainerCallback
 
 
@@ -20,7 +20,8 @@ class FolderOfOneRun(TrainerCallback):
     """
 
     def __init__(self, take_over: bool = False) -> None:
-        self._take_over, self._lock = take_over, None  # type: bool, FolderLock | None
+        self._take_over = take_over
+        self._lock: FolderLock | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raises: ValueError: another run has the folder; on all ranks."""
