@@ -185,13 +185,22 @@ def hold_folder(folder: str | os.PathLike[str], take_over: bool = False) -> Fold
     return _hold(make_folder(folder) / LOCK, f"folder {os.fspath(folder)}", take_over)
 
 
-def hold_log(path: str | os.PathLike[str], take_over: bool = False) -> FolderLock | None:
+def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
+    """Keep other runs from a folder that every save replaces, so that no lock can be inside; see
+    `hold_log`.
+    """
+    make_folder(Path(folder).parent)
+    return hold_log(folder, what="folder")
+
+
+def hold_log(path: str | os.PathLike[str], take_over: bool = False,
+             what: str = "log") -> FolderLock | None:
     """Keep other runs from a log, see `hold_folder`. None: this process has the log's folder."""
     path = Path(path)
     folder = _held.get(os.path.realpath(path.parent / LOCK))
     if folder is not None and folder.is_mine:
         return None
-    return _hold(path.with_name(path.name + ".lock"), f"log {path}", take_over)
+    return _hold(path.with_name(path.name + ".lock"), f"{what} {path}", take_over)
 
 
 @atexit.register

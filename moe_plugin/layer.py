@@ -22,6 +22,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
+from moe_plugin.routing.contract import RouterModule
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
@@ -65,6 +66,8 @@ class MoELayer(LayerState):
                                    **where)
         self.experts = build_experts(config, place, host, own.experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
+        self.layouts.self_balanced = (not isinstance(self.router, RouterModule)
+                                      or self.router.balances)
         self.capacity = CapacityLimit(config, self.layouts.load_comm, self.layouts.fixed_slots,
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)

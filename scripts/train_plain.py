@@ -201,7 +201,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Command line."""
     args = parse()
-    Path(args.out).mkdir(parents=True, exist_ok=True)
     gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
     if "RANK" in os.environ:
         dist.init_process_group(**gloo)

@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 
 from moe_plugin import folder_lock
-from moe_plugin.folder_lock import GONE_AFTER_S, LOCK, hold_folder, hold_log, release_all
+from moe_plugin.folder_lock import (
+    GONE_AFTER_S,
+    LOCK,
+    hold_folder,
+    hold_log,
+    hold_saved,
+    release_all,
+)
 from moe_plugin.observe.sinks import JsonlSink
+from moe_plugin.resilience.swarm.trainer import Swarm
 
 pytestmark = pytest.mark.fast
 
@@ -187,3 +195,32 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(ValueError, match=f"{LOCK} cannot be written .*folder"):
         hold_folder(tmp_path)
+
+
+def test_a_swarm_keeps_the_folder_that_it_saved_to(tmp_path: Path) -> None:
+    swarm = Swarm(1, timeout_s=0.5)
+    swarm.stages = 0  # no peer is asked
+    try:
+        swarm.save(tmp_path / "saved")
+        swarm.save(tmp_path / "saved")
+        assert holder(tmp_path / "saved.lock")["process"] == os.getpid()
+    finally:
+        swarm.stages = 1
+        swarm.close()
+    assert not (tmp_path / "saved.lock").exists()
+    (tmp_path / "saved.lock").write_text(left(tmp_path, host="elsewhere").read_text())
+    other = Swarm(1, timeout_s=0.5)
+    other.stages = 0
+    with pytest.raises(ValueError, match="saved is in use by another run .* on host elsewhere"):
+        other.save(tmp_path / "saved")
+    other.stages = 1
+    other.close()
+
+
+def test_a_folder_that_each_save_replaces_has_its_lock_beside_it(tmp_path: Path) -> None:
+    lock = hold_saved(tmp_path / "new" / "saved")
+    assert lock is not None and lock.path == tmp_path / "new" / "saved.lock"
+    lock.release()
+    held = hold_folder(tmp_path / "new")  # of the whole run
+    assert hold_saved(tmp_path / "new" / "saved") is None
+    held.release()

@@ -186,6 +186,10 @@ def upcycle_options(p: argparse.ArgumentParser) -> None:
                    help="give the shared expert a gate, as Qwen2-MoE has it")
     p.add_argument("--every", type=int, default=1, metavar="N",
                    help="make every Nth layer an MoE layer (default: 1, all)")
+    for stack in ("encoder", "decoder"):
+        p.add_argument(f"--{stack}-every", type=int, metavar="N",
+                       help=f"the same of the {stack} of a fairseq translation model, 0: no layer "
+                            "of it (default: as --every)")
     p.add_argument("--router-std", type=float, default=0.02, metavar="STD",
                    help="standard deviation of the routers' initial weights (default: 0.02)")
     p.add_argument("--seed", type=int, default=0, help="of the routers (default: 0)")
@@ -197,18 +201,21 @@ def upcycle(args: argparse.Namespace) -> int:
     """A dense checkpoint becomes a Mixture of Experts."""
     from moe_plugin.checkpoint.formats.all import formats
     from moe_plugin.checkpoint.formats.base import check_pair, convert, detect, open_source
+    from moe_plugin.checkpoint.formats.fairseq import upcycling
     from moe_plugin.checkpoint.neutral import NEUTRAL
     from moe_plugin.checkpoint.upcycle import Upcycling, write_new
     from moe_plugin.checkpoint.upcycle import upcycle as upcycled
 
     plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
                      shared=args.shared, shared_gate=args.shared_gate, every=args.every,
+                     encoder_every=args.encoder_every, decoder_every=args.decoder_every,
                      router_std=args.router_std, seed=args.seed)
     name = args.origin or detect(args.source, args.trust)
     to = formats.get(args.to or name)()
     check_pair(name, to.name)
     with open_source(args.source, name, args.trust) as source:
-        made = upcycled(convert(source, NEUTRAL), plan)
+        made = (upcycling.upcycle(source, plan) if upcycling.translates(source) else
+                upcycled(convert(source, NEUTRAL), plan))
         write_new(convert(made, to.name), to, args.target)
     print(f"{args.target}: {len(made.layers)} MoE layers of {plan.experts} experts, "
           f"{plan.top_k} per token, format {to.name}")

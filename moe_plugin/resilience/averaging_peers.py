@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import OffloadConfig
+from moe_plugin.folder_lock import FolderLock, hold_saved
 from moe_plugin.memory.flat import FlatLayout, aligned_buffer
 from moe_plugin.memory.tiers import TierBuffer
 from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
@@ -100,6 +101,7 @@ class StreamedPeer:
             self._take(outer_states)
         self.replica = ElasticReplica(lighthouse, replica, lambda: {"steps": trainer.steps},
                                       self._load, timeout_s, trainer.steps)
+        self._locks: dict[str, FolderLock | None] = {}  # of the folders of `save`
         self._joined = False
         self._steps_of_others: int | None = None
         self._counts: list[tuple[Tensor, Tensor]] = []  # buffers, and those of another peer
@@ -140,10 +142,12 @@ class StreamedPeer:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the trainer's state and the outer optimizer's, for `resume`; each peer to a folder
-        of its own.
+        of its own, which is its own until `close`.
 
-        Raises: ValueError: see `save_weights`.
+        Raises: ValueError: see `save_weights`; another run has the folder.
         """
+        if (name := os.path.realpath(folder)) not in self._locks:
+            self._locks[name] = hold_saved(folder)
         return save_weights(self.trainer, folder, self.outer_state)
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
@@ -256,6 +260,9 @@ class StreamedPeer:
 
     def close(self) -> None:
         """Leave. The others go on without this peer."""
+        for lock in filter(None, self._locks.values()):
+            lock.release()
+        self._locks.clear()
         self.replica.close()
 
 

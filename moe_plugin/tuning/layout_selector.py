@@ -43,7 +43,10 @@ class LayoutSelector:
         fixed_slots: whether slots are made, empty ones too, which need a capacity.
         load_comm: the ranks whose loads differ: those that must agree on a capacity.
         tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
+        self_balanced: see `LayerStats`; the layer says so.
     """
+
+    self_balanced = False
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts,
                  host: HostContext) -> None:
@@ -139,7 +142,8 @@ class LayoutSelector:
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},
-            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm))
+            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm),
+            self_balanced=self.self_balanced)
 
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks."""

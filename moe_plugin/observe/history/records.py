@@ -95,6 +95,7 @@ class LayerRecord:
     rows_sent: float | None = None
     rows_between: float | None = None
     calls: float | None = None
+    self_balanced_calls: float | None = None
     layouts: dict[str, float] = field(default_factory=dict)
     exchanges: dict[str, float] = field(default_factory=dict)
     routers: dict[str, float] = field(default_factory=dict)

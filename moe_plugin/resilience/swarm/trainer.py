@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from moe_plugin.folder_lock import FolderLock, hold_saved
 from moe_plugin.resilience.swarm.journeys import Driven, Driver, MicroBatches, RoundId
 from moe_plugin.resilience.swarm.members import Alarm, Member, SwarmMembers
 from moe_plugin.resilience.swarm.messages import (
@@ -119,6 +120,7 @@ class Swarm:
         self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s,
                      "target_to_all": target_to_all}
         self.members, self._clock = SwarmMembers(stages, seed), Alarm(rebalance_s)
+        self._locks: dict[str, FolderLock | None] = {}  # of the folders of `save`
         self._access = Access(secret, message_bytes)
         self._connections = Connections(timeout_s, self._access)
         self._taken: _Taken = {}
@@ -219,12 +221,19 @@ class Swarm:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write every stage's weights and optimizer, for `resume`; a killed save leaves what was
-        there.
+        there. The folder is this trainer's until `close`.
+
+        Raises: ValueError: another run has the folder, see `moe_plugin.folder_lock`.
         """
+        if (name := os.path.realpath(folder)) not in self._locks:
+            self._locks[name] = hold_saved(folder)
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
         """Tell the peers that training has ended, once the other trainers know the last result."""
+        for lock in filter(None, self._locks.values()):
+            lock.release()
+        self._locks.clear()
         self._rounds.wait_until_known()
         waiting = (member.address for member in self.members.newcomers)
         for address in itertools.chain(*self.members.stages, waiting):
