@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import Comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
@@ -19,7 +20,7 @@ from moe_plugin.layer_state import LayerState
 from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
+from moe_plugin.records import KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import layer_router
 from moe_plugin.routing.capacity import CapacityLimit
 from moe_plugin.routing.contract import RouterModule

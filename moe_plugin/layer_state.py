@@ -8,13 +8,14 @@ from typing import Any
 from torch import nn
 
 from moe_plugin.comm import Comm
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import TokenEntry
 from moe_plugin.experts import distributed_state, is_expert
 from moe_plugin.experts.ddp_check import DDPCheck
 from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.weight_grads import LaterGrads
-from moe_plugin.records import Placement, Routing
+from moe_plugin.records import Routing
 from moe_plugin.routing import HasFinishStep
 from moe_plugin.routing.contract import FLOAT32, float32_state
 from moe_plugin.routing.registry import Unlinked

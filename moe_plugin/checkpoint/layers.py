@@ -17,11 +17,11 @@ from moe_plugin.checkpoint.source import (
     part_of,
 )
 from moe_plugin.comm.group import advice
+from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
 from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.experts.stored import stored_names, without_values
-from moe_plugin.records import Placement
 
 # below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too
 LAYER_NAMES = {

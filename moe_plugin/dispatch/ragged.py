@@ -19,6 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import (
     DispatchContext,
     DispatchTraits,
@@ -31,7 +32,7 @@ from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan, count_rows, rag
 from moe_plugin.dispatch.rows import known_load, sort_by_expert
 from moe_plugin.machine import start_to_host, to_device
 from moe_plugin.planner.spill import SpillPlan
-from moe_plugin.records import KeptRouting, Overlap, Placement, Routing
+from moe_plugin.records import KeptRouting, Overlap, Routing
 
 
 @dataclass(eq=False)

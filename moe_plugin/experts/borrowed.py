@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.comm import algorithms
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
 from moe_plugin.dispatch.exchange import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
@@ -24,7 +25,7 @@ from moe_plugin.dispatch.ragged import SpillingPlan
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
-from moe_plugin.records import ExpertRows, Overlap, Placement, RowCounts
+from moe_plugin.records import ExpertRows, Overlap, RowCounts
 
 
 class BorrowedExperts:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.experts.parts import (
@@ -28,7 +29,6 @@ from moe_plugin.experts.parts import (
     window_in,
     window_of,
 )
-from moe_plugin.records import Placement
 from moe_plugin.routing.contract import FLOAT32
 
 _DCP = "torch.distributed.checkpoint"

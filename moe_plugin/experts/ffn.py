@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import all_gather
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.config.options import check
@@ -44,7 +45,7 @@ from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.machine import exporting
-from moe_plugin.records import ExpertRows, HostContext, Placement
+from moe_plugin.records import ExpertRows
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.ffn import PART_AXIS
-from moe_plugin.records import Placement
 
 # what gives the same values in another tensor, or begins a copy that gets them
 _COPIES = {Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.comm.placement import HostContext
+from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.replay import replayed
 
 

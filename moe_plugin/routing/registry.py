@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.config.router import may_be_read, readers_of
 from moe_plugin.messages import first_process, warn_once
-from moe_plugin.records import HostContext, Routing
+from moe_plugin.records import Routing
 from moe_plugin.registry import Registry
 from moe_plugin.routing.contract import RouterModule, TopKSchedule, balances_by_itself
 from moe_plugin.routing.losses import losses

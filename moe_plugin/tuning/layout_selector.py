@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import LocalComm
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.comm.state import Counters, TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.rows import known_load
@@ -18,7 +19,7 @@ from moe_plugin.kernels.choices import expert_load
 from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
+from moe_plugin.records import KeptRouting, Routing
 from moe_plugin.tuning.decisions import TunerDecision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts

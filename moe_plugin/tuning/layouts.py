@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import LocalComm, algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
@@ -39,7 +40,7 @@ from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap, Placement
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, default_comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, RunConfig, flatten, to_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.marks import is_expert
@@ -26,7 +27,7 @@ from moe_plugin.hosts.fairseq.groups import Evaluation, FairseqGroups
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.resilience.overflow import until_rows_fit
 from moe_plugin.routing import needs_of
 from moe_plugin.routing.replay import replaying

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
@@ -42,7 +43,7 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput
 from moe_plugin.pregate import chosen_together, has_own_gate
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.contract import keeps_init
 from moe_plugin.routing.replay import counts, replaying

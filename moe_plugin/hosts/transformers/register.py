@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.functional import gather
 from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.options import aliases, canonical
 from moe_plugin.config.tree import flatten, to_dict
@@ -36,7 +37,6 @@ from moe_plugin.hosts.transformers.experts import (
     stacks_read_once,
 )
 from moe_plugin.messages import short
-from moe_plugin.records import Placement
 from moe_plugin.routed_experts import RoutedExperts, check_routed
 
 NAME = "moe_plugin"

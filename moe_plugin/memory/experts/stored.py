@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import FFNExperts, expert_kinds
 from moe_plugin.experts.base import Experts
@@ -25,7 +26,7 @@ from moe_plugin.memory.experts.files import ExpertFile, given_file, own_file
 from moe_plugin.memory.experts.rows import counts_of, order_of, parts, reordered, with_counts
 from moe_plugin.memory.experts.store import ExpertStore, FileWeights, HostWeights
 from moe_plugin.planner.units import parse_size
-from moe_plugin.records import ExpertRows, HostContext, Placement, RowCounts, RowPlan
+from moe_plugin.records import ExpertRows, RowCounts, RowPlan
 from moe_plugin.regular_files import check_input
 
 

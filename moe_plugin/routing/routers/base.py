@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm, LocalComm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.dtensors import fill_
@@ -17,7 +18,7 @@ from moe_plugin.kernels.in_blocks import ScoreInPieces, product_in_blocks
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
 from moe_plugin.machine import capturing
-from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
+from moe_plugin.records import CountedChoices, Routing, TokenInfo
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
 from moe_plugin.routing.forced import balanced

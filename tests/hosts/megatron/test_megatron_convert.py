@@ -46,9 +46,9 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.cli.main import main
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, losses_of, refusal, trained
 
