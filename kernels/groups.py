@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_plugin.expert_rows import DeviceCounts, RowCounts
 from moe_plugin.kernels.registry import op
+from moe_plugin.records import DeviceCounts, RowCounts
 
 
 @op

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.expert_rows import RowCounts, RowPlan
 from moe_plugin.kernels.activations import ACTIVATIONS, Activation
 from moe_plugin.kernels.cpu.blocks import (
     BlockRows,
@@ -47,6 +46,7 @@ from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
 from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, MainGrad, WeightGrad
 from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.records import RowCounts, RowPlan
 
 # size of one value [N, F] of a block that stays in the cache between operations; measured
 BLOCK_BYTES = 4 << 20

@@ -19,7 +19,6 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.expert_rows import DeviceCounts, RowCounts, RowPlan
 from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
@@ -39,6 +38,7 @@ from moe_plugin.kernels.row_weight_grads import RowWeightGrads
 from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
 from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads
+from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.expert_rows import ExpertRows, RowCounts, RowPlan  # noqa: F401  (records, too)
+from moe_plugin.records import ExpertRows, RowCounts, RowPlan  # noqa: F401  (records, too)
 
 
 @dataclass(frozen=True)

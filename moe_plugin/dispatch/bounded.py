@@ -20,10 +20,9 @@ from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece, count_rows, slot_positions
 from moe_plugin.dispatch.rows import inverse_permutation
-from moe_plugin.expert_rows import DeviceCounts
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.choices import running_count, slot_sources
-from moe_plugin.records import KeptRouting
+from moe_plugin.records import DeviceCounts, KeptRouting
 
 
 @dispatchers.register("bounded")

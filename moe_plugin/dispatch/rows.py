@@ -30,10 +30,17 @@ from moe_plugin.dispatch.base import (
     dispatchers,
     fixed_slots,
 )
-from moe_plugin.expert_rows import DeviceCounts, RowCounts
 from moe_plugin.kernels.choices import expert_load, slot_sources, sorted_choices, stable_order
 from moe_plugin.machine import exporting
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Routing, RowPlan
+from moe_plugin.records import (
+    DeviceCounts,
+    DispatchPlan,
+    ExpertRows,
+    KeptRouting,
+    Routing,
+    RowCounts,
+    RowPlan,
+)
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
