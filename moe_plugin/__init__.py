@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_plugin import checkout
+from moe_plugin.utils import checkout
 
 if TYPE_CHECKING:  # what type checkers see; the names are those of EXPORTS
     from moe_plugin.comm import Comm as Comm

@@ -11,7 +11,7 @@ from torch import nn
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.named import layer_config, refuse_beside, refuse_timeout
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.pytrees import as_pytree
+from moe_plugin.utils.pytrees import as_pytree
 
 
 @as_pytree("layout", "decisions", "router", "collectives")

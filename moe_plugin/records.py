@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.machine import exporting, to_device
-from moe_plugin.pytrees import as_pytree
+from moe_plugin.utils.machine import exporting, to_device
+from moe_plugin.utils.pytrees import as_pytree
 
 
 # Rows of a rank's experts: how many each has, known on the host or on a device alone, of which

@@ -16,7 +16,7 @@ import torch
 from hypothesis import settings
 
 from moe_plugin.kernels import kernels
-from moe_plugin.registry import KINDS
+from moe_plugin.utils.registry import KINDS
 
 # The same examples in every run, however busy the machine; `HYPOTHESIS_PROFILE=random` looks
 # for new ones.

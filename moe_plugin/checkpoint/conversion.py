@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     WriteProgress,
@@ -36,7 +35,8 @@ from moe_plugin.checkpoint.source import (
     cast,
     refuse_damaged,
 )
-from moe_plugin.regular_files import move_into_place, write_remedy, write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import move_into_place, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
 PLAN = "conversion.json"  # in the written folder

@@ -11,7 +11,7 @@ from moe_plugin.checkpoint.formats.huggingface.files import write_safetensors
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.checkpoint.torch_files import SealedWriter
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.regular_files import check_output, half_of, write_remedy
+from moe_plugin.utils.regular_files import check_output, half_of, write_remedy
 
 
 def write_experts(source: Source, path: str | os.PathLike[str],

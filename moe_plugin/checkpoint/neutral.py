@@ -53,7 +53,7 @@ from moe_plugin.checkpoint.source import (
     cast,
     filled,
 )
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 NEUTRAL = "neutral"  # `Source.format` of views with these names
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_plugin.regular_files import read_at
+from moe_plugin.utils.regular_files import read_at
 
 SPAN = 1 << 20  # bytes that are read at once where they are not all wanted
 GAP = 1 << 16  # bytes that take longer to read than another call for those behind them

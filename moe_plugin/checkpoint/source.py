@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.messages import short
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
 
 # (field, name): field "model", or an optimizer field such as "exp_avg", "exp_avg_sq", "master"
 Key = tuple[str, str]

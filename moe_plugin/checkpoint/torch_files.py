@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.file_workers import FileWorkers
 from moe_plugin.checkpoint.read_windows import read_strided
@@ -31,9 +30,10 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
     window_shape,
 )
-from moe_plugin.checksums import FirstRead
-from moe_plugin.messages import short
-from moe_plugin.regular_files import begin_writing
+from moe_plugin.utils import checksums
+from moe_plugin.utils.checksums import FirstRead
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import begin_writing
 
 BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; fits in a cache
 FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read

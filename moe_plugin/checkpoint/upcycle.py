@@ -41,8 +41,8 @@ from moe_plugin.checkpoint.source import (
     stacked,
     transposed,
 )
-from moe_plugin.messages import short
-from moe_plugin.regular_files import write_remedy
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import write_remedy
 
 logger = logging.getLogger(__name__)
 

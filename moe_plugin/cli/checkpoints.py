@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import printable, short
+from moe_plugin.utils.messages import printable, short
 
 SIZES = {
     "world": "ranks in total (fairseq: data-parallel ranks)", "ep": "expert-parallel ranks",
@@ -129,8 +129,8 @@ def reshard(args: argparse.Namespace) -> int:
 
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
-    from moe_plugin.messages import progress
     from moe_plugin.planner.units import show_size, show_time
+    from moe_plugin.utils.messages import progress
 
     layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
                              dtype=args.dtype and getattr(torch, args.dtype))

@@ -10,8 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from moe_plugin.checkout import laboratory
-from moe_plugin.regular_files import check_output, write_regular
+from moe_plugin.utils.checkout import laboratory
+from moe_plugin.utils.regular_files import check_output, write_regular
 
 
 def calibrate_options(p: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from moe_plugin.messages import aligned, alike, did_you_mean, short
-from moe_plugin.yaml_file import bundled
+from moe_plugin.utils.messages import aligned, alike, did_you_mean, short
+from moe_plugin.utils.yaml_file import bundled
 
 TOP = "configs"
 _SENTENCE = re.compile(r"(.*?)(?<! al)\.(?: |$)")

@@ -13,8 +13,8 @@ from typing import Any
 
 from moe_plugin.cli.plan_memory import OF_SIZES, given_options, plan_memory
 from moe_plugin.cli.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_output, make_folder, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_output, make_folder, write_regular
 
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import short
-from moe_plugin.regular_files import write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import write_regular
 
 STREAMS = {"forward": "tab:blue", "backward": "tab:purple", "recompute": "tab:orange"}
 OF_SIZES = ("model", "device", "cluster", "scale", "write")  # what other uses do not take

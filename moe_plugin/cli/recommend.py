@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from moe_plugin.cli.plan import check_counts, host_options, write_plan
 from moe_plugin.cli.planning.launch import CONFIG, LINE, LaunchCommand
-from moe_plugin.messages import short
-from moe_plugin.quiet import quiet
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.quiet import quiet
+from moe_plugin.utils.regular_files import output_folder, write_regular
 
 if TYPE_CHECKING:
     import torch

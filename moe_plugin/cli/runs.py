@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_plugin.messages import printable
+from moe_plugin.utils.messages import printable
 
 if TYPE_CHECKING:
     from moe_plugin.observe.history import RunRecord

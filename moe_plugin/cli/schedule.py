@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_output, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_output, write_regular
 
 PRINTED = Path("-")  # `--json` without a file
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.machine import record_event
+from moe_plugin.utils.machine import record_event
 
 log = logging.getLogger(__name__)
 

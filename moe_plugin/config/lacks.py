@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.run import RunConfig
 from moe_plugin.config.tree import flatten, to_dict
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 HOSTS = {"fairseq": "fairseq", "megatron": "Megatron", "pytorch": "a training loop of your own",
          "vision": "the training of images"}

@@ -46,9 +46,9 @@ from moe_plugin.dispatch.ragged import spilled
 from moe_plugin.dispatch.rows import positions
 from moe_plugin.kernels import combine_rows, gather_rows, weigh_rows
 from moe_plugin.kernels.choices import expert_load
-from moe_plugin.machine import to_device
 from moe_plugin.planner.spill import SpillPlan
 from moe_plugin.records import ExpertRows, KeptRouting, RowPlan
+from moe_plugin.utils.machine import to_device
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from moe_plugin.dispatch.base import (
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan, count_rows, ragged_plan
 from moe_plugin.dispatch.rows import known_load, sort_by_expert
-from moe_plugin.machine import start_to_host, to_device
 from moe_plugin.planner.spill import SpillPlan
 from moe_plugin.records import KeptRouting, Overlap, Routing
+from moe_plugin.utils.machine import start_to_host, to_device
 
 
 @dataclass(eq=False)

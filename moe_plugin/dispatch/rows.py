@@ -31,7 +31,6 @@ from moe_plugin.dispatch.base import (
     fixed_slots,
 )
 from moe_plugin.kernels.choices import expert_load, slot_sources, sorted_choices, stable_order
-from moe_plugin.machine import exporting
 from moe_plugin.records import (
     DeviceCounts,
     DispatchPlan,
@@ -41,6 +40,7 @@ from moe_plugin.records import (
     RowCounts,
     RowPlan,
 )
+from moe_plugin.utils.machine import exporting
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:

@@ -15,7 +15,7 @@ from moe_plugin.experts.marks import mark_experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.records import ExpertRows
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 
 class Experts(nn.Module):

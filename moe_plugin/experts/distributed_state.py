@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_plugin.comm.placement import Placement
-from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.experts.parts import (
     ExpertPart,
@@ -30,6 +29,7 @@ from moe_plugin.experts.parts import (
     window_of,
 )
 from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.utils.dtensors import is_sharded
 
 _DCP = "torch.distributed.checkpoint"
 _ORIGIN = ("ep_size", "ep_rank", "shards")

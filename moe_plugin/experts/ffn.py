@@ -21,7 +21,6 @@ from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.config.options import check
-from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.experts.lora import (
     ADAPTER_AXIS,
@@ -44,8 +43,9 @@ from moe_plugin.kernels.expert_ffn import (
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.machine import exporting
 from moe_plugin.records import ExpertRows
+from moe_plugin.utils.dtensors import fill_, is_sharded
+from moe_plugin.utils.machine import exporting
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
-from moe_plugin.dtensors import fill_, is_sharded
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.expert_ffn import gated
 from moe_plugin.kernels.in_blocks import in_pieces, product_in_blocks
 from moe_plugin.records import Routing, Tokens
+from moe_plugin.utils.dtensors import fill_, is_sharded
 
 
 class DrawnLinear(nn.Linear):

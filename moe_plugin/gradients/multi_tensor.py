@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.dtensors import is_sharded
 from moe_plugin.gradients import fused
 from moe_plugin.gradients.part_gradients import plain
+from moe_plugin.utils.dtensors import is_sharded
 
 # what apex has kernels for in every release
 APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.placement import Placement
-from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.distributed_state import placed_parameters
 from moe_plugin.experts.ffn import SHARD_AXIS, gather_parameters
 from moe_plugin.experts.matrices import HALVES, MatrixForm, is_vector, matrix_forms, stacked
 from moe_plugin.gradients.part_gradients import plain
-from moe_plugin.messages import short
+from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.messages import short
 
 # by name: embeddings, heads, routers, gates of one column, adapters
 ADAMW = (r"embed|lora_|router|(^|\.)(lm_head|head|classifier|score|gate|shared_expert_gate)\.")

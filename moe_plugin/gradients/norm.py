@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
-from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.marks import is_expert
 from moe_plugin.gradients import multi_tensor
 from moe_plugin.gradients.replicas import replicas_of
+from moe_plugin.utils.dtensors import is_sharded
 
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,

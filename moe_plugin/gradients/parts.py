@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.dtensors import is_sharded
 from moe_plugin.experts.marks import is_expert, mark_expert
 from moe_plugin.gradients.multi_tensor import local as local_part
 from moe_plugin.gradients.replicas import BUCKET_BYTES, in_buckets, mark_replicas, replicas_of
+from moe_plugin.utils.dtensors import is_sharded
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.machine import pinned_buffer
+from moe_plugin.utils.machine import pinned_buffer
 
 ALIGNMENT = 256  # bytes; products of matrices may round otherwise at other alignments
 

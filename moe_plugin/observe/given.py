@@ -8,7 +8,7 @@ from moe_plugin.config.flags import CONFIG_FLAG
 from moe_plugin.config.tree import flatten, from_dict, run_from_dict, to_dict
 from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.records import comparable
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import read_yaml
 
 ON, OFF = "on", "off"  # of a switch, which has no value
 

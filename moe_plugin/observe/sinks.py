@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from moe_plugin.folder_lock import hold_log
-from moe_plugin.messages import short
-from moe_plugin.regular_files import open_append, write_remedy
+from moe_plugin.utils.folder_lock import hold_log
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import open_append, write_remedy
 
 logger = logging.getLogger(__name__)
 TOP = "moe"  # of the names of all plots

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_plugin.messages import short
 from moe_plugin.planner.files import load_record
+from moe_plugin.utils.messages import short
 
 # more than any cluster has, so that neither searches nor sums grow without bound
 MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9

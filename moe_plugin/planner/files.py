@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_plugin.messages import cut, short
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import cut, short
+from moe_plugin.utils.yaml_file import read_yaml
 
 T = TypeVar("T")
 

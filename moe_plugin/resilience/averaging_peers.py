@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import OffloadConfig
-from moe_plugin.folder_lock import FolderLock, hold_saved
 from moe_plugin.memory.flat import FlatLayout, aligned_buffer
 from moe_plugin.memory.tiers import TierBuffer
 from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
 from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer
 from moe_plugin.resilience.elastic import ElasticReplica, ReplicaPlace
 from moe_plugin.run import RunFeature, StepFacts
+from moe_plugin.utils.folder_lock import FolderLock, hold_saved
 
 log = logging.getLogger(__name__)
 _START, _MOMENTUM = "start", "momentum"  # in a saved folder

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import CommError
 from moe_plugin.comm.host_collectives import gather_objects
-from moe_plugin.messages import short
-from moe_plugin.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.resilience.quorums import LIVING, Quorums, retries
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.run import LostStep, RunFeature, StepGradients, refuse_unfit
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
 
 QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse
 MAX_LOST = 100  # steps lost in a row: no replica comes and goes that often

@@ -14,10 +14,10 @@ from torch import nn
 from moe_plugin.checkpoint.resize import check_sizes
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import RunConfig
-from moe_plugin.machine import wait_for_device
 from moe_plugin.observe.history.resizes import ResizeRecord
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.run import RunFeature, StepInput
+from moe_plugin.utils.machine import wait_for_device
 
 logger = logging.getLogger(__name__)
 

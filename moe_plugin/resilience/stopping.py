@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from moe_plugin.messages import first_process
 from moe_plugin.run import RunFeature, StepInput
+from moe_plugin.utils.messages import first_process
 
 STATUS = 128 + signal.SIGINT
 _WAIT_S = 2.0  # for the rank that writes: whoever starts ranks may end all when one has ended

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moe_plugin.messages import short
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.utils.messages import short
 
 
 def balanced(call: RoutingCall) -> Tensor:

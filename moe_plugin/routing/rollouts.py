@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.messages import short
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.routing.forced import check_replaceable
+from moe_plugin.utils.messages import short
 
 
 def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:

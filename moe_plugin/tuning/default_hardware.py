@@ -15,13 +15,13 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.bundles import first_of_each
-from moe_plugin.machine import to_device
 from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.planner.device import Device, load_device
 from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.once import Limits, OnceRows, Visits
 from moe_plugin.records import Routing
 from moe_plugin.routing.registry import routers
+from moe_plugin.utils.machine import to_device
 
 _GPU_LINKS = {
     "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)

@@ -36,7 +36,6 @@ from moe_plugin.experts.borrowed import BorrowingDispatcher
 from moe_plugin.experts.ffn import gather_parameters
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.kernels.weight_grads import GradSums
-from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
@@ -45,6 +44,7 @@ from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
 from moe_plugin.tuning.timer import CallTimer, Timed
+from moe_plugin.utils.machine import exporting
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
-from moe_plugin.machine import record_event
 from moe_plugin.records import DispatchPlan, KeptRouting
+from moe_plugin.utils.machine import record_event
 
 
 class CallTimer:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
+from moe_plugin.utils.quiet import FAIRSEQ, MEGATRON, hidden
 from scripts.bench.child import free_port
 
 

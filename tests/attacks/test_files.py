@@ -18,7 +18,7 @@ from moe_plugin.checkpoint.formats import all as _registered  # noqa: F401
 from moe_plugin.checkpoint.formats.base import detect, open_source
 from moe_plugin.checkpoint.formats.fairseq import files as of_fairseq
 from moe_plugin.cli.main import main
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import read_yaml
 from tests.attacks.payload import Payload
 
 pytestmark = pytest.mark.fast

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoEBlock, MoELayer, checksums
+from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.expert_file import write_experts
@@ -25,6 +25,7 @@ from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.utils import checksums
 from tests.checkpoint.test_checkpoint import Model, train
 from tests.former_names import former, rewrite_folder
 

@@ -30,8 +30,8 @@ from moe_plugin.config import (
 )
 from moe_plugin.config.flags import flag_specs
 from moe_plugin.records import Routing
-from moe_plugin.registry import KINDS
 from moe_plugin.routing.capacity import capacity
+from moe_plugin.utils.registry import KINDS
 from scripts.bench.study import read_numbers
 from scripts.bench.train.results import newest, reports
 from tests.faults.cases import Row

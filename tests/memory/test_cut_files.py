@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from moe_plugin import checksums
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import HostTier, TierError
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.utils import checksums
 from tests.memory.test_stored_experts import bits, layer_of, tokens
 
 pytestmark = pytest.mark.fast

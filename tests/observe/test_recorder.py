@@ -30,9 +30,9 @@ from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.output import LayerStats
 from moe_plugin.records import TokenInfo
-from moe_plugin.regular_files import open_append
 from moe_plugin.routing import routers
 from moe_plugin.routing.contract import balances_by_itself
+from moe_plugin.utils.regular_files import open_append
 
 pytestmark = pytest.mark.fast
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin import machine
 from moe_plugin.comm import functional, handles
 from moe_plugin.dispatch import bundles, deepep, nccl_ep
 from moe_plugin.dispatch.hybridep import HybridEP
@@ -19,6 +18,7 @@ from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import ExpertCache
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.slots import Slots
+from moe_plugin.utils import machine
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.dispatch.wire import FORMATS
 from moe_plugin.output import weighted_loss
 from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm, make_stage
@@ -34,6 +33,7 @@ from moe_plugin.resilience.swarm.messages import MessageServer, PeerError, ask
 from moe_plugin.resilience.swarm.rounds import SharedRound
 from moe_plugin.resilience.swarm.saved import save_swarm
 from moe_plugin.resilience.swarm.stage import ServedStage
+from moe_plugin.utils.determinism import seed_of, seeded
 from scripts.emulate.ranks import RankProcess, fork, stop
 from tests.distributed import free_port
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 import triton  # noqa: F401  (ranks are forked from a process that has imported it)
 from torch import Tensor
 
-from moe_plugin import TorchComm, machine
+from moe_plugin import TorchComm
 from moe_plugin.comm import Comm, LocalComm, Topology, watchdog
 from moe_plugin.memory.copier import Copier
 from moe_plugin.records import ExpertRows, RowCounts
 from moe_plugin.tuning import compute_times, standing, timer
+from moe_plugin.utils import machine
 from tests.streams.fake import install
 from tests.streams.gpu import Cuda, Event, Stream
 from tests.streams.programs import ALONE, drawn, layer_of

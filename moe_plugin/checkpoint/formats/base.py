@@ -25,7 +25,7 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)

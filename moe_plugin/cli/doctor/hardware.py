@@ -12,8 +12,8 @@ from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.cpu.native import functions
 from moe_plugin.kernels.cpu.products import in_float32
-from moe_plugin.machine import cpu_name
 from moe_plugin.planner.units import show_size
+from moe_plugin.utils.machine import cpu_name
 
 DRIVER = "/dev/nvidiactl"  # is there where NVIDIA's driver is loaded
 

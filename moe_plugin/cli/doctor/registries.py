@@ -9,9 +9,9 @@ import time
 import moe_plugin
 from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
 from moe_plugin.planner.units import show_time
-from moe_plugin.registry import KINDS
 from moe_plugin.run_features import FEATURES
 from moe_plugin.tuning.compute_times import ChoiceFiles
+from moe_plugin.utils.registry import KINDS
 
 # commands; the others import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts")

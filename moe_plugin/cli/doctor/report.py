@@ -9,7 +9,7 @@ import torch
 
 from moe_plugin import __version__
 from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
-from moe_plugin.messages import aligned
+from moe_plugin.utils.messages import aligned
 
 
 def first() -> dict[str, Any]:

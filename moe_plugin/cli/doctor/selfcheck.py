@@ -14,7 +14,7 @@ from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.messages import tracked
+from moe_plugin.utils.messages import tracked
 
 TOKENS, WIDTH, EXPERTS, RANKS = 24, 16, 4, 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

@@ -19,13 +19,13 @@ from moe_plugin.cli.measure.all_to_all import Plan, measure_rank
 from moe_plugin.cli.measure.device import Samples, sample_device
 from moe_plugin.comm import Comm
 from moe_plugin.comm.torch_comm import default_comm
-from moe_plugin.machine import device_name, memory_bytes
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.device import Device
 from moe_plugin.planner.fit import Measurement, fit
 from moe_plugin.planner.measured import MeasuredNetwork, Processor
 from moe_plugin.planner.model import ModelShape
+from moe_plugin.utils.machine import device_name, memory_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 # bytes per rank: 4 KiB, four times as many, and so on

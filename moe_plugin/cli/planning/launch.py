@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from moe_plugin.messages import short
 from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.utils.messages import short
 
 HOSTS = ("fairseq", "megatron")
 BYTES = 257  # tokens of the byte tokenizers of both hosts

@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from moe_plugin import determinism
 from moe_plugin.checkpoint.formats.fairseq.translate import (
     check_experts_given,
     gradient_factor,
@@ -44,11 +43,12 @@ from moe_plugin.hosts.fairseq.layers import (
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
-from moe_plugin.messages import short
 from moe_plugin.pregate import link
 from moe_plugin.routing.routers.hashing import with_vocabulary
 from moe_plugin.routing.token_ids import hand_token_ids
 from moe_plugin.run import refuse_unfit
+from moe_plugin.utils import determinism
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 

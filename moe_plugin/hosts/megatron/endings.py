@@ -20,10 +20,10 @@ from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
-from moe_plugin.messages import printable, short
-from moe_plugin.quiet import MEGATRON, hidden
 from moe_plugin.resilience.stopping import stops_in_one_line
 from moe_plugin.resilience.twins import WrongResultError
+from moe_plugin.utils.messages import printable, short
+from moe_plugin.utils.quiet import MEGATRON, hidden
 
 # errors whose message says all
 _SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError

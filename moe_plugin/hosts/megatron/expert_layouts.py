@@ -31,7 +31,7 @@ from moe_plugin.hosts.megatron.compat.names import (
     ShardedTensorFactory,
     dict_list_map_outplace,
 )
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 _BY_BUCKET = ".dp_group_idx_"  # in keys of what a distributed optimizer stores by buckets
 _THEIRS = {one: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for one in ours}

@@ -27,8 +27,8 @@ from typing import Any
 from moe_plugin.config import settings_from_yaml
 from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
-from moe_plugin.messages import alike, did_you_mean, short
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.yaml_file import read_yaml
 
 SECTION = "megatron"
 _OVERRIDE = re.compile(r"([a-z_]+(?:\.[A-Za-z_][\w-]*)+)=(.*)", re.S)

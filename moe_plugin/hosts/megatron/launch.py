@@ -43,7 +43,7 @@ from moe_plugin.hosts.megatron.endings import end_process, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
-from moe_plugin.messages import Parser, first_process, removed, short
+from moe_plugin.utils.messages import Parser, first_process, removed, short
 
 logger = logging.getLogger("moe_plugin.megatron")
 _LIST = re.compile(r"argument --moe-layer-freq: invalid .* '([01](?:, ?[01])+)'")

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger("moe_plugin.megatron")
 _OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from moe_plugin.comm.host_collectives import collectives_named, refused_together
 from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.config.flags import as_given
-from moe_plugin.folder_lock import FolderLock, hold_folder
 from moe_plugin.hosts.megatron import ensemble, replicas
 from moe_plugin.hosts.megatron.balance import refuse_unknown
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
@@ -33,10 +32,11 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.messages import short
-from moe_plugin.regular_files import make_folder
 from moe_plugin.resilience.finite import FiniteSteps
 from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
+from moe_plugin.utils.folder_lock import FolderLock, hold_folder
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import make_folder
 
 logger = logging.getLogger("moe_plugin.megatron")
 # begin of the settings that are read without our layer, too

@@ -31,7 +31,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import prepare_optimizer_for_loa
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.model_settings import check_settings
 from moe_plugin.hosts.megatron.stage_layouts import parse
-from moe_plugin.regular_files import move_into_place, write_whole
+from moe_plugin.utils.regular_files import move_into_place, write_whole
 
 _STEP = re.compile(r"iter_(\d{7,})\Z")
 

@@ -39,7 +39,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 from moe_plugin.hosts.megatron.compat.stage_specs import StageSpecs, in_one_stage
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from moe_plugin import checksums
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.memory.weights.files import load_weights, save_weights
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, write_whole
 
 META, _SCALER = "streamed.json", "loss_scaler"
 _RANKS = "ranks (all, tensor-, expert-, expert-tensor-parallel)"

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from moe_plugin import checksums
 from moe_plugin.config import SwarmConfig, run_config
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import core, cpu
@@ -37,9 +36,10 @@ from moe_plugin.hosts.megatron.streamed_optimizer import (
     torch_optimizer,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.regular_files import check_input, write_whole
 from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm
 from moe_plugin.run import Run, refuse_unfit
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import check_input, write_whole
 
 logger = logging.getLogger("moe_plugin.megatron")
 META = "megatron.json"

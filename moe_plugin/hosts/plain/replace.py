@@ -25,7 +25,7 @@ from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, use_model_masks
 from moe_plugin.hosts.plain.feed_forward import FeedForward, read_feed_forward
 from moe_plugin.layer import MoELayer
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 Match = str | Callable[[str, nn.Module], bool]

@@ -19,8 +19,8 @@ from moe_plugin.layer import layers_in
 from moe_plugin.memory.tiers import HostTier, tier_of
 from moe_plugin.memory.weights.blocks import MakeOptimizer
 from moe_plugin.memory.weights.streamed import Loss, StreamedTrainer
-from moe_plugin.messages import short
 from moe_plugin.planner.units import parse_size
+from moe_plugin.utils.messages import short
 
 
 def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Callable[[], nn.Module]],

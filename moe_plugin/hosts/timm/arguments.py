@@ -16,7 +16,7 @@ from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_setting
 from moe_plugin.hosts.timm.data import EXAMPLES
 from moe_plugin.hosts.timm.ensemble import HEAD
 from moe_plugin.hosts.timm.model import PRESETS
-from moe_plugin.messages import Parser, short
+from moe_plugin.utils.messages import Parser, short
 
 SMOOTHING = 0.1
 TASKS = "classify", "segment"

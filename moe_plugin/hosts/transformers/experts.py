@@ -25,8 +25,8 @@ from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.messages import first_process, warn_once
 from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.utils.messages import first_process, warn_once
 
 _SAME = 1e-6  # of two activations' values
 _LARGE = torch.logspace(-3, 4, 29)  # an activation may be another one's, cut off

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import refused_together
-from moe_plugin.folder_lock import FolderLock, hold_folder
 from moe_plugin.hosts.transformers.compat import TrainerCallback
+from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 
 
 class FolderOfOneRun(TrainerCallback):
-    """Only one run at a time trains into `output_dir`; see `moe_plugin.folder_lock`.
+    """Only one run at a time trains into `output_dir`; see `moe_plugin.utils.folder_lock`.
 
     Args:
         take_over: also where another run seems to have the folder.

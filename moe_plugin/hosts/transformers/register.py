@@ -36,8 +36,8 @@ from moe_plugin.hosts.transformers.experts import (
     experts_of,
     stacks_read_once,
 )
-from moe_plugin.messages import short
 from moe_plugin.routed_experts import RoutedExperts, check_routed
+from moe_plugin.utils.messages import short
 
 NAME = "moe_plugin"
 # what is left to set where the model has the router and the experts' sizes

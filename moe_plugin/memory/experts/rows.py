@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_plugin.machine import to_device
 from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.utils.machine import to_device
 
 
 def counts_of(rows: RowCounts | RowPlan) -> list[int]:

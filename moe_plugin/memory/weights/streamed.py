@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.job_abort import ends_all_ranks
-from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.memory.copier import Copier, OnDevice
 from moe_plugin.memory.flat import give_back_free_memory
 from moe_plugin.memory.passes import BlockPasses
@@ -30,6 +29,7 @@ from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
 from moe_plugin.memory.weights.refusal import check_shared, check_tier, reduction
 from moe_plugin.memory.weights.slots import Slots, place_sizes
 from moe_plugin.routing import finish_step_of_any, forget_step
+from moe_plugin.utils.determinism import seed_of, seeded
 
 Loss = Callable[[Tensor, Any], Tensor]
 

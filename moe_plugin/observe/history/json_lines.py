@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from typing import Any, TypeVar
 
-from moe_plugin.messages import short
 from moe_plugin.observe.history.records import (
     CopyRecord,
     DecisionRecord,
@@ -22,6 +21,7 @@ from moe_plugin.observe.history.records import (
     SpanRecord,
     StepRecord,
 )
+from moe_plugin.utils.messages import short
 
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats

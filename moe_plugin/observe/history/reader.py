@@ -25,7 +25,7 @@ from moe_plugin.observe.history.records import (
     StepRecord,
 )
 from moe_plugin.observe.history.resizes import KEY, ResizeRecord, resize_record
-from moe_plugin.regular_files import check_input
+from moe_plugin.utils.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
 DEPTH = 3

@@ -20,7 +20,7 @@ from moe_plugin.observe.report.content import sections, summary
 from moe_plugin.observe.report.draw_svg import drawing, top_of
 from moe_plugin.observe.report.figure_records import HeatMap, ReportSection, Table
 from moe_plugin.observe.report.text import HOSTS, number
-from moe_plugin.regular_files import write_regular
+from moe_plugin.utils.regular_files import write_regular
 
 HERE = Path(__file__).parent
 # the browser refuses everything that is not in the page

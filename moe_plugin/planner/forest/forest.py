@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 
-from moe_plugin.messages import short
 from moe_plugin.planner.forest.by_parts import find_parts, trees_by_parts
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.optimum import Graph, best_unit, optimum, whole, whole_trees
@@ -20,6 +19,7 @@ from moe_plugin.planner.forest.overlap import best_shares
 from moe_plugin.planner.forest.packing import pack
 from moe_plugin.planner.forest.schedule import COLLECTIVES, Edge, Paths, Schedule, Tree
 from moe_plugin.planner.forest.splitting import Path, Splitting, take
+from moe_plugin.utils.messages import short
 
 MAX_TREES = 1 << 20
 

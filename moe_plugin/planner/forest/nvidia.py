@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe_plugin.messages import short
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.presets import Builder
+from moe_plugin.utils.messages import short
 
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 OLD_NAMES = {"SOC": "SYS"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.nvidia import Speeds, is_table, network_of, parse_table
 from moe_plugin.planner.forest.presets import preset
-from moe_plugin.regular_files import check_input
-from moe_plugin.yaml_file import bundled, read_yaml
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
+from moe_plugin.utils.yaml_file import bundled, read_yaml
 
 KINDS = ("a network file (configs/networks/), a cluster file (`moe-plugin calibrate`), the output "
          "of `nvidia-smi topo -m`, or a preset such as dgx-a100:2")

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from moe_plugin.messages import short
 from moe_plugin.planner.files import load_record
-from moe_plugin.regular_files import write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import write_regular
 
 MAX_SECONDS, MAX_BYTES, MAX_BLOCKS = 1e6, 10**16, 10_000  # beyond any block or model
 

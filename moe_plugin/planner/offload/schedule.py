@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moe_plugin.messages import short
 from moe_plugin.planner.events import Span, Task, Timeline, simulate
+from moe_plugin.utils.messages import short
 
 STREAMS = ("compute", "in", "out")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moe_plugin.checkpoint import trust
 from moe_plugin.dispatch.wire import FORMATS
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 log = logging.getLogger(__name__)
 

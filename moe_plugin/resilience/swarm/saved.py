@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
-from moe_plugin.messages import cut
-from moe_plugin.regular_files import make_folder, write_regular
 from moe_plugin.resilience.swarm.messages import Message
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import cut
+from moe_plugin.utils.regular_files import make_folder, write_regular
 
 _INDEX = "swarm.json"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.determinism import seed_of, seeded
 from moe_plugin.resilience.swarm.messages import Message
+from moe_plugin.utils.determinism import seed_of, seeded
 
 MakeStage = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from moe_plugin.folder_lock import FolderLock, hold_saved
 from moe_plugin.resilience.swarm.journeys import Driven, Driver, MicroBatches, RoundId
 from moe_plugin.resilience.swarm.members import Alarm, Member, SwarmMembers
 from moe_plugin.resilience.swarm.messages import (
@@ -40,6 +39,7 @@ from moe_plugin.resilience.swarm.messages import (
 )
 from moe_plugin.resilience.swarm.rounds import SharedRounds
 from moe_plugin.resilience.swarm.saved import load_swarm, save_swarm
+from moe_plugin.utils.folder_lock import FolderLock, hold_saved
 
 log = logging.getLogger(__name__)
 # by (stage, micro-batch): who did the backward pass, and what it got, if this trainer asked for it
@@ -223,7 +223,7 @@ class Swarm:
         """Write every stage's weights and optimizer, for `resume`; a killed save leaves what was
         there. The folder is this trainer's until `close`.
 
-        Raises: ValueError: another run has the folder, see `moe_plugin.folder_lock`.
+        Raises: ValueError: another run has the folder, see `moe_plugin.utils.folder_lock`.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)

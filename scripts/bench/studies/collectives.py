@@ -21,8 +21,8 @@ import yaml
 
 from moe_plugin.cli.figures import columns
 from moe_plugin.comm.forest import plan_few
-from moe_plugin.messages import tracked
 from moe_plugin.planner.units import show_size
+from moe_plugin.utils.messages import tracked
 from scripts.bench.child import call
 from scripts.bench.collectives import WIRE, ring_bound_s
 from scripts.bench.collectives import measure as measure_network

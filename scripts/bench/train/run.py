@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.messages import tracked
 from moe_plugin.planner.units import show_time
+from moe_plugin.utils.messages import tracked
 from scripts.bench.measure import versions
 from scripts.bench.ranks import on_processes
 from scripts.bench.train.host_sides import Settings, Side, TrainShape

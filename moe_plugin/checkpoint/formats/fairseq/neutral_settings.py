@@ -16,7 +16,7 @@ from moe_plugin.checkpoint.neutral import DecoderSettings, NeutralModel
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.config import flatten
 from moe_plugin.config.flags import setting_specs
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 _EPS = 1e-5  # of fairseq's layer norms, which have no setting for it
 

@@ -11,7 +11,7 @@ from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_
 from moe_plugin.checkpoint.formats.huggingface.family import Block, Decoder, Family
 from moe_plugin.checkpoint.neutral import DecoderSettings, NeutralModel
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.messages import cut, short
+from moe_plugin.utils.messages import cut, short
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "squared_relu"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Key, item_of
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
 META, COMMON, BACKEND = "moe_plugin.json", "common.pt", "metadata.json"

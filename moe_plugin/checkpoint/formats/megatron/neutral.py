@@ -35,7 +35,7 @@ from moe_plugin.checkpoint.neutral import (
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.former_names import IN_MEGATRON
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 _POSITION, _OUTPUT = "embedding.position_embeddings.weight", "output_layer.weight"
 _OUTER = {"embedding.word_embeddings.weight": "embed.weight", _POSITION: "position.weight",

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_plugin.checkpoint.neutral import DecoderSettings, unfit
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 # settings that change what a model computes and that neutral ones do not have, with the value that
 # changes nothing; others are refused when a checkpoint becomes another format's

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.megatron import names
 from moe_plugin.checkpoint.formats.megatron.common import BY_PARAMETER, optimizer_parts
@@ -40,9 +39,10 @@ from moe_plugin.checkpoint.source import (
     Source,
     refused_if_unreadable,
 )
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
 from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
 
 _MAPPINGS = ("files", "checksums", "layout", "model", "settings")  # in `META`
 

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
 from moe_plugin.checkpoint.formats.megatron import common, names
 from moe_plugin.checkpoint.formats.megatron.names import (
@@ -53,7 +52,8 @@ from moe_plugin.checkpoint.source import (
     blocks,
     window_shape,
 )
-from moe_plugin.regular_files import write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import write_whole
 
 CHUNK_BYTES, FILE_BYTES = 1 << 25, 1 << 29
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,

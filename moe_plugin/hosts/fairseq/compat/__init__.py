@@ -32,7 +32,7 @@ def install() -> None:
         runtime,
         userdir,
     )
-    from moe_plugin.quiet import FAIRSEQ, FAIRSEQ_LINES, hide
+    from moe_plugin.utils.quiet import FAIRSEQ, FAIRSEQ_LINES, hide
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     # of two patches in one place, the later one calls the earlier one

@@ -29,7 +29,7 @@ from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line, st
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
 from moe_plugin.observe.drops import DropWarning
-from moe_plugin.regular_files import make_folder, write_regular
+from moe_plugin.utils.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)
 

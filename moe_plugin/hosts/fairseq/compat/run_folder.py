@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from moe_plugin.folder_lock import hold_folder, release_all
 from moe_plugin.hosts.fairseq.compat.patching import replaces
+from moe_plugin.utils.folder_lock import hold_folder, release_all
 
 _SETTINGS: ContextVar[Any] = ContextVar("all settings of the command", default=None)
 

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import add_field, patch, replaces
-from moe_plugin.messages import short
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 NAME = "moe_plugin"

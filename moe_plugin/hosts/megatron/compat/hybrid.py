@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 _LOCAL, _SEPARATORS = "*-E", "|/"
 _FOR_MAMBA = "mamba_ssm", "einops"

@@ -21,7 +21,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.names import DotProductAttention, mappings
-from moe_plugin.messages import first_process
+from moe_plugin.utils.messages import first_process
 
 logger = logging.getLogger("moe_plugin.megatron")
 

@@ -20,7 +20,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin.machine import die_with_parent
+from moe_plugin.utils.machine import die_with_parent
 
 _QUEUE = "_results_queue"
 _thread = threading.local()  # parent: id of this process while this thread saves

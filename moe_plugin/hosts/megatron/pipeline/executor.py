@@ -22,8 +22,8 @@ from moe_plugin.comm.host_collectives import named
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import schedules
 from moe_plugin.hosts.megatron.pipeline.links import Links
-from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.schedules import order, warm_up
+from moe_plugin.utils.machine import wait_for_device
 
 Shape = tuple[int, ...]
 TRIES = 2  # of a transfer

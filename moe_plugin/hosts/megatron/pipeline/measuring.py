@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
-from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.pipeline.choice import StageProfile
+from moe_plugin.utils.machine import wait_for_device
 
 HEADROOM = 0.9  # of the free memory
 

@@ -29,7 +29,7 @@ from moe_plugin.hosts.megatron.pipeline.cutting import (
 )
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
 from moe_plugin.layer import layers_in
-from moe_plugin.machine import wait_for_device
+from moe_plugin.utils.machine import wait_for_device
 
 Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-from moe_plugin.regular_files import check_input
+from moe_plugin.utils.regular_files import check_input
 
 try:
     from isal.isal_zlib import crc32  # the same sums, several times as fast

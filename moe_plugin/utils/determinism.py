@@ -34,7 +34,7 @@ def check(wanted: bool) -> None:
         raise ValueError(
             "deterministic=True does not fit torch's present mode: must be "
             "torch.use_deterministic_algorithms(True), without warn_only; "
-            "call moe_plugin.determinism.enable() before the layer is built")
+            "call moe_plugin.utils.determinism.enable() before the layer is built")
 
 
 def seed_of(*numbers: int) -> int:

@@ -10,9 +10,9 @@ from torch import nn
 
 from moe_plugin.checkpoint import CheckpointError, load
 from moe_plugin.config import from_yaml
-from moe_plugin.messages import short
 from moe_plugin.observe.history import read_run
-from moe_plugin.regular_files import begin_writing, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import begin_writing, write_regular
 
 pytestmark = pytest.mark.fast
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from moe_plugin.messages import warn_once
+from moe_plugin.utils.messages import warn_once
 
 _PR_SET_PDEATHSIG = 1
 _NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory whose last user went during a capture

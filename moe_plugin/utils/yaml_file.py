@@ -7,8 +7,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
 
 # more than any file of settings needs: characters, nested brackets, values once aliases stand for
 # what they name

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from moe_plugin.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import alike, did_you_mean, short
 
 T = TypeVar("T")
 KINDS: dict[str, "Registry"] = {}

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin import folder_lock
-from moe_plugin.folder_lock import (
+from moe_plugin.observe.sinks import JsonlSink
+from moe_plugin.resilience.swarm.trainer import Swarm
+from moe_plugin.utils import folder_lock
+from moe_plugin.utils.folder_lock import (
     GONE_AFTER_S,
     LOCK,
     hold_folder,
@@ -20,8 +22,6 @@ from moe_plugin.folder_lock import (
     hold_saved,
     release_all,
 )
-from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.resilience.swarm.trainer import Swarm
 
 pytestmark = pytest.mark.fast
 

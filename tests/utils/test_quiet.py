@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 
-from moe_plugin.quiet import FAIRSEQ, FAIRSEQ_LINES, MEGATRON, hidden
+from moe_plugin.utils.quiet import FAIRSEQ, FAIRSEQ_LINES, MEGATRON, hidden
 
 # warns as the first argument says a module does, with the text of the second
 WARNS = """
 import logging, sys, warnings
-from moe_plugin.quiet import FAIRSEQ, FAIRSEQ_LINES, MEGATRON, hidden, hide
+from moe_plugin.utils.quiet import FAIRSEQ, FAIRSEQ_LINES, MEGATRON, hidden, hide
 def warn(module, text, category=UserWarning):
     code = "import warnings; warnings.warn(text, category)"
     exec(code, {"__name__": module, "text": text, "category": category})
@@ -85,7 +85,7 @@ def test_each_is_a_known_one_alone(known: object) -> None:
 
 def test_lines_of_torchft_that_say_nothing_are_hidden() -> None:
     shown = warned("""
-from moe_plugin.quiet import TORCHFT, TORCHFT_LINES
+from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES
 logging.basicConfig(format="line %(message)s")
 hide(TORCHFT, TORCHFT_LINES)
 for text in ("", "a commit"):

@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from moe_plugin.regular_files import check_output, make_folder, refuse_output
+from moe_plugin.utils.regular_files import check_output, make_folder, refuse_output
 
 logger = logging.getLogger(__name__)
 LOCK = "moe_plugin.lock"  # in a folder; the lock of a file has the file's name and `.lock`

@@ -6,8 +6,8 @@ import pytest
 
 from moe_plugin.cli.main import main
 from moe_plugin.config.tree import run_from_dict
-from moe_plugin.messages import REMOVED, Parser, alike
 from moe_plugin.routing.registry import routers
+from moe_plugin.utils.messages import REMOVED, Parser, alike
 
 pytestmark = pytest.mark.fast
 
