@@ -34,7 +34,7 @@ class MoELayer(LayerState):
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
     the tokens of all ranks in `comm`, all others are this rank's part; the host (or
-    `moe_plugin.gradients.sync`) reduces and scales.
+    `moe_plugin.training.gradients.sync`) reduces and scales.
 
     Args:
         config: see `MoEConfig`; `model_dim` must be set. Or the width of a token, with `settings`

@@ -31,7 +31,7 @@ from moe_plugin.comm.job_abort import claim_first_report, leave
 from moe_plugin.config import ObserveConfig, RunConfig, with_overrides
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
-from moe_plugin.resilience.twins import TwinCheck
+from moe_plugin.training.resilience.twins import TwinCheck
 
 VOCABULARY, LENGTH = 64, 16
 

@@ -101,7 +101,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """apex is installed and a CUDA device is there, as far as anybody can see: its stand-in
     computes on CPU. The names of the functions that are called.
     """
-    from moe_plugin.gradients import fused, multi_tensor
+    from moe_plugin.training.gradients import fused, multi_tensor
 
     folder = str(Path(__file__).with_name("fake_apex"))
     monkeypatch.syspath_prepend(folder)

@@ -8,7 +8,6 @@ from typing import Any
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.records import ExpertRows, RowCounts, RowPlan  # noqa: F401  (records, too)
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class HostContext:
             computed; None: this rank alone.
         batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: the
             ranks that hold the experts, and where biases follow loads (`sigmoid_bias`, `quantile`)
-            those whose gradients `moe_plugin.gradients.sync` averages.
+            those whose gradients `moe_plugin.training.gradients.sync` averages.
         split_loss_comm, split_batch_comm: the same two for a layer that splits tokens which ranks
             share (`parallel.schedule: s1`); None: as without splitting.
         adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what

@@ -37,7 +37,7 @@ LACKS: Mapping[tuple[str, str], Lack] = {
     ("pipeline.schedule", "vision"): _STAGES,
     ("swarm.role", "fairseq"): _STAGES,
     ("swarm.role", "pytorch"): Lack("its model is in one process", "make a "
-                                    "moe_plugin.resilience.swarm.Swarm and its peers"),
+                                    "moe_plugin.training.resilience.swarm.Swarm and its peers"),
     ("swarm.role", "vision"): _STAGES,
     ("offload.weights", "pytorch"): _ON_DEVICE,
     ("offload.weights", "vision"): _ON_DEVICE,

@@ -134,7 +134,7 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
             raise ValueError(
                 f"DistributedDataParallel averages {name!r}, but every rank holds other experts: "
                 "must be left out; wrap the model by moe_plugin.ddp_model(model) instead, or call "
-                "moe_plugin.gradients.sync.exclude_experts(model) before wrapping it, and "
+                "moe_plugin.training.gradients.sync.exclude_experts(model) before wrapping it, and "
                 "sync_gradients after backward")
 
 

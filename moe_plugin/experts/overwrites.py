@@ -27,7 +27,7 @@ _CALLS = (2, 4, 7, 13, 25, 61, 121, 241)
 LAST_CALL = _CALLS[-1]
 VALUES = 256  # of the experts, and as many of the shared parameters: the sample of a rank
 AVERAGED = (f"{INSTEAD.partition(', and use')[0]}, or call "
-            "moe_plugin.gradients.sync.sync_gradients after backward")
+            "moe_plugin.training.gradients.sync.sync_gradients after backward")
 _APART = 0.05  # distance of experts, relative to their norms, at which they count as different
 
 

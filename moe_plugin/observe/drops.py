@@ -9,7 +9,7 @@ import logging
 import torch
 
 from moe_plugin.output import LayerStats
-from moe_plugin.run import RunFeature, StepFacts
+from moe_plugin.utils.run_feature import RunFeature, StepFacts
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.timeline import StepTimeline
 from moe_plugin.observe.traces import trace_of
 from moe_plugin.output import LayerStats
-from moe_plugin.run import RunFeature, StepFacts, StepInput
+from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
 logger = logging.getLogger(__name__)
 

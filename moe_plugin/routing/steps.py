@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from moe_plugin.routing.contract import begin_step, finish_step_of_any, forget_step
-from moe_plugin.run import RunFeature, StepFacts, StepInput
+from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
 
 class RouterSteps(RunFeature):

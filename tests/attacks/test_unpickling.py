@@ -26,7 +26,7 @@ REASONS = {
     "checkpoint/formats/megatron/torch_dist.py": TRUSTED,
     "hosts/megatron/restricted.py": TRUSTED,
     "hosts/fairseq/compat/runtime.py": "what ranks of a run send to each other",
-    "resilience/twins.py": "what ranks of a run send to each other",
+    "training/resilience/twins.py": "what ranks of a run send to each other",
 }
 
 

@@ -20,7 +20,7 @@ from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.sync import sync_gradients
+from moe_plugin.training.gradients.sync import sync_gradients
 from moe_plugin.utils import checksums
 from tests.seeds import seeded
 

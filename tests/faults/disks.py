@@ -120,7 +120,7 @@ save_adapter(model, sys.argv[1])
 """
 _SWARM = """
 import time
-from moe_plugin.resilience.swarm.trainer import Swarm
+from moe_plugin.training.resilience.swarm.trainer import Swarm
 Swarm(1)
 time.sleep(60)
 """

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.resilience import elastic
+from moe_plugin.training.resilience import elastic
 from tests.distributed import free_port
 from tests.faults import recorded
 

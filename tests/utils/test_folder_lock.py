@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.resilience.swarm.trainer import Swarm
+from moe_plugin.training.resilience.swarm.trainer import Swarm
 from moe_plugin.utils import folder_lock
 from moe_plugin.utils.folder_lock import (
     GONE_AFTER_S,

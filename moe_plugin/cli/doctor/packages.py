@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from moe_plugin.gradients import fused
+from moe_plugin.training.gradients import fused
 
 
 @dataclass(frozen=True)

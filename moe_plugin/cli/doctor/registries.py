@@ -9,7 +9,7 @@ import time
 import moe_plugin
 from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
 from moe_plugin.planner.units import show_time
-from moe_plugin.run_features import FEATURES
+from moe_plugin.training.run_features import FEATURES
 from moe_plugin.tuning.compute_times import ChoiceFiles
 from moe_plugin.utils.registry import KINDS
 

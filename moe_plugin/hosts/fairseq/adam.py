@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from moe_plugin.gradients.multi_tensor import local
+from moe_plugin.training.gradients.multi_tensor import local
 
 _HALF = (torch.float16, torch.bfloat16)
 

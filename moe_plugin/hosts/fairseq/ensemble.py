@@ -1,6 +1,6 @@
 """Confident multiple choice learning in fairseq: `moe_ensemble_lm`, a language model with an
 ensemble of output heads, and the criterion `moe_confident_oracle` (see
-`moe_plugin.ensembles.cmcl`).
+`moe_plugin.training.ensembles.cmcl`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fairseq import metrics
 from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq.translate import plain_value, setting
-from moe_plugin.ensembles.cmcl import (
+from moe_plugin.hosts.fairseq.compat.names import CrossEntropyCriterion, Meter
+from moe_plugin.hosts.fairseq.criterion import GateLoss
+from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
+from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig
+from moe_plugin.training.ensembles.cmcl import (
     HISTOGRAMS,
     EnsembleHeads,
     confidence_histograms,
     sequence_oracle_loss,
 )
-from moe_plugin.hosts.fairseq.compat.names import CrossEntropyCriterion, Meter
-from moe_plugin.hosts.fairseq.criterion import GateLoss
-from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
-from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig
 
 
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):

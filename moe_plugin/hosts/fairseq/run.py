@@ -1,4 +1,4 @@
-"""What fairseq tells the run features of its model and of each step (`moe_plugin.run`)."""
+"""What fairseq tells the run features of its model and of each step (`moe_plugin.training.run`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.history.fairseq_log import step_record
 from moe_plugin.planner.vote_assignments import assign
-from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
-from moe_plugin.resilience.step_votes import ballots_of
-from moe_plugin.resilience.stopping import RUN
-from moe_plugin.resilience.vote import refuse_reported_loads
-from moe_plugin.run import Run, StepFacts, refuse_unfit
-from moe_plugin.run_features import HostSeams, make_run
+from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.training.resilience.step_votes import ballots_of
+from moe_plugin.training.resilience.stopping import RUN
+from moe_plugin.training.resilience.vote import refuse_reported_loads
+from moe_plugin.training.run import Run
+from moe_plugin.training.run_features import HostSeams, make_run
+from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
 
 INNER = "train_inner"  # fairseq's name of the numbers between two lines of its log
 # their rate depends on the epoch or a validation, which every replica has of its own

@@ -34,8 +34,8 @@ from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size
-from moe_plugin.resilience.averaging_peers import unfit_peer
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.averaging_peers import unfit_peer
+from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it counts as nothing

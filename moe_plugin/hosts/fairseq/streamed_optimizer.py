@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients import multi_tensor
-from moe_plugin.gradients.replicas import replicas_of
 from moe_plugin.hosts.fairseq.compat.names import (
     FairseqOptimizer,
     FP16Optimizer,
@@ -22,6 +20,8 @@ from moe_plugin.hosts.fairseq.compat.names import (
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.gradients.replicas import replicas_of
 
 
 class BlockOptimizers(FairseqOptimizer):

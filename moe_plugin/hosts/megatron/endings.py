@@ -20,8 +20,8 @@ from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
-from moe_plugin.resilience.stopping import stops_in_one_line
-from moe_plugin.resilience.twins import WrongResultError
+from moe_plugin.training.resilience.stopping import stops_in_one_line
+from moe_plugin.training.resilience.twins import WrongResultError
 from moe_plugin.utils.messages import printable, short
 from moe_plugin.utils.quiet import MEGATRON, hidden
 

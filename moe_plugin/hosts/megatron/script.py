@@ -32,11 +32,12 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
+from moe_plugin.training.resilience.finite import FiniteSteps
+from moe_plugin.training.run import Run
 from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import make_folder
+from moe_plugin.utils.run_feature import SkipStep, StepFacts, StepInput
 
 logger = logging.getLogger("moe_plugin.megatron")
 # begin of the settings that are read without our layer, too

@@ -29,10 +29,10 @@ from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.memory.weights.files import read_beside
 from moe_plugin.observe.recorder import StatsRecorder
-from moe_plugin.resilience.averaging_peers import PeerSteps
-from moe_plugin.resilience.elastic import ReplicaPlace
-from moe_plugin.run import Run
-from moe_plugin.run_features import HostSeams, make_run
+from moe_plugin.training.resilience.averaging_peers import PeerSteps
+from moe_plugin.training.resilience.elastic import ReplicaPlace
+from moe_plugin.training.run import Run
+from moe_plugin.training.run_features import HostSeams, make_run
 
 logger = logging.getLogger(__name__)
 

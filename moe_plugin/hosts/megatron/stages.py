@@ -36,9 +36,9 @@ from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.run import refuse_unfit
 from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import refuse_unfit
 
 
 @dataclass

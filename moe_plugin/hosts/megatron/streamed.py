@@ -40,8 +40,8 @@ from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.planner.units import parse_size
-from moe_plugin.resilience.averaging_peers import PeerSteps, unfit_peer
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.averaging_peers import PeerSteps, unfit_peer
+from moe_plugin.utils.run_feature import refuse_unfit
 
 MakePart = Callable[..., nn.Module]  # of pre_process and post_process, as of a pipeline stage
 

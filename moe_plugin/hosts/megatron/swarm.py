@@ -36,10 +36,11 @@ from moe_plugin.hosts.megatron.streamed_optimizer import (
     torch_optimizer,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm
-from moe_plugin.run import Run, refuse_unfit
+from moe_plugin.training.resilience.swarm import JoinedTrainer, StagePeer, Swarm
+from moe_plugin.training.run import Run
 from moe_plugin.utils import checksums
 from moe_plugin.utils.regular_files import check_input, write_whole
+from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
 META = "megatron.json"

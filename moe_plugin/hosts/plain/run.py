@@ -16,18 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_plugin.comm import Comm, TorchComm, default_comm
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
-from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import blocks_of
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.output import MoEOutput
-from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
-from moe_plugin.resilience.overflow import StepStart
-from moe_plugin.resilience.step_votes import StepVotes, ballots_of
-from moe_plugin.resilience.vote import refuse_reported_loads
 from moe_plugin.routing.replay import replaying
-from moe_plugin.run import (
+from moe_plugin.training.gradients.norm import clip_grad_norm_
+from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.training.resilience.overflow import StepStart
+from moe_plugin.training.resilience.step_votes import StepVotes, ballots_of
+from moe_plugin.training.resilience.vote import refuse_reported_loads
+from moe_plugin.training.run_features import HostSeams, make_run
+from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.folder_lock import FolderLock, hold_folder
+from moe_plugin.utils.run_feature import (
     RunFeature,
     SkipStep,
     StepFacts,
@@ -35,9 +38,6 @@ from moe_plugin.run import (
     StepInput,
     refuse_unfit,
 )
-from moe_plugin.run_features import HostSeams, make_run
-from moe_plugin.utils.dtensors import is_sharded
-from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -54,8 +54,8 @@ from moe_plugin.hosts.timm.model import (
 from moe_plugin.hosts.timm.published import read_published
 from moe_plugin.hosts.timm.tasks import VisionTask
 from moe_plugin.observe.history.json_lines import step_record
-from moe_plugin.run import StepFacts
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import StepFacts
 
 # timm's classes of blocks, which keep, recompute or swap activations
 BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"

@@ -41,9 +41,9 @@ from moe_plugin.planner.offload.activation_problem import SWAP, blocks_of
 from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
 from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
-from moe_plugin.run import StepFacts, refuse_unfit
 from moe_plugin.utils.machine import wait_for_device
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """Clips gradients that are not in memory together, e.g. `moe_plugin.gradients.norm`'s
+    """Clips gradients that are not in memory together, e.g. `moe_plugin.training.gradients.norm`'s
     `PartedClip(1.0)`.
     """
 

@@ -1,4 +1,4 @@
-"""Figures of an ensemble of heads (moe_plugin.ensembles): errors, and how sure its members are."""
+"""Figures of an ensemble of heads (moe_plugin.training.ensembles): errors, and how sure its members are."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
     from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
     from moe_plugin.hosts.megatron.run import MegatronStart
     from moe_plugin.hosts.megatron.spec import swap_moe
-    from moe_plugin.run_features import HostSeams, make_run
+    from moe_plugin.training.run_features import HostSeams, make_run
 
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
@@ -148,7 +148,7 @@ class Batches:
 def side_of(name: str, kind: str, made: Made, source: Batches) -> Side:
     from moe_plugin.hosts.megatron.compat.names import get_forward_backward_func
     from moe_plugin.hosts.megatron.compat.optimizer import parts
-    from moe_plugin.run import StepFacts, StepInput
+    from moe_plugin.utils.run_feature import StepFacts, StepInput
 
     passes, done = get_forward_backward_func(), [0]
 

@@ -20,8 +20,8 @@ from moe_plugin.hosts.fairseq.layers import run_settings
 from moe_plugin.hosts.fairseq.run import batches_of, config_of, seams_of, total_updates
 from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.history import read_run
-from moe_plugin.run import StepFacts
-from moe_plugin.run_features import make_run
+from moe_plugin.training.run_features import make_run
+from moe_plugin.utils.run_feature import StepFacts
 from tests.hosts import ill
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run

@@ -16,7 +16,8 @@ pytest.importorskip("megatron.core",
 from moe_plugin.hosts.megatron import endings, launch, passes, script
 from moe_plugin.hosts.megatron.compat import loaders
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
-from moe_plugin.run import LostStep, Run, RunFeature, SkipStep
+from moe_plugin.training.run import Run
+from moe_plugin.utils.run_feature import LostStep, RunFeature, SkipStep
 
 pytestmark = pytest.mark.megatron
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.muon import muon_groups
 from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.blocks import optimizer_groups
+from moe_plugin.training.gradients.muon import muon_groups
 
 BIASES = {"bias_in_LF", "bias_gate_LF", "bias_out_LD"}
 _EXPERTS = {f"experts.{name}" for name in BIASES}

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.gradients import fused, multi_tensor
 from moe_plugin.hosts.fairseq.compat.patching import (
     add_field,
     patch,
     replaces,
     store_in_hydra,
 )
+from moe_plugin.training.gradients import fused, multi_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
-from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.resilience.step_votes import StepVotes
-from moe_plugin.run import Run, SkipStep, StepGradients
+from moe_plugin.training.resilience.finite import FiniteSteps
+from moe_plugin.training.resilience.step_votes import StepVotes
+from moe_plugin.training.run import Run
+from moe_plugin.utils.run_feature import SkipStep, StepGradients
 
 logger = logging.getLogger(__name__)
 

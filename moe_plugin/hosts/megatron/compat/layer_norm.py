@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from moe_plugin.gradients import fused
 from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.training.gradients import fused
 
 _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_NORM, nn.RMSNorm)}
 
