@@ -122,7 +122,7 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""
+        """The experts of each token. `moe_plugin.routing.pregate.link` may put another in its place."""
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 

@@ -18,11 +18,12 @@ from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.records import Routing
 from moe_plugin.routing import HasFinishStep
 from moe_plugin.routing.contract import FLOAT32, float32_state
+from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
 
 
-class LayerState(HasFinishStep, nn.Module):
+class LayerState(HasFinishStep, LinkableLayer):
     """Base of `MoELayer`: it is saved, loaded, copied, moved; its steps end.
 
     Attributes:
@@ -31,7 +32,6 @@ class LayerState(HasFinishStep, nn.Module):
         tokens, experts, layouts: parts of the path.
         has_own_router: whether the router was passed.
         route: the experts of each token; what stands in its place without `pregate.link` raises.
-        link: see `moe_plugin.pregate`; None: the layer knows no neighbours.
     """
 
     given: MoEConfig
@@ -44,10 +44,9 @@ class LayerState(HasFinishStep, nn.Module):
     layouts: LayoutSelector
     ddp_check: DDPCheck
     route: Callable[..., Routing]
-    link: Any = None
 
     def follow_from_now_on(self) -> None:
-        """Take notice of new parameters, and wait for `moe_plugin.pregate.link` where settings ask
+        """Take notice of new parameters, and wait for `moe_plugin.routing.pregate.link` where settings ask
         for it; called once, at the end of building.
         """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
@@ -62,11 +61,6 @@ class LayerState(HasFinishStep, nn.Module):
         """
         mark_experts(self.experts, self.comm.size)
         self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
-
-    @property
-    def model_dim(self) -> int:
-        """D."""
-        return self.config.model_dim
 
     def extra_repr(self) -> str:
         """One line of sizes, for `print(model)`."""

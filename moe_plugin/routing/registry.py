@@ -44,7 +44,7 @@ class Unlinked:
     def __call__(self, *_: object) -> NoReturn:
         """Raises: ValueError: always."""
         raise ValueError(f"{self.setting} needs to know which block comes next: call "
-                         "moe_plugin.pregate.link(model) once the model is built, or leave it out")
+                         "moe_plugin.routing.pregate.link(model) once the model is built, or leave it out")
 
 
 @dataclass(frozen=True)

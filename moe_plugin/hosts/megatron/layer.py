@@ -42,10 +42,10 @@ from moe_plugin.hosts.megatron.translate import (
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.store_log import watch_store
 from moe_plugin.output import LayerStats, MoEOutput
-from moe_plugin.pregate import chosen_together, has_own_gate
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.contract import keeps_init
+from moe_plugin.routing.pregate import chosen_together, has_own_gate
 from moe_plugin.routing.replay import counts, replaying
 from moe_plugin.routing.routers.hashing import with_vocabulary
 from moe_plugin.routing.token_ids import TakesTokenIds, token_info

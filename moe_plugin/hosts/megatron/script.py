@@ -197,7 +197,7 @@ class Script:
         from moe_plugin.hosts.megatron.script_features import run_of
         from moe_plugin.hosts.megatron.script_report import ScriptReport
         from moe_plugin.hosts.megatron.tokens import give_token_ids
-        from moe_plugin.pregate import link
+        from moe_plugin.routing.pregate import link
 
         for chunk in chunks:
             link(chunk)

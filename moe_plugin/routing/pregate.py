@@ -20,7 +20,7 @@ checkpointing), as its decision is recorded with it (`routing.replay`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.kernels.derivatives import not_transformed, transformed
-from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
 from moe_plugin.routing.registry import Unlinked
@@ -76,7 +75,7 @@ class RoutingMailbox:
         if pending is None:
             raise ValueError(
                 f"no pre-gate has decided for these {tokens} tokens: each forward pass must call "
-                "the blocks in the order in which moe_plugin.pregate.link joined them, and "
+                "the blocks in the order in which moe_plugin.routing.pregate.link joined them, and "
                 "a recomputation must be one of torch.utils.checkpoint.checkpoint; call all of "
                 "them, or set router.pre_gate=0")
         count = pending.routing.ids_TK.shape[0]
@@ -100,6 +99,30 @@ class _Decided:
     values: Sequence[Tensor] = ()
 
 
+class LinkableLayer(nn.Module):
+    """Base of an MoE layer that may be joined with the block before and after it.
+
+    Attributes:
+        config, router, experts, capacity, layouts: parts of `MoELayer`.
+        route: the experts of each token of a call.
+        link: what stands in the place of `route`; None: the layer knows no neighbours.
+    """
+
+    config: Any
+    router: nn.Module
+    experts: Any
+    capacity: Any
+    layouts: Any
+    route: Callable[..., Routing]
+    link: Any = None
+
+    @property
+    def model_dim(self) -> int:
+        """D, the width of a token."""
+        width: int = self.config.model_dim
+        return width
+
+
 class NextBlockRouting:
     """A layer's routing where blocks know each other: its decision may come from the block before,
     and it may decide, or predict, for the next one.
@@ -111,7 +134,7 @@ class NextBlockRouting:
         outbox: this block puts the next one's decision here; None: it decides for none.
     """
 
-    def __init__(self, layer: MoELayer, following: MoELayer | None, inbox: RoutingMailbox | None,
+    def __init__(self, layer: LinkableLayer, following: LinkableLayer | None, inbox: RoutingMailbox | None,
                  outbox: RoutingMailbox | None) -> None:
         self.layer, self.following, self.inbox, self.outbox = layer, following, inbox, outbox
         self._decided: _Decided | None = None  # in the call under way
@@ -211,11 +234,11 @@ class NextBlockRouting:
             self.outbox.clear()
 
 
-def _routed(layer: MoELayer, tokens: Tokens, top_k: int | None) -> Routing:
+def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
     return layer.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
 
 
-def _start_sizes(layer: MoELayer, routing: Routing) -> Any:
+def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
     """Begin to agree with other ranks on the sizes of a layer's next call, whose choices are known;
     None: there is nothing to agree on yet. Collective, in the order of calls.
     """
@@ -236,7 +259,7 @@ def link(model: nn.Module) -> int:
     Raises:
         ValueError: some layers ask for pre-gates and some do not; neighbours differ in width.
     """
-    layers = layers_in(model)
+    layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
     if any(asked) and not all(asked):
         raise ValueError(f"router.pre_gate={list(map(int, asked))} differs between the layers of "
@@ -264,12 +287,12 @@ def link(model: nn.Module) -> int:
     return len(layers) - 1
 
 
-def _predictable(before: MoELayer, after: MoELayer) -> bool:
+def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
     """Whether it pays to know early what the block after will choose."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
-def _check_widths(layers: Sequence[MoELayer]) -> None:
+def _check_widths(layers: Sequence[LinkableLayer]) -> None:
     for before, after in zip(layers, layers[1:], strict=False):
         if before.model_dim != after.model_dim:
             raise ValueError(
@@ -277,14 +300,14 @@ def _check_widths(layers: Sequence[MoELayer]) -> None:
                 "not fit: must be equal; set router.pre_gate=0, or link each stack by itself")
 
 
-def has_own_gate(layer: MoELayer) -> bool:
+def has_own_gate(layer: LinkableLayer) -> bool:
     """Whether a layer's experts are chosen in the layer itself, not one block early."""
     return layer.link is None or layer.link.inbox is None
 
 
-def chosen_together(layer: MoELayer) -> Iterator[MoELayer]:
+def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
     """A layer, and those after it whose experts are chosen one block early."""
-    here: MoELayer | None = layer
+    here: LinkableLayer | None = layer
     while here is not None:
         yield here
         linked = here.link is not None and here.link.outbox is not None
