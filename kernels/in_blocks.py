@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.activations import first_derivative_only, transformed
 from moe_plugin.kernels.cpu.products import in_float32, multiply
-from moe_plugin.kernels.derivatives import first_derivative_only, transformed
 from moe_plugin.kernels.expert_ffn import from_matmul, strategies
 from moe_plugin.kernels.scores import ScoreFunction, Sigmoid, Softmax
 from moe_plugin.records import RowCounts

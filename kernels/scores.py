@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.activations import transformed, wants_graph
 from moe_plugin.kernels.cpu.native.functions import scores_of
-from moe_plugin.kernels.cpu.widened import PARTS, widened
-from moe_plugin.kernels.derivatives import transformed, wants_graph
+from moe_plugin.kernels.cpu.products import PARTS, widened
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.utils.registry import Registry
 

@@ -24,7 +24,7 @@ from draw_layouts import PICTURES
 
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
-from moe_plugin.cli.doctor.registries import import_everything
+from moe_plugin.cli.doctor.packages import import_everything
 from moe_plugin.config import MoEConfig, RunConfig, to_dict
 from moe_plugin.config.flags import flag_specs
 from moe_plugin.hosts.megatron.compat.fields import ARGUMENTS, FIELDS, By, Row

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
 from moe_plugin.comm import Comm, TorchComm
-from moe_plugin.comm.job_abort import claim_first_report, leave
+from moe_plugin.comm.watchdog import claim_first_report, leave
 from moe_plugin.config import ObserveConfig, RunConfig, with_overrides
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model

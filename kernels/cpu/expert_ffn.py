@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.activations import ACTIVATIONS, Activation
+from moe_plugin.kernels.activations import ACTIVATIONS, Activation, first_derivative_only
 from moe_plugin.kernels.cpu.blocks import (
     BlockRows,
     GatheredRows,
@@ -40,7 +40,6 @@ from moe_plugin.kernels.cpu.blocks import (
 )
 from moe_plugin.kernels.cpu.native.functions import NativePasses, passes
 from moe_plugin.kernels.cpu.products import Products, products_of, row_rule
-from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows

@@ -19,8 +19,8 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.placement import Placement, check_shards
 from moe_plugin.comm.resharding import Resharding
+from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.experts.marks import mark_expert
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.utils.dtensors import is_sharded

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import trust
-from moe_plugin.checkpoint.file_workers import FileWorkers
-from moe_plugin.checkpoint.read_windows import read_strided
+from moe_plugin.checkpoint.file_workers import FileWorkers, read_strided
 from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.plan_memory import OF_SIZES, given_options, plan_memory
 from moe_plugin.cli.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
+from moe_plugin.cli.schedule import OF_SIZES, given_options, plan_memory
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_output, make_folder, write_regular
 
@@ -139,8 +139,7 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 def _plan_sizes(args: argparse.Namespace) -> None:
     """TP, EP, ETP, DP, PP, layout and all-to-all."""
     from moe_plugin.cli.planning.explain import breakdown, explain, predicted
-    from moe_plugin.planner.cluster import load_cluster
-    from moe_plugin.planner.device import load_device
+    from moe_plugin.planner.cluster import load_cluster, load_device
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.model_search import Space, search
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_plugin.comm import Comm
-    from moe_plugin.planner.cluster import Cluster
-    from moe_plugin.planner.device import Device
+    from moe_plugin.planner.cluster import Cluster, Device
     from moe_plugin.planner.measured import MeasuredNetwork, Processor, Record
     from moe_plugin.planner.model import ModelShape
     from moe_plugin.planner.plan_cost import PlanCost
@@ -101,8 +100,7 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
     import torch
 
     from moe_plugin.cli.measure.own_cluster import grid_of, rank_memory
-    from moe_plugin.planner.cluster import Cluster
-    from moe_plugin.planner.device import Device
+    from moe_plugin.planner.cluster import Cluster, Device
     from moe_plugin.planner.units import parse_size
 
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -135,7 +133,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
     """Plans that fit the memory, some of them with layers recomputed."""
     from moe_plugin.planner.all_to_all_cost import distinct
-    from moe_plugin.planner.device import MAX_NUMBER
+    from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
     from moe_plugin.planner.recompute import recomputed
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.group import CommError, RankGroup, key_of
-from moe_plugin.comm.open_files import too_many
+from moe_plugin.comm.new_group import too_many
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.utils.registry import Registry

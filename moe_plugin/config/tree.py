@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moe_plugin.config.comm import CommConfig
-from moe_plugin.config.dispatch import DispatchConfig
+from moe_plugin.config.dispatch import CommConfig, DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.options import (
     MOST_EXPERTS,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch.rows_limit import Limit, with_room
-from moe_plugin.kernels.pages import read_pages, write_pages
+from moe_plugin.kernels.groups import read_pages, write_pages
 from moe_plugin.kernels.triton_ops import INSTALLED
 from moe_plugin.utils.machine import capturing, pinned_buffer
 

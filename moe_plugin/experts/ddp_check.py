@@ -8,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.experts.base import Experts
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import Experts, is_expert
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
 from moe_plugin.routing import RouterModule
 

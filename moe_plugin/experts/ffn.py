@@ -21,7 +21,7 @@ from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.config.options import check
-from moe_plugin.experts.base import Experts, expert_kinds
+from moe_plugin.experts.base import Experts, expert_kinds, mark_expert
 from moe_plugin.experts.lora import (
     ADAPTER_AXIS,
     PLACES,
@@ -31,8 +31,7 @@ from moe_plugin.experts.lora import (
     column_lengths,
     with_factors,
 )
-from moe_plugin.experts.marks import mark_expert
-from moe_plugin.kernels.derivatives import transformed
+from moe_plugin.kernels.activations import transformed
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from moe_plugin.experts.marks import expert_ranks
+from moe_plugin.experts.base import expert_ranks
 from moe_plugin.utils.dtensors import is_sharded
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
 from moe_plugin.routing.replay import inside_backward
 from moe_plugin.utils.dtensors import is_sharded

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
-from moe_plugin.planner.files import load_record
+from moe_plugin.planner.cluster import Cluster, Device
+from moe_plugin.planner.units import load_record
 
 
 @dataclass(frozen=True, kw_only=True)

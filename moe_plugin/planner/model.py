@@ -9,10 +9,9 @@ from typing import Any
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape
-from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
-from moe_plugin.planner.once import Limits
+from moe_plugin.planner.once import GroupShape, Limits
+from moe_plugin.planner.units import load_record
 from moe_plugin.utils.messages import short
 
 GRADIENT_BYTES = 4  # gradients are added up in fp32

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import HEAD_ROOM, Device
+from moe_plugin.planner.cluster import HEAD_ROOM, Cluster, Device
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.plan_cost import PlanCost, lower_bound_s, plan_cost
 from moe_plugin.planner.units import show_size

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.planner.events import Task, Timeline, simulate_ready
-from moe_plugin.planner.files import load_record
+from moe_plugin.planner.units import load_record
 from moe_plugin.utils.messages import short
 
 PIECES = (1, 2, 5, 8, 20)

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.spill import (

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.kernels.derivatives import not_transformed, transformed
+from moe_plugin.kernels.activations import not_transformed, transformed
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import ExpertRows, Routing, Tokens
 from moe_plugin.routing.registry import Unlinked
@@ -134,8 +134,8 @@ class NextBlockRouting:
         outbox: this block puts the next one's decision here; None: it decides for none.
     """
 
-    def __init__(self, layer: LinkableLayer, following: LinkableLayer | None, inbox: RoutingMailbox | None,
-                 outbox: RoutingMailbox | None) -> None:
+    def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
+                 inbox: RoutingMailbox | None, outbox: RoutingMailbox | None) -> None:
         self.layer, self.following, self.inbox, self.outbox = layer, following, inbox, outbox
         self._decided: _Decided | None = None  # in the call under way
         self._hooks: list[Any] = []

@@ -20,10 +20,10 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.config.router import may_be_read, readers_of
 from moe_plugin.records import Routing
+from moe_plugin.routing.call import check_range
 from moe_plugin.routing.contract import RouterModule, TopKSchedule, balances_by_itself
 from moe_plugin.routing.losses import losses
 from moe_plugin.routing.several_routers import RouterSelector
-from moe_plugin.routing.token_ids import check_range
 from moe_plugin.utils.messages import first_process, warn_once
 from moe_plugin.utils.registry import Registry
 
@@ -44,7 +44,8 @@ class Unlinked:
     def __call__(self, *_: object) -> NoReturn:
         """Raises: ValueError: always."""
         raise ValueError(f"{self.setting} needs to know which block comes next: call "
-                         "moe_plugin.routing.pregate.link(model) once the model is built, or leave it out")
+                         "moe_plugin.routing.pregate.link(model) once the model is built, or leave "
+                         "it out")
 
 
 @dataclass(frozen=True)

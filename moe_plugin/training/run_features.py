@@ -18,14 +18,12 @@ from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
 from moe_plugin.config.lacks import HOSTS, REPLICAS, refuse_lacking
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.observe.drops import DropWarning
-from moe_plugin.observe.features import FirstStepLine, LayerRecords, listen
+from moe_plugin.observe.features import DropWarning, FirstStepLine, LayerRecords, listen
 from moe_plugin.output import LayerStats
-from moe_plugin.routing.steps import RouterSteps
+from moe_plugin.routing.contract import RouterSteps
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.training.resilience.elastic import ReplicaPlace, ReplicaSteps
-from moe_plugin.training.resilience.finite import FiniteSteps
-from moe_plugin.training.resilience.overflow import RowsFit, StepStart
+from moe_plugin.training.resilience.overflow import FiniteSteps, RowsFit, StepStart
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.stopping import RUN, Stopping

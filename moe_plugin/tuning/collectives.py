@@ -12,10 +12,10 @@ from moe_plugin.comm.base import NATIVE, Collectives, Comm, FindNetwork, collect
 from moe_plugin.comm.forest import Forest
 from moe_plugin.config import CommConfig
 from moe_plugin.planner.cluster import Cluster, load_cluster
-from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, reduce_scatter_s
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.network import part_of
 from moe_plugin.planner.forest.source import find_network
+from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, reduce_scatter_s
 from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
 from moe_plugin.tuning.engine import Tuner

@@ -15,8 +15,7 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.bundles import first_of_each
-from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.cluster import Cluster, Device, Link, load_device
 from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.once import Limits, OnceRows, Visits
 from moe_plugin.records import Routing

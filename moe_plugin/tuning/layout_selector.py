@@ -15,8 +15,8 @@ from moe_plugin.comm.state import Counters, TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.rows import known_load
 from moe_plugin.experts import Experts
+from moe_plugin.kernels.activations import not_transformed, refuse_vmap, transformed
 from moe_plugin.kernels.choices import expert_load
-from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import KeptRouting, Routing

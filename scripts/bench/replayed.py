@@ -22,8 +22,7 @@ from moe_plugin.cli.planning.launch import moe_settings
 from moe_plugin.config import from_dict
 from moe_plugin.observe.traces import Key
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.planner.device import load_device
+from moe_plugin.planner.cluster import load_cluster, load_device
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.routing_replay import (
     PARTS,

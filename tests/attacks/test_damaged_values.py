@@ -23,7 +23,7 @@ from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import HostTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.training.resilience.swarm.saved import load_swarm, save_swarm
+from moe_plugin.training.resilience.swarm.stage import load_swarm, save_swarm
 from moe_plugin.utils import checksums
 from scripts.emulate.damage import files_of
 from tests.fuzz.samples import TARGETS, format_of, sample

@@ -172,7 +172,7 @@ def test_a_value_on_the_command_line_makes_no_objects(marker: Path) -> None:
 
 
 def test_a_stage_of_a_swarm_runs_no_code(tmp_path: Path, marker: Path) -> None:
-    from moe_plugin.training.resilience.swarm import saved
+    from moe_plugin.training.resilience.swarm import stage as saved
 
     saved.save_swarm(tmp_path, 1, [{}])
     [stage] = tmp_path.rglob("*.pt")

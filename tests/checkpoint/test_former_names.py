@@ -15,8 +15,8 @@ from torch import nn
 from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
+from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.config import from_dict
@@ -153,7 +153,7 @@ def test_distributed_checkpoints_of_torch(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from moe_plugin.checkpoint.dcp import FormerNamesPlanner
+    from moe_plugin.checkpoint.layers import FormerNamesPlanner
 
     def ready(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from moe_plugin import MoEConfig, MoELayer
-from moe_plugin.cli.doctor.registries import import_everything
+from moe_plugin.cli.doctor.packages import import_everything
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import (
     DispatchConfig,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from moe_plugin.memory.tiers import DiskTier, HostTier, Tier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.training.gradients.norm import PartedClip, clip_grad_norm_
+from moe_plugin.training.gradients.sync import PartedClip, clip_grad_norm_
 
 pytestmark = pytest.mark.fast
 VOCABULARY, WIDTH = 11, 8

@@ -16,13 +16,13 @@ from moe_plugin.cli.planning.explain import explain, head_room
 from moe_plugin.cli.planning.launch import host_flags, plan_yaml
 from moe_plugin.config import both_from_yaml, from_dict
 from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
-from moe_plugin.planner.device import Device
-from moe_plugin.planner.files import record
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.layer_cost import layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape, load_model
 from moe_plugin.planner.model_search import Space, alternatives, search, value_of
 from moe_plugin.planner.once import rows_of_token
 from moe_plugin.planner.plan_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
+from moe_plugin.planner.units import record
 from tests.cli.examples import Shell, commands
 from tests.planner.problems import A100, cluster, model
 

@@ -11,7 +11,7 @@ from moe_plugin.dispatch import bundles, deepep, nccl_ep
 from moe_plugin.dispatch.hybridep import HybridEP
 from moe_plugin.dispatch.once import Forwarding
 from moe_plugin.dispatch.token_exchange import TokenDispatcher
-from moe_plugin.kernels.row_weight_grads import RowWeightGrads
+from moe_plugin.kernels.weight_grads import RowWeightGrads
 from moe_plugin.memory.activations.swap import SwappedStorage
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import ExpertCache

@@ -123,7 +123,7 @@ def our_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...
     noted.cache_clear = imported.cache_clear  # type: ignore[attr-defined]  # of the fixture
     monkeypatch.setattr(fused, "imported", noted)
     pytest.importorskip("megatron.core", reason="norms are those of Megatron's layers")
-    from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
+    from moe_plugin.hosts.megatron.compat.sequence_parts import LocalNorm
 
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     for kind, theirs in (("LayerNorm", torch.nn.LayerNorm(8)), ("RMSNorm", torch.nn.RMSNorm(8))):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.doctor.registries import run_rows
+from moe_plugin.cli.doctor.packages import run_rows
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import RunConfig, from_dict, run_from_dict
 from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS, REPLICAS, refuse_lacking

@@ -15,7 +15,7 @@ import torch
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.fit import nonnegative_least_squares
 from moe_plugin.records import RowCounts
 from moe_plugin.tuning.compute_tuner import ComputeLoad, candidates, computed

@@ -20,8 +20,7 @@ from moe_plugin.cli.measure.device import Samples, sample_device
 from moe_plugin.comm import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.planner.all_to_all_cost import COSTS
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.fit import Measurement, fit
 from moe_plugin.planner.measured import MeasuredNetwork, Processor
 from moe_plugin.planner.model import ModelShape

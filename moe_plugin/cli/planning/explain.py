@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import HEAD_ROOM, Device
+from moe_plugin.planner.cluster import HEAD_ROOM, Cluster, Device
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_search import Found, Space, alternatives, value_of
 from moe_plugin.planner.offload.activation_problem import RECOMPUTE

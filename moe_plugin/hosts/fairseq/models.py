@@ -42,9 +42,9 @@ from moe_plugin.hosts.fairseq.layers import (
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
+from moe_plugin.routing.call import hand_token_ids
 from moe_plugin.routing.pregate import link
 from moe_plugin.routing.routers.hashing import with_vocabulary
-from moe_plugin.routing.token_ids import hand_token_ids
 from moe_plugin.training.gradients.sync import exclude_experts
 from moe_plugin.utils import determinism
 from moe_plugin.utils.messages import short

@@ -4,7 +4,8 @@
 its optimizer state; a layer's parameters are gathered while it computes. Experts are left to expert
 parallelism. `os` (ZeRO stage 1) shards optimizer state alone: each rank updates a part of every
 parameter and gives it to the others after the step. In both, fairseq's optimizer sees plain tensors
-(`moe_plugin.training.gradients.parts`), and checkpoints are whole: a run resumes with or without sharding.
+(`moe_plugin.training.gradients.parts`), and checkpoints are whole: a run resumes with or without
+sharding.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.compat.names import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
@@ -77,7 +78,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
-    from moe_plugin.training.gradients.router_units import shard_routers
+    from moe_plugin.training.gradients.muon import shard_routers
 
     if any(layer.config.router.pre_gate for layer in layers_in(model)):
         raise ValueError(

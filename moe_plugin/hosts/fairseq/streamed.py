@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
-from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
-from moe_plugin.hosts.fairseq.compat.patching import Overlay
-from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
-from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
-from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
-from moe_plugin.hosts.fairseq.streamed_optimizer import (
+from moe_plugin.hosts.fairseq.adam import (
     BlockOptimizers,
     FairseqNorm,
     in_16_bits,
     memory_efficient,
 )
+from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
+from moe_plugin.hosts.fairseq.compat.patching import Overlay
+from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
+from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.memory.tiers import DiskTier, tier_of
 from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer

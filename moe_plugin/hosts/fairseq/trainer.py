@@ -24,7 +24,7 @@ from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, r
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.host_collectives import collectives_named, named
-from moe_plugin.experts.marks import expert_parameters, is_expert
+from moe_plugin.experts.base import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import run as of_run
 from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.changed_settings import changed_line

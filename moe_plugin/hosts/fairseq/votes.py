@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.training.gradients import multi_tensor
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.vote import Ballots

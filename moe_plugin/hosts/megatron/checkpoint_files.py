@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
+from moe_plugin.checkpoint.formats.megatron.common import BACKEND, COMMON, METADATA
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import comm_of, gather_objects

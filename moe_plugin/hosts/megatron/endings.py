@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, leave, says_why
+from moe_plugin.comm.watchdog import claim_first_report, is_of_another_rank, leave, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS

@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.hosts.megatron.own_flags import Flag
+from moe_plugin.hosts.megatron.file_arguments import Flag
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
 

@@ -1,4 +1,4 @@
-"""What Megatron's training script tells the run features of its model (`moe_plugin.training.run`)."""
+"""What Megatron's training script tells the features of its run (`moe_plugin.training.run`)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.training.resilience.finite import FiniteSteps
+from moe_plugin.training.resilience.overflow import FiniteSteps
 from moe_plugin.training.run import Run
 from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 from moe_plugin.utils.messages import short
@@ -194,9 +194,9 @@ class Script:
 
     def connect(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         # imported once the script's arguments are parsed, because a layer spec follows them
+        from moe_plugin.hosts.megatron.same_tokens import give_token_ids
         from moe_plugin.hosts.megatron.script_features import run_of
         from moe_plugin.hosts.megatron.script_report import ScriptReport
-        from moe_plugin.hosts.megatron.tokens import give_token_ids
         from moe_plugin.routing.pregate import link
 
         for chunk in chunks:
@@ -293,7 +293,7 @@ class Script:
 
         @functools.wraps(build)
         def call(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks, split_of
+            from moe_plugin.hosts.megatron.compat.writers import of_all_ranks, split_of
 
             external = script_arguments().get("dataloader_type") == "external"
             if not external and split_of(dataset) in ("valid", "test") and not len(dataset):

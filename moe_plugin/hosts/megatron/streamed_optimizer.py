@@ -17,7 +17,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
 from moe_plugin.comm.host_collectives import named
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.megatron.compat import cpu
 from moe_plugin.hosts.megatron.compat.optimizer import counts_in_norm, is_vector
 from moe_plugin.memory.weights.segments import SegmentsOnce

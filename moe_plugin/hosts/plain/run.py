@@ -22,7 +22,7 @@ from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.output import MoEOutput
 from moe_plugin.routing.replay import replaying
-from moe_plugin.training.gradients.norm import clip_grad_norm_
+from moe_plugin.training.gradients.sync import clip_grad_norm_
 from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
 from moe_plugin.training.resilience.overflow import StepStart
 from moe_plugin.training.resilience.step_votes import StepVotes, ballots_of

@@ -21,8 +21,7 @@ from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.hosts.transformers.compat import apply_gate, has_its_own_gate
-from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.derivatives import first_derivative_only
+from moe_plugin.kernels.activations import ACTIVATIONS, first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, RowCounts

@@ -38,7 +38,7 @@ from moe_plugin.memory.tiers import Tier, tier_of
 from moe_plugin.planner.offload.activation_plan import SwapPlan
 from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import SWAP, blocks_of
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile
 from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
 from moe_plugin.utils.machine import wait_for_device

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.memory.copier import Copier, Ticket
-from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
+from moe_plugin.memory.passes import FlatLayout, absent, aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierBuffer, TierTensor
 from moe_plugin.memory.weights.optimizer_state import (
     OptimizerStateBuffer,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.memory.copier import Copier, Ticket
-from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
+from moe_plugin.memory.passes import FlatLayout, absent, aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, TierBuffer
 
 State = Mapping[tuple[int, str], Tensor]  # by number of the parameter and name

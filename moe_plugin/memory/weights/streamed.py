@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm.job_abort import ends_all_ranks
+from moe_plugin.comm.watchdog import ends_all_ranks
 from moe_plugin.memory.copier import Copier, OnDevice
-from moe_plugin.memory.flat import give_back_free_memory
-from moe_plugin.memory.passes import BlockPasses
+from moe_plugin.memory.passes import BlockPasses, give_back_free_memory
 from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierError
 from moe_plugin.memory.weights.blocks import MakeOptimizer, Scale, StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
@@ -50,7 +49,7 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """Clips gradients that are not in memory together, e.g. `moe_plugin.training.gradients.norm`'s
+    """Clips gradients that are not in memory together, e.g. `moe_plugin.training.gradients.sync`'s
     `PartedClip(1.0)`.
     """
 

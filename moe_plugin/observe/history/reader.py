@@ -14,17 +14,19 @@ from itertools import groupby
 from pathlib import Path
 
 from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log, trainer_state
-from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.records import (
     COPIES,
+    KEY,
     OWN_LOOPS,
     CopyRecord,
     LayerRecord,
+    ResizeRecord,
     RunRecord,
     SpanRecord,
     StepRecord,
+    resize_record,
+    written,
 )
-from moe_plugin.observe.history.resizes import KEY, ResizeRecord, resize_record
 from moe_plugin.utils.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}

@@ -11,7 +11,6 @@ from typing import Any
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.history.records import DROPS, OWN_LOOPS
-from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figure_records import (
     Band,
     Bands,
@@ -22,6 +21,7 @@ from moe_plugin.observe.report.figure_records import (
     ReportSection,
     Table,
     chart,
+    ensemble,
     heat_map,
     line,
     settled,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
 from moe_plugin.planner.units import show_size, show_time

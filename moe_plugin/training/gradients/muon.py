@@ -7,6 +7,7 @@ gate and up of a gated expert may lie in one tensor, and ranks may have a part o
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -15,14 +16,42 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.distributed_state import placed_parameters
 from moe_plugin.experts.ffn import SHARD_AXIS, gather_parameters
 from moe_plugin.experts.matrices import HALVES, MatrixForm, is_vector, matrix_forms, stacked
+from moe_plugin.layer import layers_in
 from moe_plugin.training.gradients.part_gradients import plain
 from moe_plugin.utils.dtensors import is_sharded
 from moe_plugin.utils.messages import short
+
+
+def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
+                  mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+                  **options: Any) -> None:
+    """Make each router whose parameters are of another dtype than the rest a unit of its own.
+
+    FSDP2 refuses parameters of several dtypes in one unit. Under `router.fp32` the router is such a
+    unit, too, where `mp_policy` lowers the model: it computes with its parameters as they are. A
+    router's few parameters stay gathered between forward and backward. Call it before the units
+    around the routers are made.
+
+    Args:
+        ignored_params: of the experts.
+        mp_policy, options: of `torch.distributed.fsdp.fully_shard`.
+    """
+    layers = layers_in(model)
+    inside = {p for layer in layers for p in layer.router.parameters()}
+    rest = {p.dtype for p in model.parameters() if p not in ignored_params and p not in inside}
+    options["reshard_after_forward"] = False
+    for layer in layers:
+        dtypes, fp32 = {p.dtype for p in layer.router.parameters()}, layer.config.router.fp32
+        if dtypes and (fp32 or dtypes != rest):
+            policy = dataclasses.replace(mp_policy, param_dtype=None) if fp32 else mp_policy
+            fully_shard(layer.router, ignored_params=ignored_params, mp_policy=policy, **options)
+
 
 # by name: embeddings, heads, routers, gates of one column, adapters
 ADAMW = (r"embed|lora_|router|(^|\.)(lm_head|head|classifier|score|gate|shared_expert_gate)\.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.experts.marks import is_expert, mark_expert
+from moe_plugin.experts.base import is_expert, mark_expert
 from moe_plugin.training.gradients.multi_tensor import local as local_part
 from moe_plugin.training.gradients.replicas import (
     BUCKET_BYTES,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.config import OffloadConfig
-from moe_plugin.memory.flat import FlatLayout, aligned_buffer
+from moe_plugin.memory.passes import FlatLayout, aligned_buffer
 from moe_plugin.memory.tiers import TierBuffer
 from moe_plugin.memory.weights.files import load_weights, read_beside, save_weights
 from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer

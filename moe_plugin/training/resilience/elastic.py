@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import CommError
 from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.routing.contract import RouterModule
-from moe_plugin.training.resilience.quorums import LIVING, Quorums, retries
+from moe_plugin.training.resilience.step_votes import LIVING, Quorums, retries
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients, refuse_unfit

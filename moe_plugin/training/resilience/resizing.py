@@ -14,7 +14,7 @@ from torch import nn
 from moe_plugin.checkpoint.resize import check_sizes
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import RunConfig
-from moe_plugin.observe.history.resizes import ResizeRecord
+from moe_plugin.observe.history.records import ResizeRecord
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.utils.machine import wait_for_device
 from moe_plugin.utils.run_feature import RunFeature, StepInput

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.dispatch.rows_limit import Limit, most_of, needed_of, settle
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import layers_in, named_layers_in
 from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.routing.contract import RouterModule

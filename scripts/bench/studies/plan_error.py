@@ -24,8 +24,7 @@ from moe_plugin.cli.figures import columns
 from moe_plugin.cli.measure.own_cluster import grid_of, measure_network, measure_processor
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.measured import MeasuredNetwork, Processor
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.plan_cost import plan_cost

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_plugin.config import RunConfig
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import copy
 from scripts.bench.peers.fairseq_branch import BranchMoE

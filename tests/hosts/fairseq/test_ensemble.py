@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from fairseq import metrics
 
-from moe_plugin.hosts.fairseq.ensemble import ConfidentOracleCriterion, MoEEnsembleLanguageModel
+from moe_plugin.hosts.fairseq.criterion import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig, MoEEnsembleConfig
 from moe_plugin.observe.history.fairseq_log import parse_step

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.adam import FusedAdam, encoded
 from moe_plugin.hosts.fairseq.trainer import norm_squared
 from moe_plugin.training.gradients.replicas import mark_replicas

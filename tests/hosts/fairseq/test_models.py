@@ -14,7 +14,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 from torch import nn
 
-from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.routing.pregate import has_own_gate

@@ -74,7 +74,7 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("made_by", ["local", "transformer_engine", "full_iteration"])
 def test_graphs_are_refused(made_by: str) -> None:
     """Megatron's own schedules alone say in which micro-batch a graph is."""
-    from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
+    from moe_plugin.hosts.megatron.pipeline.base import EagerSchedule
 
     schedule: Any = SimpleNamespace(name="eager-1f1b", unfit=())
     EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl="none"))
@@ -182,7 +182,7 @@ SIZES = [(1,), (1 << 20,), (3, 7), (1 << 21,), (2,)]
 
 def _crossing() -> list[float]:
     """Both stages send everything before they receive anything; sums of what arrives."""
-    from moe_plugin.hosts.megatron.pipeline.links import Links
+    from moe_plugin.hosts.megatron.pipeline.executor import Links
 
     group = torch.distributed.group.WORLD
     links = Links(group, group, SIZES, SIZES, torch.float32, torch.device("cpu"))
@@ -198,7 +198,7 @@ def _crossing() -> list[float]:
 
 def _left_over() -> list[float]:
     """What two steps begin with; of the first a second tensor is left over."""
-    from moe_plugin.hosts.megatron.pipeline.links import Links
+    from moe_plugin.hosts.megatron.pipeline.executor import Links
 
     group, shapes = torch.distributed.group.WORLD, [(2,)]
     links = [Links(group, group, shapes, shapes, torch.float32, torch.device("cpu"))

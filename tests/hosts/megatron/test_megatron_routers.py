@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
+from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of
 from tests.hosts.megatron.layers import BATCH, EXPERTS, SEQUENCE, Case, batch, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 

@@ -13,7 +13,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch.rows_limit import RowsOverflow, with_room
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
 from moe_plugin.training.gradients.replicas import replica_comm
 from moe_plugin.training.gradients.sync import sync_gradients

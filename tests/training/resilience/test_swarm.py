@@ -31,8 +31,7 @@ from moe_plugin.training.resilience.swarm import JoinedTrainer, StagePeer, Swarm
 from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
 from moe_plugin.training.resilience.swarm.messages import MessageServer, PeerError, ask
 from moe_plugin.training.resilience.swarm.rounds import SharedRound
-from moe_plugin.training.resilience.swarm.saved import save_swarm
-from moe_plugin.training.resilience.swarm.stage import ServedStage
+from moe_plugin.training.resilience.swarm.stage import ServedStage, save_swarm
 from moe_plugin.utils.determinism import seed_of, seeded
 from scripts.emulate.ranks import RankProcess, fork, stop
 from tests.distributed import free_port

@@ -15,7 +15,7 @@ import torch
 
 from moe_plugin.checkpoint.formats.base import WriteProgress
 from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
-from moe_plugin.checkpoint.precision import marked
+from moe_plugin.checkpoint.name_table import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,

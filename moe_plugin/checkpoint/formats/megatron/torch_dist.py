@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moe_plugin.checkpoint import trust
-from moe_plugin.checkpoint.formats.megatron.names import COMMON, METADATA
+from moe_plugin.checkpoint.formats.megatron.common import COMMON, METADATA
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,

@@ -26,9 +26,8 @@ def install() -> None:
         flags,
         hydra_train,
         launch,
-        optimizers,
+        native,
         patching,
-        run_folder,
         runtime,
         userdir,
     )
@@ -36,6 +35,6 @@ def install() -> None:
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     # of two patches in one place, the later one calls the earlier one
-    for module in (runtime, launch, run_folder, userdir, checkpoints, evaluation, optimizers, flags,
+    for module in (runtime, launch, userdir, userdir, checkpoints, evaluation, native, flags,
                    hydra_train):
         patching.apply(module)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moe_plugin.comm.job_abort import is_of_another_rank, says_why
+from moe_plugin.comm.watchdog import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.hosts.fairseq.compat.patching import replaces
 from moe_plugin.training.resilience.stopping import STATUS as STATUS_OF_STOP

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.megatron.common import group_value
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from moe_plugin.training.resilience.swarm.messages import (
     ask,
 )
 from moe_plugin.training.resilience.swarm.rounds import SharedRounds
-from moe_plugin.training.resilience.swarm.saved import load_swarm, save_swarm
+from moe_plugin.training.resilience.swarm.stage import load_swarm, save_swarm
 from moe_plugin.utils.folder_lock import FolderLock, hold_saved
 
 log = logging.getLogger(__name__)
