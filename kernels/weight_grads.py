@@ -271,16 +271,20 @@ class LaterGrads:
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
         """Add what was left, in the order of the passes, to the `grad` of weights by these names.
 
-        hooks: as a backward pass does, with the hooks of their gradients.
+        hooks: as one backward pass does: its gradients of a weight are summed, then given to the
+            weight's hooks.
         """
         left, self._left = self._left, []
+        sums: dict[str, Tensor] = {}
         for work in left:
             for name, grad in work().items():
                 if grad is None:
                     continue
-                weight, before = weights[name], weights[name].grad
                 if hooks:
-                    with torch.enable_grad():
-                        weight.view_as(weight).backward(grad)
-                else:
-                    weight.grad = grad if before is None else before.add_(grad)
+                    sums[name] = sums[name] + grad if name in sums else grad
+                    continue
+                before = weights[name].grad
+                weights[name].grad = grad if before is None else before.add_(grad)
+        for name in list(sums):
+            with torch.enable_grad():
+                weights[name].view_as(weights[name]).backward(sums.pop(name))

@@ -48,16 +48,14 @@ class SplitStep(Step):
 
     Attributes:
         left: the weights' gradients of the backward pass, by module that has a place for them
-            (`Experts.later`), and of linear layers (None).
-        weights: of the linear layers in `left`.
+            (`Experts.later`), and by weight of a linear layer.
     """
 
     def run(self) -> list[Any]:
         """See `Step`."""
         layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
-        self.weights: dict[str, Tensor] = {}
         experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
-        self.left: dict[Any, LaterGrads] = {each: LaterGrads() for each in [None, *experts]}
+        self.left: dict[Any, LaterGrads] = {each: LaterGrads() for each in experts}
         try:
             for each in experts:
                 each.later = self.left[each]
@@ -70,10 +68,9 @@ class SplitStep(Step):
 
     def finish_backward(self) -> None:
         """See `Step`."""
-        for experts, later in self.left.items():
-            later.compute(self.weights if experts is None else
-                          dict(experts.named_parameters(recurse=False)), hooks=True)
-        self.weights.clear()
+        for owner, later in self.left.items():
+            later.compute({"": owner} if isinstance(owner, Tensor) else
+                          dict(owner.named_parameters(recurse=False)), hooks=True)
 
     def _linear(self, native: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Any,
                 **settings: Any) -> Tensor:
@@ -84,10 +81,8 @@ class SplitStep(Step):
         gathers = settings["sequence_parallel"]
 
         def leave(x: Tensor, grad_y: Tensor) -> None:
-            name = str(len(self.weights))
-            self.weights[name] = weight
-            self.left[None].add(lambda: {name: _rows(grad_y).t().matmul(_rows(
-                mappings._gather_along_first_dim(x, ranks) if gathers else x))})
+            self.left.setdefault(weight, LaterGrads()).add(lambda: {"": _rows(grad_y).t().matmul(
+                _rows(mappings._gather_along_first_dim(x, ranks) if gathers else x))})
 
         return _Linear.apply(input, weight.detach(), bias, leave, ranks, gathers,
                              settings["allreduce_dgrad"])
